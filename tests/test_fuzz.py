@@ -28,7 +28,6 @@ from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import draws, reference
 from muletrain.sim.world.draws import sizes
 from muletrain.sim.world.draws.base import draw
-from muletrain.sim.world.faults import Faults
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.shrink import as_code, shrunk
@@ -133,13 +132,13 @@ def test_a_world_sends_the_same_bits_at_the_same_times_whatever_was_played_befor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[tuple[float, str, str, bytes]] = []
-    damaged = Faults.damaged
+    damaged = Links.damage
 
-    def noted(self: Faults, sender: str, receiver: str, packed: bytes) -> bytes:
-        sent.append((self._world.clock.now(), sender, receiver, packed))
+    def noted(self: Links, sender: str, receiver: str, packed: bytes) -> bytes:
+        sent.append((asyncio.get_running_loop().time(), sender, receiver, packed))
         return damaged(self, sender, receiver, packed)
 
-    monkeypatch.setattr(Faults, "damaged", noted)
+    monkeypatch.setattr(Links, "damage", noted)
     scenario = SCENARIOS[0]
     play(scenario)
     first = sent[:]

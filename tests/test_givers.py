@@ -7,24 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from blake3 import blake3
 
-from muletrain.errors import ProtocolError, Refused
-from muletrain.events import FrameRefused
+from muletrain.config.schema import RunConfig
+from muletrain.errors import Refused
+from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub
-from muletrain.runs.join import lobby
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.join import messages as join
+from muletrain.runs.join.client import JoinClient
 from muletrain.runtime.checkpoint.messages import AskPart
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.messages import Member
-from muletrain.runtime.recovery.messages import StepBack
+from muletrain.runtime.peer.messages import Back
+from muletrain.runtime.recovery.messages import AskStepBack, StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.messages import AskGradient
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 
 from .test_checkpointing import LINEAGE, Stages, play
-from .test_hostile import Target, warm_up
+from .test_hostile import Target, until, warm_up
 from .test_joining import context, step_of
-from .test_machines import introduction, lobby_of
+from .test_machines import introduction, rendezvous_of
 
 if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
@@ -116,21 +121,23 @@ def test_the_state_and_gradients_of_a_stage_are_for_its_replicas(tmp_path: Path)
 def test_the_founder_gives_a_guest_its_own_stages_part_and_only_until_the_run_begins(tmp_path: Path) -> None:
     async def scenario() -> None:
         hub = MemoryHub()
-        own = lobby_of(hub.join("founder"), [1, 1], expected=2)
-        own.parts = [tmp_path / "0", tmp_path / "1"]
-        own.part_digests = [bytes(32)] * 2
-        for path in own.parts:
-            path.write_bytes(b"weights")
+        config = RunConfig()
+        parts = [{"file": name, "sha256": "00" * 32} for name in ("0", "1")]
+        checkpoint = Checkpoint(tmp_path, {"step": 4, "parts": parts}, ModelSpec.from_config(config.model), config)
+        for path in checkpoint.parts:
+            path.write_bytes(f"weights of stage {path.name}".encode())
+        own = rendezvous_of(hub.join("founder"), [1, 1], expected=2, checkpoint=checkpoint)
         own.open()
         own.seat("founder", introduction("founder"))
         guest, stranger = hub.join("guest"), hub.join("stranger")
-        welcome = await lobby.Visitor(guest, "founder").join(introduction("guest"))
-        mine, others = (lobby.AskPart(stage=s, offset=0) for s in (welcome.stage, 1 - welcome.stage))
-        assert await asked(guest, "founder", mine) == b"weights"
-        await refused(guest, "founder", others, "for those that get that stage ready")
-        await refused(stranger, "founder", mine, "for those that get that stage ready")
-        own._begun = True
-        await refused(guest, "founder", mine, "for those that get that stage ready")
+        client, ask = JoinClient(guest, "founder"), join.AskPart(offset=0)
+        welcome = await client.join(introduction("guest"))
+        assert await asked(guest, "founder", ask) == f"weights of stage {welcome.stage}".encode()
+        await refused(stranger, "founder", ask, "for a guest that prepares its stage")
+        own.ready("founder", join.Ready(trainer=True, place=""))
+        beginning = asyncio.create_task(client.begin(join.Ready(trainer=False, place="")))
+        assert await own.gather() == await beginning
+        await refused(guest, "founder", ask, "for a guest that prepares its stage")
 
     asyncio.run(scenario())
 
@@ -151,19 +158,23 @@ def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) 
         await asyncio.sleep(0.2)
         peer = target.peer
         peer._fits = peer._rollback._fits = lambda stage: False
-        await refused(
-            target.others["last"], target.name, step_back({target.name: 0}), r"more memory than it may use \(--memory\)"
-        )
-        with pytest.raises(ProtocolError, match="--memory"):
-            peer._rollback._obey(step_back({target.name: 0}))
-        assert any("step_back" in e.reason for e in target.events if isinstance(e, FrameRefused))
+        order, last = step_back({target.name: 0}), target.others["last"]
+
+        async def tell(sender: str, payload: bytes) -> bytes:
+            return order.pack()
+
+        await refused(last, target.name, order, r"more memory than it may use \(--memory\)")
+        assert any("step_back" in e.reason for e in target.refused())
+        last.serve(AskStepBack.KIND, tell)
+        await target.send("last", Back(lineage=order.lineage, step=0).frame())  # so it asks what that branch began with
+        await until(lambda: any(e.reason.startswith("a step back that moves") for e in target.refused()))
         peer.move(0)
         assert peer.destination is None
         assert not peer.departure.wanted
         assert not peer.begins_anew
         assert peer.roster.own.stage == 1
         await asked(target.others["last"], target.name, step_back({"last": 0}))
-        await asyncio.wait_for(asyncio.shield(peer._rollback.ordered), 30)
+        await until(lambda: peer.begins_anew, 30)
         target.running.cancel()
         await asyncio.gather(target.running, return_exceptions=True)
 
@@ -197,10 +208,11 @@ def test_the_gradient_of_a_step_that_lies_back_is_for_replicas_alone() -> None:
         for step in range(2):
             own.add(*step_of(step))
         await asyncio.sleep(0.1)
-        packed = own._past[0].packed
-        assert packed is not None
-        assert own.copy("b", packed.digest) is packed
-        assert own.copy("stranger", packed.digest) is None
+        digest = blake3(await own.manifest("b", bytes(32), None)).digest()
+        copy = own.copy("b", digest)
+        assert copy is not None
+        assert copy.digest == digest
+        assert own.copy("stranger", digest) is None
         await ctx.tasks.close()
 
     asyncio.run(scenario())

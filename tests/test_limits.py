@@ -19,7 +19,7 @@ from muletrain.events import EventLog
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.host import Host
-from muletrain.runs.join import lobby
+from muletrain.runs.join import messages
 from muletrain.runs.join.limits import check_tokenizer, largest_tokenizer
 from muletrain.runs.join.newcomer import join
 from muletrain.runs.join.ticket import Ticket
@@ -44,20 +44,26 @@ class Founder:
         config = load_config(None, list(overrides)).model_dump_json(by_alias=True)
         self.welcome = {"config": config, "stage": 0, "data": bytes(32), "tokenizer_size": 10} | told
         net = hub.join("founder")
-        for message in (lobby.Founder, lobby.Join, lobby.AskTokenizer, lobby.AskPart, lobby.Declined):
+        for message in (
+            messages.Admitter,
+            messages.JoinRequest,
+            messages.AskTokenizer,
+            messages.AskPart,
+            messages.Declined,
+        ):
             net.serve(message.KIND, self._answers(message))
 
-    def _answers(self, kind: type[lobby.Message]) -> Any:
+    def _answers(self, kind: type[messages.Message]) -> Any:
         async def answer(sender: str, payload: bytes) -> bytes:
             self.asked.append(kind.KIND)
-            if kind is lobby.Founder:
-                return lobby.Founder(id="founder").pack()
-            if kind is lobby.Join:
-                return lobby.Welcome(**self.welcome).pack()
-            if kind is lobby.Declined:
-                self.declined.append(lobby.Declined.unpack(payload).reason)
+            if kind is messages.Admitter:
+                return messages.Admitter(id="founder").pack()
+            if kind is messages.JoinRequest:
+                return messages.Welcome(**self.welcome).pack()
+            if kind is messages.Declined:
+                self.declined.append(messages.Declined.unpack(payload).reason)
                 return b""
-            return bytes(lobby.PIECE)
+            return bytes(messages.PIECE)
 
         return answer
 
@@ -131,7 +137,7 @@ def test_a_founder_that_asks_for_too_much_is_refused_before_anything_is_taken(
     with pytest.raises(kind, match=said):
         raise error
     assert founder.declined == [str(error)], "and the founder's people hear why"
-    assert founder.asked == ["lobby.founder", "lobby.join", "lobby.declined"]
+    assert founder.asked == ["join.admitter", "join.request", "join.declined"]
     assert not list(temporary.iterdir())
     assert resident_bytes() - before < 64 << 20
 
@@ -172,7 +178,7 @@ def test_a_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         check_room(str(tmp_path), 101, "set TMPDIR")
     error, founder = joined(tmp_path, 2.0, *SMALL, part_size=1 << 20)
     assert "set TMPDIR to another folder" in str(error)
-    assert founder.asked[-1] == "lobby.declined"
+    assert founder.asked[-1] == "join.declined"
 
 
 def test_a_tokenizer_that_nobody_would_take_is_refused_by_the_founder() -> None:

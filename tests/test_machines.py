@@ -24,6 +24,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from muletrain import __version__
 from muletrain.cli.commands import machines as machines_cli
 from muletrain.cli.show.status import Announced, status_of
 from muletrain.clock import LoopClock
@@ -41,7 +42,12 @@ from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.host import Host
-from muletrain.runs.join import lobby, newcomer
+from muletrain.runs.join import newcomer
+from muletrain.runs.join.admission import RunInfo
+from muletrain.runs.join.client import JoinClient, find_admitter
+from muletrain.runs.join.messages import PIECE, READY_EVERY_S, AskPart, JoinRequest, Ready, Welcome
+from muletrain.runs.join.rendezvous import Rendezvous
+from muletrain.runs.join.seating import Seating
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
@@ -419,7 +425,7 @@ def test_machines_behind_firewalls_train_by_way_of_another(
         output(joiner)
     assert relative_difference(checkpoint_weights(next((tmp_path / "a").glob("runs/*"))), expected) <= 1e-5
     said = [e["message"] for e in _events(tmp_path) if e["kind"] == "note"]
-    assert [m for m in said if "cannot be reached directly: by way of " in m], said
+    assert [m for m in said if "cannot be reached directly, only through " in m], said
     assert "relayed" in out[out.index("Sent over the network") :]
 
 
@@ -455,76 +461,83 @@ def hugging_face_folder(folder: Path) -> dict[str, torch.Tensor]:
 # Without a network --------------------------------------------------------------------------------------------------------
 
 
-def test_the_founder_does_not_begin_with_a_guest_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby, "POLL_S", 0.1)
-
+def test_the_founder_does_not_begin_with_a_guest_that_left() -> None:
     async def scenario() -> None:
         hub = MemoryHub()
         founder = hub.join("founder")
-        own = lobby_of(founder, [1, 1], expected=4)
+        own = rendezvous_of(founder, [1, 1], expected=4)
         own.open()
 
         async def come(name: str) -> asyncio.Task[Genesis]:
             nets[name] = hub.join(name)
-            visitor = lobby.Visitor(nets[name], "founder")
-            await visitor.join(introduction(name))
-            return asyncio.create_task(visitor.begin(trainer=False, place=""))
+            client = JoinClient(nets[name], "founder")
+            await client.join(introduction(name))
+            return asyncio.create_task(client.begin(Ready(trainer=False, place="")))
 
         nets: dict[str, Network] = {}
         own.seat("founder", introduction("founder"))
-        own.ready("founder", trainer=True, place="")
+        own.ready("founder", Ready(trainer=True, place=""))
         gathering = asyncio.create_task(own.gather())
         waiting = []
         for name in ("one", "two"):  # out of step with each other, so that one of them always speaks
             waiting.append(await come(name))
-            await asyncio.sleep(0.17)
+            await asyncio.sleep(READY_EVERY_S / 3)
         leaver = await come("leaver")
         leaver.cancel()
         await nets["leaver"].close()
-        await asyncio.sleep(2)
+        await asyncio.sleep(4 * READY_EVERY_S)
         assert not gathering.done()
         assert own.missing() == ["1 more of 4 peers"], "its seat is free again"
         waiting.append(await come("three"))
-        genesis = await asyncio.wait_for(gathering, 5)
+        genesis = await asyncio.wait_for(gathering, READY_EVERY_S)
         assert {m.id for m in genesis.members} == {"founder", "one", "two", "three"}
-        assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [genesis] * 3
+        assert await asyncio.wait_for(asyncio.gather(*waiting), READY_EVERY_S) == [genesis] * 3
 
-    asyncio.run(scenario())
+    problems: list[str] = []
+    run_virtually(scenario(), 1000.0, problems)
+    assert problems == []
 
 
-def lobby_of(net: Network, bytes_of_stages: list[int], expected: int) -> lobby.Lobby:
+def rendezvous_of(
+    net: Network,
+    bytes_of_stages: list[int],
+    expected: int,
+    *,
+    emit: Callable[[Event], None] = lambda event: None,
+    info: RunInfo | None = None,
+    trainers: int | None = 1,
+    checkpoint: Checkpoint | None = None,
+) -> Rendezvous:
     needs = [
         StageMemory(
             weights=n, moments=0, gradient=0, delayed=0, activations=0, copies=0, on_device=n // 2, on_host=n // 2
         )
         for n in bytes_of_stages
     ]
-    return lobby.Lobby(
+    return Rendezvous(
         net=net,
-        clock=LoopClock(),
-        emit=lambda event: None,
+        emit=emit,
+        info=info or RunInfo("{}", bytes(32), b"t"),
+        seating=Seating(needs, [1.0] * len(needs), SWARM),
         run_id="run",
-        config_json="{}",
         config_digest=bytes(32),
-        data_digest=bytes(32),
-        tokenizer=b"t",
-        stages=len(needs),
         expected=expected,
-        trainers=1,
-        needs=needs,
-        stage_costs=[1.0] * len(needs),
-        strategy=SWARM,
+        trainers=trainers,
+        checkpoint=checkpoint,
     )
 
 
 def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
     async def trainers(limit: int | None) -> tuple[list[str], list[str]]:
-        said: list[object] = []
-        own = dataclasses.replace(lobby_of(MemoryHub().join("a"), [1], expected=4), trainers=limit, emit=said.append)
+        said: list[Event] = []
+        hub = MemoryHub()
+        own = rendezvous_of(hub.join("a"), [1], expected=4, trainers=limit, emit=said.append)
+        for name in "bcd":
+            JoinClient(hub.join(name), "a")
         for name in "abcd":
             own.seat(name, introduction(name))
-            own.ready(name, trainer=name != "c", place="")
-        genesis = own._genesis()
+            own.ready(name, Ready(trainer=name != "c", place=""))
+        genesis = await own.gather()
         return [m.id for m in genesis.members if m.trainer], [e.message for e in said if isinstance(e, Note)]
 
     assert asyncio.run(trainers(None)) == (["a", "b", "d"], [])
@@ -555,9 +568,8 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
 
     async def scenario() -> None:
         hub = MemoryHub()
-        own = lobby_of(hub.join("founder"), [1, 1], 2)
-        own.emit, own.tokenizer, own.data_digest = told.append, cache.tokenizer_json, bytes.fromhex(cache.digest)
-        own.config_json = config.model_dump_json(by_alias=True)
+        info = RunInfo(config.model_dump_json(by_alias=True), bytes.fromhex(cache.digest), cache.tokenizer_json)
+        own = rendezvous_of(hub.join("founder"), [1, 1], 2, emit=told.append, info=info)
         own.open()
         own.seat("founder", introduction("founder"))
         waiting = own.missing()
@@ -575,9 +587,9 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
     assert "join without --data" in refused.reason
 
 
-def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> lobby.Join:
-    return lobby.Join(
-        version=lobby.__version__,
+def introduction(name: str, memory: int = 1, *, device: str = "cpu", host: int | None = None) -> JoinRequest:
+    return JoinRequest(
+        version=__version__,
         name=name,
         stage=None,
         device=device,
@@ -592,14 +604,14 @@ GIB = 2**30
 
 
 def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came() -> None:
-    own = lobby_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB], expected=2)
+    own = rendezvous_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB], expected=2)
     assert own.missing() == [
         "stage 0 has no peer (needs 4 GiB)",
         "stage 1 has no peer (needs 10 GiB)",
         "a peer with the data (trainer)",
     ]
     own.seat("founder", introduction("founder", 5 * GIB))
-    own.ready("founder", trainer=True, place="")
+    own.ready("founder", Ready(trainer=True, place=""))
     assert own.missing() == ["stage 1 has no peer (needs 10 GiB; the largest offer so far is 5 GiB)"]
     with pytest.raises(CapacityError, match=r"needs 4 GiB \(weights .* may use 3 GiB: give it more memory"):
         own.seat("small", introduction("small", 3 * GIB))
@@ -610,23 +622,32 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
         own.seat("gpu", gpu.model_copy(update={"stage": 1}))
     assert own.seat("gpu", gpu.model_copy(update={"stage": 1, "host_memory": 5 * GIB})) == 1
     for name in ("middle", "gpu"):
-        own.ready(name, trainer=False, place="")
+        own.ready(name, Ready(trainer=False, place=""))
     assert own.missing() == []
 
 
+def test_guests_of_one_name_get_names_of_their_own_and_a_place_that_is_given_back_frees_its_name() -> None:
+    own = rendezvous_of(MemoryHub().join("founder"), [1, 1], expected=2)
+    for peer in ("a", "b", "b"):  # the second asks twice
+        own.seat(peer, introduction("mule"))
+    assert own.names() == {"a": "mule", "b": "mule-0"}
+    assert own.remove("a")
+    own.seat("c", introduction("mule"))
+    assert own.names() == {"b": "mule-0", "c": "mule"}
+
+
 def test_a_machine_takes_the_stage_that_few_can_serve() -> None:
-    own = lobby_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB, 4 * GIB], expected=3)
+    own = rendezvous_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB, 4 * GIB], expected=3)
     assert own.seat("large", introduction("large", 12 * GIB)) == 1
     assert own.seat("small", introduction("small", 5 * GIB)) == 0
     assert own.seat("twin", introduction("twin", 5 * GIB)) == 2
-    roomy = lobby_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB], expected=2)
+    roomy = rendezvous_of(MemoryHub().join("founder"), [4 * GIB, 10 * GIB], expected=2)
     assert roomy.seat("huge", introduction("huge", 100 * GIB)) == 0, "where it makes no difference, the first"
 
 
 def test_kinds_of_devices_are_not_mixed_in_a_stage_where_it_can_be_avoided() -> None:
-    own = lobby_of(MemoryHub().join("founder"), [1, 1], expected=2)
     said: list[Event] = []
-    own.emit = said.append
+    own = rendezvous_of(MemoryHub().join("founder"), [1, 1], expected=2, emit=said.append)
     coming = [("cpu", 0), ("cuda", 1), ("cuda", 1), ("cuda", 1), ("cpu", 0), ("mps", 0)]
     for k, (device, expected) in enumerate(coming):
         peer = introduction(f"p{k}", device=device, host=1 if device == "cuda" else None)
@@ -686,13 +707,12 @@ def test_who_joins_gets_its_first_weights_and_needs_no_folder(tmp_path: Path) ->
 
     async def scenario() -> None:
         hub = MemoryHub()
-        own = lobby_of(hub.join("founder"), [1, 1], expected=2)
-        own.parts, own.part_digests = checkpoint.parts, checkpoint.digests
+        own = rendezvous_of(hub.join("founder"), [1, 1], expected=2, checkpoint=checkpoint)
         own.open()
         own.seat("founder", introduction("founder"))
-        visitor = lobby.Visitor(hub.join("newcomer"), "founder")
-        welcome = await visitor.join(introduction("newcomer"))
-        await visitor.part(welcome, tmp_path / "part")
+        client = JoinClient(hub.join("newcomer"), "founder")
+        welcome = await client.join(introduction("newcomer"))
+        await client.part(welcome, tmp_path / "part")
         here = machine.Machine.probe("cpu", Precision.FP32, 1.0)
         compute = build_compute(facts, welcome.stage, here, None, tmp_path / "part")
         state = await compute.state()
@@ -704,17 +724,17 @@ def test_who_joins_gets_its_first_weights_and_needs_no_folder(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_any_member_says_who_founded_the_run() -> None:
+def test_before_the_run_begins_any_member_says_that_the_founder_admits() -> None:
     async def scenario() -> None:
         hub = MemoryHub()
         founder, member, newcomer = (hub.join(name) for name in ("founder", "member", "newcomer"))
         with pytest.raises(AdmissionError, match="ask for a ticket of 'muletrain start'"):
-            await lobby.find_founder(newcomer, ("/memory/p2p/founder",))  # does not serve it yet
+            await find_admitter(newcomer, ("/memory/p2p/founder",))  # does not serve it yet
         with pytest.raises(AdmissionError, match="it names none"):
-            await lobby.find_founder(newcomer, ())
-        lobby.Visitor(member, founder.peer_id)
+            await find_admitter(newcomer, ())
+        JoinClient(member, founder.peer_id)
         addresses = ("/memory/p2p/gone", "/memory/p2p/member")
-        assert await lobby.find_founder(newcomer, addresses) == "founder"
+        assert await find_admitter(newcomer, addresses) == "founder"
 
     asyncio.run(scenario())
 
@@ -903,7 +923,7 @@ def test_an_owners_limits(tmp_path: Path) -> None:
 
 
 def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path) -> None:
-    """What comes in the lobby (a checkpoint's part), in calls and in frames: 10 MB at 1 MB/s."""
+    """A checkpoint's part before the run begins, in calls and in frames: 10 MB at 1 MB/s."""
     data, took = bytes(5_000_000), list[float]()
     hub = MemoryHub()
 
@@ -911,18 +931,18 @@ def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path) -> No
         founder, clock = hub.join("f"), LoopClock()
 
         async def part(sender: str, payload: bytes) -> bytes:
-            offset = lobby.AskPart.unpack(payload).offset
-            return data[offset : offset + lobby.PIECE]
+            offset = AskPart.unpack(payload).offset
+            return data[offset : offset + PIECE]
 
         async def blocks(sender: str, frame: Frame) -> None:
             came.set()
 
         came = asyncio.Event()
-        founder.serve(lobby.AskPart.KIND, part)
+        founder.serve(AskPart.KIND, part)
         network.receive(blocks)
-        welcome = lobby.Welcome.model_construct(stage=0, part_size=len(data), part_digest=hashlib.sha256(data).digest())
+        welcome = Welcome.model_construct(stage=0, part_size=len(data), part_digest=hashlib.sha256(data).digest())
         begin = clock.now()
-        await lobby.Visitor(network, "f").part(welcome, tmp_path / "part")
+        await JoinClient(network, "f").part(welcome, tmp_path / "part")
         took.append(clock.now() - begin)
         for _ in range(5):
             came.clear()

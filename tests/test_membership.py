@@ -33,11 +33,14 @@ from muletrain.network.offences import LIMIT
 from muletrain.network.streams import FRAMES
 from muletrain.network.trust import Trust, chain_from
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.join.lobby import Visitor
+from muletrain.runs.join.admission import serve_admitter
+from muletrain.runs.join.messages import AskGenesis, Begin
 from muletrain.runs.join.removal import Members, remove, serve_members
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker import PROTOCOL
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
+from muletrain.runtime.members.messages import Member
+from muletrain.runtime.members.roster import Genesis
 from muletrain.wire.frame import pack
 from tests.fleet_run import run_fleet
 from tests.test_network import OWNER, SECRET, World, poll, world
@@ -214,7 +217,35 @@ async def roll(net: Libp2pNetwork, *others: Libp2pNetwork, stages: tuple[int, ..
     """``net`` says that these, and itself, are in the run, by the names 'a', 'b', ..., and serve these stages."""
     names = {n.peer_id: chr(ord("a") + k) for k, n in enumerate((net, *others))}
     serve_members(net, lambda: names, lambda: dict(zip(names, stages, strict=False)))
-    Visitor(net, net.peer_id)  # says who founded the run
+    serve_admitter(net, net.peer_id)
+
+
+def test_the_first_peer_is_not_removed_whichever_member_the_ticket_names() -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open()
+            b = await w.open(a)
+            c = await w.open(a)
+            await roll(b, a, c)
+            members = tuple(
+                Member(id=n.peer_id, name="m", stage=0, trainer=True, addresses=(), place="") for n in (a, b, c)
+            )
+            zeros = bytes(32)
+            genesis = Genesis(
+                run_id="r", config=zeros, data=zeros, stages=1, members=members, coordinator=a.peer_id, first_step=0
+            )
+
+            async def began_with(sender: str, payload: bytes) -> bytes:
+                return Begin(genesis=genesis).pack()
+
+            b.serve(AskGenesis.KIND, began_with)
+            owner = await w.open(a, owner=OWNER, visitor=True)
+            with pytest.raises(MuletrainError, match="first peer"):
+                await remove(owner, tuple(b.addresses()), a.peer_id)
+            with pytest.raises(MuletrainError, match="no member but"):  # it is the only one that says who is there
+                await remove(owner, tuple(b.addresses()), b.peer_id)
+
+    asyncio.run(scenario())
 
 
 def test_a_kicked_member_gets_nothing_on_any_way() -> None:

@@ -16,10 +16,9 @@ from muletrain.config.plan import Plan, Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.events import SeatEmpty, StepApplied, read_events
 from muletrain.model.spec import ModelSpec
-from muletrain.network.memory import MemoryHub
-from muletrain.runs.join.lobby import Join
-from muletrain.runs.join.reception import Papers, Reception
-from muletrain.runs.join.seating import choose_stage
+from muletrain.runs.join.admission import LiveMembers
+from muletrain.runs.join.messages import JoinRequest, Welcome
+from muletrain.runs.join.seating import Seating
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.strategies.pipeline import Pipeline
@@ -144,27 +143,33 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
     """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made
     unique."""
     strategy = Pipeline((("east",), ("west",)), (4,), "1f1b")
-    join = Join(
+    join = JoinRequest(
         version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()
     )
-    assert choose_stage(join, strategy, NEEDS, [1.0, 1.0], [[], []]) == 1
-    assert choose_stage(join.model_copy(update={"name": "cellar"}), strategy, NEEDS, [1.0, 1.0], [[], []]) == 0
-    assert choose_stage(join.model_copy(update={"stage": 0}), strategy, NEEDS, [1.0, 1.0], [[], []]) == 0
-    assert choose_stage(join, Swarm(), NEEDS, [1.0, 1.0], [[], []]) == 0
+    seating = Seating(NEEDS, [1.0, 1.0], strategy)
+    assert seating.choose(join, [[], []]) == 1
+    assert seating.choose(join.model_copy(update={"name": "cellar"}), [[], []]) == 0
+    assert seating.choose(join.model_copy(update={"stage": 0}), [[], []]) == 0
+    assert Seating(NEEDS, [1.0, 1.0], Swarm()).choose(join, [[], []]) == 0
     small = join.model_copy(update={"memory": 1 << 10})
     with pytest.raises(CapacityError, match="the smallest stage on offer needs 2"):
-        choose_stage(small, strategy, NEEDS, [1.0, 1.0], [[], []])
+        seating.choose(small, [[], []])
     stages = {"east": 0, "west": 1, "cellar": 1}
     members = tuple(Member(id=n, name=n, stage=s, trainer=True, addresses=(), place="") for n, s in stages.items())
     genesis = Genesis(
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="east", first_step=0
     )
     roster = Roster(genesis, "east")
-    reception = Reception(MemoryHub().join("east"), lambda event: None, roster, Papers("", b"", b""), [], [], strategy)
+    live = LiveMembers(roster, strategy)
+
+    def name_of(name: str) -> str:
+        welcome = Welcome(config="", stage=1, data=bytes(32), tokenizer_size=0)
+        return live.add("new", join.model_copy(update={"name": name}), welcome).name
+
     for name in ("west", "cellar"):
-        assert reception._unique(name) == f"{name}-0"
+        assert name_of(name) == f"{name}-0"
         roster.dead(name)
-    assert [reception._unique(name) for name in ("west", "cellar")] == ["west", "cellar-0"]
+    assert [name_of(name) for name in ("west", "cellar")] == ["west", "cellar-0"]
 
 
 def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_path: Path) -> None:

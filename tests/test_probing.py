@@ -40,6 +40,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.planning.tournament import rounds
 from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.join.messages import Ready
 from muletrain.runs.measure import survey
 from muletrain.runs.measure.probing import (
     FIRST,
@@ -56,7 +57,7 @@ from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
 from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import encode_raw
 from tests.fleet_run import run_fleet
-from tests.test_machines import introduction, lobby_of
+from tests.test_machines import introduction, rendezvous_of
 
 SPEC = ModelSpec.from_config(ModelConfig(layers=2, width=32, heads=2, vocab=512, context=16))
 PROFILE = """
@@ -351,10 +352,10 @@ def test_other_frames_wait_for_the_run_while_probes_are_answered() -> None:
 
 def test_the_run_begins_after_it_is_measured_and_without_who_left_meanwhile() -> None:
     async def scenario() -> None:
-        own = lobby_of(MemoryHub().join("founder"), [1], expected=1)
+        own = rendezvous_of(MemoryHub().join("founder"), [1], expected=1)
         own.open()
         own.seat("founder", introduction("founder"))
-        own.ready("founder", trainer=True, place="")
+        own.ready("founder", Ready(trainer=True, place=""))
         asked = 0
 
         async def settled() -> bool:
@@ -364,8 +365,7 @@ def test_the_run_begins_after_it_is_measured_and_without_who_left_meanwhile() ->
                 own.seat("late", introduction("late"))  # it came while others were measured, and has gone
             return asked == 1
 
-        own.settled = settled
-        genesis = await own.gather()
+        genesis = await own.gather(settled)
         assert asked == 2
         assert [m.id for m in genesis.members] == ["founder"]
 

@@ -286,7 +286,7 @@ def test_a_fleet_with_two_peers_that_cannot_listen_computes_what_one_process_com
         return {} if name in relays else {"bandwidth_bytes_per_s": 1e12}  # does not carry
 
     def watch(fleet: LocalFleet, event: Event) -> None:
-        if isinstance(event, Note) and "cannot be reached directly: by way of" in event.message:
+        if isinstance(event, Note) and "cannot be reached directly, only through" in event.message:
             ways.append(event.message.rsplit(maxsplit=1)[-1])
         if isinstance(event, StepDone) and event.step == 7 and not lost:
             ids = {fleet.pid(name): name for name in relays}

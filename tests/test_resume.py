@@ -106,6 +106,10 @@ class Run:
         """SIGKILL to everything at once."""
         self._kill(self._everything())
 
+    def close(self) -> None:
+        if self._process is not None and not self.ended():
+            self.kill()
+
     def kill_while_a_checkpoint_is_written(self, after_s: float) -> bool:
         """So long after it was begun. Whether that is what remains of it."""
         folder, victims = self.run_folder / "checkpoints", self._everything()
@@ -138,8 +142,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path / "here")
     yield run
-    if run._process is not None and not run.ended():
-        run.kill()
+    run.close()
 
 
 def settings() -> list[str]:

@@ -28,6 +28,7 @@ from muletrain.runs.fleet import LocalFleet
 from muletrain.runtime.core.disk import SPARE_BYTES, Disk
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Member
+from muletrain.runtime.members.roster import Roster
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import tokens as sharing
 from muletrain.runtime.transfer.blocks import Downloader
@@ -157,7 +158,12 @@ class Pair:
             Snapshots(ctx, self.stage.at[name], self.stage.logs[name], Membership(ctx), given)  # type: ignore[arg-type]
         self.stranger = self.stage.hub.join("s")
         self.ctx = self.stage.contexts["t"]
+        genesis = self.ctx.roster.genesis
+        members = tuple(m.model_copy(update={"trainer": m.id != "t"}) for m in genesis.members)
+        self.ctx.roster = Roster(genesis.model_copy(update={"members": members}), "t")
         self.taker = Downloader(self.ctx, deadline=Deadline(unmeasured_s=1.0, floor_s=1.0))
+        self.came = list[int]()
+        """Blocks that came, by number."""
         self.net.receive(self._block)
 
     @property
@@ -175,7 +181,9 @@ class Pair:
         )
 
     async def _block(self, sender: str, frame: Any) -> None:
-        self.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
+        block = Block.parse(frame)
+        self.came.append(block.block)
+        self.taker.on_block(sender, block, frame.tensors[0])
 
     async def taken(self, own: Sharing) -> bool:
         return await own.take(self.ctx, self.taker)
@@ -245,10 +253,7 @@ def test_what_came_before_a_break_need_not_come_again(tmp_path: Path, monkeypatc
         first = pair.sharing()
         assert not await pair.taken(first)
         first.close()
-        assert first.store is not None
-        arrived, right_bytes = first.store.path(first.shared).read_bytes(), TOKENS.tobytes()
-        blocks = range(0, len(right_bytes), 1000)
-        came = {k for k in blocks if arrived[k : k + 1000] == right_bytes[k : k + 1000]}
+        came = {1000 * k for k in pair.came}
         assert came
         pair.stage.hub.barriers.mend("a", "t")
         second = pair.sharing()

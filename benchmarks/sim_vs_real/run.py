@@ -130,7 +130,7 @@ def prepared(case: Case, folder: Path) -> tuple[RunConfig, Fleet]:
 
 
 def seats(scene: Setting) -> tuple[int, ...]:
-    """Each peer's stage as the simulator seats them, for the real ones come to the lobby in any order."""
+    """Each peer's stage as the simulator seats them, for the real ones join in any order."""
     serving, stages = [[0] * len(scene.kinds) for _ in scene.cut], []
     for k, kind in enumerate(scene.kinds):
         for _ in range(kind.count):

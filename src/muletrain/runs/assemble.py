@@ -28,6 +28,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
+from muletrain.runs.join.seating import Seating
 from muletrain.runtime.core.plan import Plan
 from muletrain.strategies import strategy_of
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What follows from the configuration alone."""
+    """Facts that follow from the configuration alone."""
 
     config: RunConfig
     spec: ModelSpec
@@ -61,7 +62,7 @@ class RunFacts:
         return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
 
     def drawn(self) -> RunFacts:
-        """The same with first weights from the seed, for who takes others anyway."""
+        """The same facts with first weights from the seed, for a peer that will load others."""
         model = self.config.model.model_copy(update={"from_": None})
         return dataclasses.replace(self, config=self.config.model_copy(update={"model": model}))
 
@@ -118,14 +119,14 @@ class RunFacts:
         return self.source_of(cache.train)
 
     def source_of(self, tokens: TokenArray) -> MicrobatchSource:
-        """Of the training side. Raises DataError where it is shorter than one sequence."""
+        """Microbatches of the training tokens. Raises DataError if they are shorter than one sequence."""
         t = self.config.train
         return MicrobatchSource(
             tokens, t.seed, t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup
         )
 
     def needs(self) -> list[StageMemory]:
-        """Memory each stage needs, in fp32 where every machine chooses its precision."""
+        """Memory that each stage needs; in fp32 if every machine chooses its own precision."""
         c = self.config
         precision = Precision.FP32 if c.compute.precision is Precision.AUTO else c.compute.precision
         return [
@@ -143,11 +144,15 @@ class RunFacts:
         ]
 
     def stage_costs(self) -> list[float]:
-        """FLOPs per token of each stage's forward."""
+        """FLOPs per token of the forward of each stage."""
         return [self.spec.stage_flops(self.cut, s) for s in range(self.config.fleet.stages)]
 
+    def seating(self) -> Seating:
+        """What chooses a newcomer's stage."""
+        return Seating(self.needs(), self.stage_costs(), self.strategy)
+
     def manifest(self, run_id: str) -> dict[str, object]:
-        """What a checkpoint says about itself, beside its parts."""
+        """A checkpoint's manifest, without its parts."""
         return {
             "format": FORMAT,
             "run_id": run_id,
@@ -160,8 +165,8 @@ class RunFacts:
 def build_compute(
     facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None, part: Path | None = None
 ) -> Compute:
-    """The stage's compute, paced if the fleet profile declares service times. ``part``: where its weights are (a
-    checkpoint's part), default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
+    """Build the stage's compute, paced if the fleet profile declares service times. ``part``: the checkpoint part with
+    its weights; default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
     config = facts.config
     setup = StageSetup(
         optimizer=config.optimizer,
@@ -184,7 +189,7 @@ def build_compute(
 
 
 def _stash_budget(facts: RunFacts, stage: int, machine: Machine) -> int:
-    """What is left beside the stage itself, as far as ``STASH_SHARE`` allows [bytes]."""
+    """Device bytes left beside the stage itself, as far as ``STASH_SHARE`` allows."""
     offer = machine.offer
     left = offer.device - facts.needs()[stage].of_device(offer)
     return max(0, min(int(STASH_SHARE * offer.device), left))
@@ -203,7 +208,8 @@ def _weights_in(part: Path) -> Callable[[str], Tensor]:
 
 
 def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
-    """Raises CheckpointError where layers to be shared differ in the checkpoint: all but the first would be lost."""
+    """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError if layers that are to be
+    shared differ: all but the first would be lost."""
     if facts.config.model.from_ is None:
         return None
     load = import_hf(Path(facts.config.model.from_))[1]
@@ -213,16 +219,16 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
     for layer in range(first + 1, end) if facts.spec.share_layers else ():
         if not all(torch.equal(load(f"model.layers.{layer}.{leaf}"), load(prefix + leaf)) for leaf in leaves):
             raise CheckpointError(
-                f"model.share_layers: layers {first} and {layer} of {facts.config.model.from_} differ, one block cannot stand for both; "
-                f"leave it out"
+                f"model.share_layers: layers {first} and {layer} of {facts.config.model.from_} differ, one block cannot "
+                f"stand for both; leave it out"
             )
     return load
 
 
 def resolve_start(config: RunConfig) -> RunConfig:
-    """With ``model.from`` the sizes are the checkpoint's, and so is the tokenizer unless another is named; otherwise
-    ``config`` as it is. Sequence length, dropout, layer sharing and everything else stay the user's. Raises
-    CheckpointError, or ConfigError where the user asks for other sizes."""
+    """``config`` with the sizes of the checkpoint in ``model.from``, and its tokenizer unless the user names another.
+    Sequence length, dropout, layer sharing and everything else stay the user's. Raises CheckpointError, or ConfigError
+    if the user asks for other sizes."""
     if config.model.from_ is None:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
@@ -235,7 +241,8 @@ def resolve_start(config: RunConfig) -> RunConfig:
     for name, value in given.items():
         if value != sizes.get(name):
             raise ConfigError(
-                f"model.{name}: {value!r} beside model.from, whose checkpoint has {sizes.get(name, 'sizes of its own')!r}; leave it out"
+                f"model.{name}: {value!r} beside model.from, whose checkpoint has "
+                f"{sizes.get(name, 'sizes of its own')!r}; leave it out"
             )
     model = ModelConfig.model_validate({**sizes, "from": str(Path(config.model.from_).resolve())})
     tokenizer = Path(config.model.from_).resolve() / "tokenizer.json"
@@ -246,7 +253,7 @@ def resolve_start(config: RunConfig) -> RunConfig:
 
 
 def versions() -> dict[str, str]:
-    """Of what decides a run's numbers and speed, for the record."""
+    """Versions that decide a run's numbers and speed, and the number of CPUs."""
     from importlib.metadata import version
 
     return {name: version(name) for name in ("muletrain", "torch", "hivemind")} | {"cpus": str(os.cpu_count())}

@@ -1,8 +1,8 @@
 """Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to its processes, lines to its
 workers.
 
-Every injection is a ``FaultInjected`` event in the run folder, so that what was injected can be compared with what was
-noticed. A fault at an exact point of a step is the target's own act (``Points``), two steps after it was told: by then
+Every injection is a ``FaultInjected`` event in the run folder, so that injected faults can be compared with noticed
+ones. For a fault at an exact point of a step, the target is told two steps before and does it itself (``Points``):
 nobody could hit that point from outside.
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 AHEAD = 2
-"""Steps before an exact point at which its victim is chosen and told."""
+"""Steps between the choice of the victim and the exact point of its fault."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class _Lasting:
 
 
 class Injector:
-    """``see`` every event of the run, ``tick`` often. A fault whose target is not there (yet) waits for it."""
+    """Injects the faults of a plan. Show it every event (``see``), and call ``tick`` often. A fault waits until its
+    target is there."""
 
     def __init__(
         self,
@@ -62,8 +63,8 @@ class Injector:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: the fleet's peers, in the order that a partition's sides count them. ``seed`` decides who 'any'
-        is."""
+        """``names``: the fleet's peers, in the order in which a partition's sides count them. ``seed`` decides which
+        peer 'any' is."""
         self._waiting, self._founding = list(plan), frozenset(names)
         self._fleet, self._names, self._now = fleet, list(names), now
         self._rng = random.Random(f"targets/{seed}")
@@ -75,15 +76,15 @@ class Injector:
         self._step = 0
         self._lasting: list[_Lasting] = []
         self._away: set[str] = set()
-        """Frozen, cut off or new to their stage, and not seen to take a step since: they may be behind."""
+        """Peers that were frozen, cut off or moved, and have not finished a step since: they may be behind."""
         self._moving: set[str] = set()
-        """Asked to serve another stage, and not there yet."""
+        """Peers that were asked to serve another stage, and are not there yet."""
         self._killed: set[str] = set()
-        """By us; their processes may take a moment to end."""
+        """Peers that we killed. Their processes may take a moment to end."""
         self._told: dict[str, Fault] = {}
-        """Peers on their way to an exact point, where they do it themselves."""
+        """Peers that will inject a fault into themselves at an exact point."""
         self.newcomer: WorkerSpec | None = None
-        """What a peer that joins later is told, but its name."""
+        """The spec of a peer that joins later, except for its name."""
 
     def see(self, event: Event) -> None:
         match event:
@@ -104,9 +105,9 @@ class Injector:
                 pass
 
     def tick(self) -> None:
-        """Inject what is due, end what is over."""
+        """Inject faults that are due, and end the ones that are over."""
         running = self._running()
-        for name in self._told.keys() - running:  # gone otherwise, before it came there
+        for name in self._told.keys() - running:  # it ended before it came to the point
             self._waiting.append(self._told.pop(name))
         for lasting in list(self._lasting):
             if self._now() >= lasting.until:
@@ -123,7 +124,7 @@ class Injector:
                 self._inject(fault, who)
 
     def close(self) -> None:
-        """Say what could not be injected."""
+        """Report faults that could not be injected."""
         if missed := [*self._waiting, *self._told.values()]:
             self._log.note(f"chaos: not injected, for want of time or of a target: {readable(missed)}", "warning")
         self._log.close()
@@ -140,7 +141,7 @@ class Injector:
     # Who ------------------------------------------------------------------------------------------------------------
 
     def _targets(self, fault: Fault) -> tuple[str, ...]:
-        """Empty: nobody now."""
+        """The peers that ``fault`` hits; empty: none fits now."""
         if fault.kind == "join":
             return (f"peer-{len(self._names)}",)
         alive = self._running()
@@ -163,7 +164,7 @@ class Injector:
         return target in ("any", name, f"stage{peer.stage}") or roles.get(target, False)
 
     def _is_spared(self, name: str, running: list[str]) -> bool:
-        """Its stage has another peer, which is not behind, and not about to go."""
+        """Has its stage another peer that is up to date and stays?"""
         stage, unsure = self._peers[name].stage, {name, *self._away, *self._moving, *self._told}
         return any(other not in unsure and self._peers[other].stage == stage for other in running)
 
@@ -204,7 +205,7 @@ class Injector:
             self._away.update(who)
 
     def _happened(self, event: FaultInjected) -> None:
-        """A peer did to itself what it was told to do at an exact point."""
+        """A peer reports the fault that it was told to inject into itself."""
         if (fault := self._told.pop(event.peer, None)) is not None:
             self._lasts(fault, (event.peer,))
             if fault.kind == "kill":
@@ -220,13 +221,13 @@ class Injector:
         self._log.note(f"chaos: over: {lasting.fault.kind} {', '.join(lasting.who)}")
 
     def _sides(self, sizes: tuple[int, ...]) -> list[list[str]]:
-        """Who joined since is on the last side."""
+        """Names on each side of a partition. Newcomers are on the last side."""
         ends = [sum(sizes[:k]) for k in range(len(sizes))] + [len(self._names)]
         return [self._names[a:b] for a, b in itertools.pairwise(ends)]
 
 
 class Points:
-    """In a peer's process: the faults it is to do to itself, each when it comes to that point of that step."""
+    """Injects faults into its own process, each at an exact point of a step."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -234,7 +235,7 @@ class Points:
         self._network: Libp2pNetwork | None = None
 
     def add(self, network: Libp2pNetwork, step: str, phase: str, event: str) -> None:
-        """As the injector's line says it. Raises MuletrainError for one that is none of its."""
+        """Add the fault in the injector's line. Raises MuletrainError if there is no such point."""
         if not step.isdecimal() or phase not in PHASES:
             raise MuletrainError(f"step {step!r}, {phase!r}: no such point")
         self._network = network
@@ -245,7 +246,7 @@ class Points:
         for waiting in [w for w in self._waiting if w[1] == phase and w[0] <= step + 1]:
             self._waiting.remove(waiting)
             event = dataclasses.replace(waiting[2], step=step)
-            self._log.emit(event)  # on the disk before we are gone
+            self._log.emit(event)  # it must be on the disk before we die
             if event.what == "corrupt":
                 assert self._network is not None
                 self._network.damage_next()
@@ -254,8 +255,8 @@ class Points:
 
 
 def spoil_next(compute: Compute) -> None:
-    """The next gradient that ``compute`` hands out for averaging is not finite, as from faulty memory. One of no
-    microbatches, nobody would miss."""
+    """Make the next gradient that ``compute`` gives to averaging not finite, as faulty memory would. A gradient without
+    microbatches is passed over: it would not matter."""
     right = compute.gradient
 
     async def gradient(step: int) -> Tensor:

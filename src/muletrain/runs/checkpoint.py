@@ -1,4 +1,4 @@
-"""Checkpoint folders: opened with their content verified, for evaluation, generation and export."""
+"""Checkpoint folders, opened with their content verified: for resuming, evaluation, generation and export."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'run --resume' tries again"
 FORMAT = 2
-"""Goes up when older versions could not read what newer ones write, or the other way round."""
+"""Version of the format. It goes up when older and newer versions could not read each other's checkpoints."""
 MAY_CHANGE = {
     "train": {"steps", "time_limit"},
     "optimizer": {"state_device"},
-    "data": {"path", "cache"},  # its content is held against the checkpoint's digest
+    "data": {"path", "cache"},  # its content must have the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "pipeline": None,
     "checkpoint": None,
     "compute": None,
     "network": None,
 }
-"""Fields that another value of does not make it another run; None: the whole section."""
+"""Fields that may change in a resumed run; None: the whole section."""
 
 
 def bring_home(where: str, into: Path) -> None:
-    """Copy a complete checkpoint from the place that peers wrote it to. Raises CheckpointError."""
+    """Copy a complete checkpoint from the shared place ``where``. Raises CheckpointError."""
     partial = into.with_name(f".{into.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -60,8 +60,8 @@ def bring_home(where: str, into: Path) -> None:
 
 
 def bring_newest_home(place: str, folder: Path) -> None:
-    """The newest complete checkpoint of ``place`` whose every part is what its manifest says, unless the run folder has
-    it. Raises ConfigError or CheckpointError."""
+    """Copy the newest intact checkpoint of ``place`` into the run folder, unless it is there. Raises ConfigError or
+    CheckpointError."""
     try:
         source = open_place(place, keep=1)
         complete = sorted(source.complete(), reverse=True)
@@ -85,7 +85,7 @@ def _is_intact(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its manifest was written last, and names every part by content."""
+    """A complete checkpoint. Its manifest was written last, and names every part by content."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -94,8 +94,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """The checkpoint ``path`` means (a run folder: its newest). Raises CheckpointError for a damaged or foreign
-        one."""
+        """Open the checkpoint at ``path``, or the newest one of a run folder. Raises CheckpointError for a damaged or
+        foreign one."""
         folder = latest_checkpoint(path)
         try:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -114,11 +114,8 @@ class Checkpoint:
 
     @classmethod
     def newest_intact(cls, run: Path, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest complete checkpoint of a run folder whose every part is what its manifest says, None if there is
-        none.
-
-        ``say`` is told of those passed over. What a power cut left half written is removed.
-        """
+        """The newest checkpoint of a run folder that is complete and intact, None if there is none. Removes
+        half-written ones. ``say`` hears about every checkpoint that is removed or passed over."""
         for partial in (run / "checkpoints").glob(".step-*.partial"):
             say(f"{partial.name}: was being written when the run ended; removed")
             shutil.rmtree(partial, ignore_errors=True)
@@ -131,7 +128,7 @@ class Checkpoint:
 
     @classmethod
     def intact(cls, folder: Path) -> Checkpoint:
-        """Raises CheckpointError unless every part is what the manifest says."""
+        """Open a checkpoint and verify all its files. Raises CheckpointError."""
         try:
             checkpoint = cls.open(folder)
             for file in checkpoint.manifest["parts"] + checkpoint.manifest["files"]:
@@ -141,8 +138,8 @@ class Checkpoint:
         return checkpoint
 
     def check_same_run(self, config: RunConfig) -> None:
-        """Raises ConfigError naming the fields in which ``config`` is of another run than this checkpoint. A field that
-        an older version did not have was at its default."""
+        """Raises ConfigError with the fields that make ``config`` another run than this checkpoint's. A field that an
+        older version did not have was at its default."""
         before, now = (json.loads(c.model_dump_json(by_alias=True)) for c in (self.config, config))
         changed = [
             f"{section}.{name} ({before[section][name]!r} before, {value!r} now)"
@@ -153,12 +150,12 @@ class Checkpoint:
         ]
         if changed:
             raise ConfigError(
-                f"{self.folder}: a run goes on with what decides its numbers; begin another one to change {', '.join(changed)}"
+                f"{self.folder}: a resumed run keeps what decides its numbers; begin another one to change "
+                f"{', '.join(changed)}"
             )
 
     def same_precision(self, config: RunConfig) -> RunConfig:
-        """``config``, in which 'auto' is the precision that the run had: another measurement would be another
-        arithmetic."""
+        """``config``, with the run's precision in place of 'auto': measuring again could choose other arithmetic."""
         if config.compute.precision is not Precision.AUTO or "precision" not in self.manifest:
             return config
         compute = config.compute.model_copy(update={"precision": Precision(self.manifest["precision"])})
@@ -166,7 +163,7 @@ class Checkpoint:
 
     @property
     def parts(self) -> list[Path]:
-        """One safetensors file for each stage."""
+        """The safetensors file of each stage."""
         return [self.folder / part["file"] for part in self.manifest["parts"]]
 
     @property
@@ -175,8 +172,8 @@ class Checkpoint:
         return [bytes.fromhex(part["sha256"]) for part in self.manifest["parts"]]
 
     def verify(self, part: dict[str, str]) -> Path:
-        """One of the manifest's parts or files. Raises CheckpointError when it is missing or not what the manifest
-        says."""
+        """The path of one of the manifest's files. Raises CheckpointError when it is missing or has other content than
+        the manifest says."""
         path = self.folder / part["file"]
         try:
             with path.open("rb") as file:
@@ -195,7 +192,7 @@ class Checkpoint:
 
     @property
     def tokenizer_json(self) -> bytes:
-        """Raises CheckpointError when it is missing or not what the manifest says."""
+        """The tokenizer's JSON. Raises CheckpointError when it is missing or not what the manifest says."""
         for file in self.manifest["files"]:
             if file["file"] == "tokenizer.json":
                 return self.verify(file).read_bytes()
@@ -209,27 +206,27 @@ class Checkpoint:
         return None if known is None else tokenizer.id_to_token(known)
 
     def source(self, moved_to: Path | None) -> Path | None:
-        """The Hugging Face folder that the run started from, if it did. Raises CheckpointError when it is gone."""
+        """The Hugging Face folder that the run started from, if any. Raises CheckpointError when it is gone."""
         if self.config.model.from_ is None:
             return None
         folder = moved_to or Path(self.config.model.from_)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"the run started from {folder} (model.from), and the export keeps that folder's settings; it is not here: say where it is "
-                f"now, by --source FOLDER"
+                f"the run started from {folder} (model.from), and the export keeps that folder's settings; it is gone: "
+                f"give its new place by --source FOLDER"
             )
         return folder
 
     def corpus(self, path: str | None = None) -> TokenCache:
-        """The run's tokens, or those of another ``data.path`` by the run's tokenizer. Raises DataError when there is no
-        such text."""
+        """The run's tokens, or the tokens of another ``data.path`` by the run's tokenizer. Raises DataError when there
+        is no such text."""
         data = self.config.data
         if path is not None:
             data = data.model_copy(update={"path": path, "tokenizer": str(self.folder / "tokenizer.json")})
         return TokenCache.build(data, self.spec.vocab)
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by name, fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
+        """All weights by name, in fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
         weights: dict[str, Tensor] = {}
         for part in self.manifest["parts"]:
             with safetensors.safe_open(
@@ -240,5 +237,5 @@ class Checkpoint:
         return weights
 
     def model(self) -> Stage:
-        """The whole model, on the CPU."""
+        """Load the whole model on the CPU."""
         return load_model(self.spec, self.weights())

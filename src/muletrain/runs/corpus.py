@@ -1,4 +1,4 @@
-"""A peer's own data: the corpus that makes it a trainer, and its part where the run shares its tokens."""
+"""A peer's own data: the corpus that makes it a trainer, and its part in sharing the run's tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from muletrain.units import format_memory
 if TYPE_CHECKING:
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.host import Host
-    from muletrain.runs.join.lobby import Welcome
+    from muletrain.runs.join.messages import Welcome
 
 
 async def owners_sharing(facts: RunFacts, cache: TokenCache) -> Sharing:
-    """Of a peer that has the data. Reads all of it once. Raises DataError."""
+    """The ``Sharing`` of a peer that has the data. Reads all of it once. Raises DataError."""
     disk, wanted = Disk(), facts.config.fleet.trainers or WANTED
     try:
         shared, copy = await asyncio.to_thread(share, *cache.train_file, cache.heldout_file, disk)
@@ -43,7 +43,7 @@ async def owners_sharing(facts: RunFacts, cache: TokenCache) -> Sharing:
 async def joiners_sharing(
     host: Host, facts: RunFacts, welcome: Welcome, tokenizer: bytes, cache: TokenCache | None
 ) -> Sharing | None:
-    """A joiner's part in it, where the run shares its tokens."""
+    """The ``Sharing`` of a joiner; None if the run shares no tokens, or this machine takes none."""
     shared, limit = welcome.tokens, int(host.spec.tokens_gib * 2**30)
     if shared is None or not facts.config.data.share:
         return None
@@ -52,7 +52,8 @@ async def joiners_sharing(
         return own if own.shared == shared else None
     if shared.size > limit:
         host.log.note(
-            f"the run shares its tokens, {format_memory(shared.size)}; this machine keeps at most {format_memory(limit)} (--tokens)",
+            f"the run shares its tokens, {format_memory(shared.size)}; this machine keeps at most {format_memory(limit)} "
+            f"(--tokens)",
             "info",
         )
         return None
@@ -62,7 +63,7 @@ async def joiners_sharing(
 
 
 def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
-    """The corpus, where this peer has it: only then can it be a trainer. Raises AdmissionError when it is another
+    """The corpus, if this peer has it; only then can it be a trainer. Raises AdmissionError when it is not the run's
     corpus."""
     where = host.spec.data
     if where == "none":
@@ -72,14 +73,14 @@ def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Toke
         with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
             file = Path(folder) / "tokenizer.json"
             file.write_bytes(tokenizer)
-            own = {"path": where, "tokenizer": str(file), "cache": None}  # not where the founder says
+            own = {"path": where, "tokenizer": str(file), "cache": None}  # ours, not the founder's paths
             data = data.model_copy(update=own)
             cache = TokenCache.build(data, facts.spec.vocab)
     else:
         cache = TokenCache.build(data, facts.spec.vocab)
     if cache.digest != digest:
         raise AdmissionError(
-            f"--data: {data.path}: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same files, "
-            f"or join without --data (only trainers need it)"
+            f"--data: {data.path}: this corpus has digest {cache.digest[:12]}, the run's has {digest[:12]}; give the same "
+            f"files, or join without --data (only trainers need it)"
         )
     return cache

@@ -1,8 +1,8 @@
-"""What a run begins with under ``model.from``, as its checkpoint of step 0: machines that join have no such folder, so
-each gets its stage's part of it, as when a run goes on.
+"""The checkpoint of step 0 of a run with ``model.from``. Machines that join lack that folder, so each loads its stage's
+part of this checkpoint, as in a resumed run.
 
-A part may be larger than this machine's memory: tensors are read and written one by one, in the format of safetensors
-(eight bytes: the header's size; the header as JSON; the tensors).
+A part may be larger than this machine's memory, so tensors are read and written one by one, in the format of
+safetensors (eight bytes: the header's size; the header as JSON; the tensors).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def write_first_checkpoint(
     facts: RunFacts, cache: TokenCache, folder: Path, run_id: str, tell: Callable[[float], None]
 ) -> Path:
-    """``folder``/step-00000000 with the weights of ``model.from``; ``tell`` hears the share that is done. Raises
+    """Write ``folder``/step-00000000 with the weights of ``model.from``. ``tell`` hears the share that is done. Raises
     CheckpointError."""
     partial, final = folder / ".step-00000000.partial", folder / "step-00000000"
     try:

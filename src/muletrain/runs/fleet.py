@@ -1,7 +1,7 @@
-"""Peer processes on this machine: start them, listen to their events, end them all.
+"""Peer processes on this machine: start them, watch them, end them all.
 
-A process hears from us by its standard input only, so that it goes when we go, however we go; it runs in a session of
-its own, so that Ctrl-C reaches us alone and we end the run in order.
+A process reads commands from its standard input alone, so it ends when we end, however we end. It runs in a session of
+its own, so Ctrl-C reaches us alone, and we end the run in order.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ if TYPE_CHECKING:
     from muletrain.runs.spec import WorkerSpec
 
 POLL_S = 0.1
+"""Seconds between two looks for the ticket."""
 START_S = 120.0
+"""Most seconds until the founder listens."""
 STOP_S = 60.0
-"""After asking for an orderly end."""
+"""Most seconds between the request for an orderly end and the end."""
 
 
 class LocalFleet:
-    """The processes of one command. A context manager: whatever happens, none is left behind."""
+    """Owns the processes of one command. As a context manager it leaves none behind."""
 
     def __init__(self, folder: Path, threads: int, wrap: Callable[[str], list[str]] = lambda name: []) -> None:
-        """``wrap``: what to put before the command of the peer of that name (``ip netns exec ...``)."""
+        """``wrap``: a prefix for the command of the peer of that name (``ip netns exec ...``)."""
         self.folder = folder
         self._wrap = wrap
         self._ending = ExitStack()
-        # ours to remove even where a process was killed
+        # a killed process cannot remove it
         self._scratch = str(self._ending.enter_context(temporary_folder()))
         self._threads = threads
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -54,7 +56,7 @@ class LocalFleet:
         self._ending.close()
 
     def spawn(self, names: list[str]) -> None:
-        """Start the interpreters (imports take seconds); ``begin`` gives each its work."""
+        """Start the interpreters, whose imports take seconds. ``begin`` gives each its work."""
         for name in names:
             with open(self.folder / f"{name}.log", "ab") as log:
                 process = subprocess.Popen(
@@ -68,11 +70,12 @@ class LocalFleet:
             self._running[name] = process
 
     def begin(self, spec: WorkerSpec) -> None:
-        """Tell the process of that name what it is."""
+        """Tell a process what peer it is."""
         self.tell(spec.name, spec.model_dump_json())
 
     def wait_for_ticket(self, founder: str, tick: Callable[[], None]) -> Ticket:
-        """The founder writes it once it listens. Raises MuletrainError if it ends or takes too long."""
+        """Wait until the founder listens and has written the ticket. Raises MuletrainError if it ends or takes too
+        long."""
         path = self.folder / TICKET_FILE
         deadline = time.monotonic() + START_S
         while not path.exists():
@@ -83,7 +86,7 @@ class LocalFleet:
         return Ticket.parse(path.read_text(encoding="utf-8"))
 
     def alive(self) -> list[str]:
-        """Names. What we held open for those that have ended is closed: a run with newcomers would run out of files."""
+        """Names of running processes. Closes our files for the others, or a long run with newcomers would run out."""
         names = [name for name, process in self._running.items() if process.poll() is None]
         for name in self._running.keys() - names:
             self._hang_up(name)
@@ -102,13 +105,13 @@ class LocalFleet:
         return self._running[name].pid
 
     def stop(self) -> None:
-        """Ask for an orderly end."""
+        """Ask all processes for an orderly end."""
         for name in self.alive():
             self.tell(name, "stop")
 
     def kill(self) -> None:
-        """End every process and what it started, now. None may hear first that another, or we, have gone: it would put
-        that down as the reason, or tidy up under the feet of the rest."""
+        """End every process and its children now. All are killed before any pipe closes: a process that saw another end
+        would report that as the reason, or remove files that the rest still uses."""
         for name in self._running:
             self.signal(name, signal.SIGKILL)
         for name, process in self._running.items():
@@ -116,27 +119,27 @@ class LocalFleet:
             self._hang_up(name)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """To the peer of that name and all it started, its daemon too."""
+        """Signal a peer's process and its children, its daemon among them."""
         with suppress(ProcessLookupError):
             os.killpg(self._running[name].pid, number)
 
     def tell(self, name: str, line: str) -> None:
-        """A line on its standard input (see ``worker.py``)."""
+        """Write a line to a peer's standard input (see ``worker.py``)."""
         stdin = self._running[name].stdin
-        with suppress(OSError, ValueError):  # it has gone; its exit code says more
+        with suppress(OSError, ValueError):  # it has ended; its exit code says more
             assert stdin is not None
             stdin.write(f"{line}\n".encode())
             stdin.flush()
 
 
 def threads_per_peer(asked: int | None, local_peers: int) -> int:
-    """CPU threads of one peer's compute: the cores, shared out."""
+    """CPU threads of one peer's compute: ``asked``, or an equal share of the cores."""
     return asked or max(1, len(os.sched_getaffinity(0)) // local_peers if hasattr(os, "sched_getaffinity") else 1)
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Before torch is imported: how many threads, and that waiting ones must not spin on cores others need (ENGINE: a
-    spinning fleet ran at a twelfth of its speed)."""
+    """The environment of a peer process: how many threads, which must not spin while they wait (ENGINE: a spinning
+    fleet ran at a twelfth of its speed)."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -150,5 +153,5 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def failures(events: list[Event]) -> list[str]:
-    """What processes said before they gave up."""
+    """Errors that processes reported."""
     return [f"{e.peer}: {e.message}" for e in events if isinstance(e, Note) and e.level == "error"]

@@ -1,4 +1,4 @@
-"""Run folders: one per run, under the current directory, never another run's."""
+"""Run folders: one for each run, under the current directory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
 ROOT = Path("runs")
 TEMPORARY = "mule-"
-"""What names of temporary folders begin with; short, because they hold sockets."""
+"""Prefix of temporary folders. It is short, because paths of sockets must be."""
 LOCK = f"lock-{platform.node()}"
-"""In a command's temporary folder. Other machines may share the place, and not the locks."""
+"""Lock file in a command's temporary folder. It names the machine: others may share the folder, but not its locks."""
 YOUNG_S = 60.0
-"""A folder of this age may be about to be locked."""
+"""Seconds after its creation in which a folder may still be without its lock."""
 WATCH_S = 1.0
+"""Seconds between two looks at the disk."""
 LEAST_ROOM = 1 << 16
-"""Bytes: less is a full disk."""
+"""Free bytes below which a disk counts as full."""
 
 
 def new_run_folder(name: str, root: Path = ROOT) -> Path:
-    """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError where nothing can be
+    """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError if it cannot be
     written."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
@@ -51,8 +52,8 @@ def new_run_folder(name: str, root: Path = ROOT) -> Path:
 
 @contextmanager
 def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None]:
-    """Nobody else writes into this run folder (or does what the file ``name`` stands for) meanwhile; the lock goes with
-    the process, however it ends. Raises MuletrainError, saying ``otherwise``."""
+    """Hold the lock ``name`` of a folder; the default one is for writing into a run folder. The lock ends with the
+    process, however it ends. Raises MuletrainError with the words ``otherwise`` if another process holds it."""
     file = os.open(folder / name, os.O_RDONLY | os.O_CREAT, 0o600)
     try:
         try:
@@ -67,8 +68,8 @@ def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder for a command's sockets and keys, and for the temporary files of its processes. A command that is killed
-    together with them leaves it behind; the next one on this machine removes what nobody holds the lock of."""
+    """Create a folder for a command's sockets and keys, and for the temporary files of its processes. A killed command
+    leaves it behind; the next command on this machine removes each folder whose lock nobody holds."""
     _sweep()
     with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name, held(Path(name), LOCK):
         yield Path(name)
@@ -76,7 +77,7 @@ def temporary_folder() -> Iterator[Path]:
 
 def _sweep() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*/{LOCK}"):
-        with suppress(OSError, MuletrainError):  # it has just gone, or is in use
+        with suppress(OSError, MuletrainError):  # removed meanwhile, or in use
             folder = lock.parent.lstat()
             ours = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid()
             if ours and time.time() - lock.stat().st_mtime > YOUNG_S:
@@ -85,7 +86,7 @@ def _sweep() -> None:
 
 
 class DiskWatch:
-    """Notices when the disk of a run folder is full: what the run's processes have to say does not arrive then."""
+    """Notices when the disk of a run folder is full, so that events of the run's processes get lost."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,29 +94,29 @@ class DiskWatch:
         self._next = 0.0
 
     def news(self) -> str | None:
-        """What to tell people, once at each change; looks every ``WATCH_S`` seconds."""
+        """A message for people at each change, else None. Looks every ``WATCH_S`` seconds."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + WATCH_S
         try:
             disk = os.statvfs(self._folder)
-        except OSError:  # the folder was removed: other things will complain
+        except OSError:  # the folder was removed, which fails elsewhere
             return None
-        free = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # some is kept back for root
+        free = disk.f_bfree if os.geteuid() == 0 else disk.f_bavail  # the system reserves some for root
         before, self._full = self._full, free * disk.f_frsize < LEAST_ROOM
         if self._full == before:
             return None
         if not self._full:
             return f"{self._folder}: there is room on the disk again"
         return (
-            f"{self._folder}: the disk is full. Training goes on, but no checkpoint can be written, and what it says here waits for "
-            f"room: free some space"
+            f"{self._folder}: the disk is full. Training goes on, but checkpoints and messages cannot be written: free "
+            f"some space"
         )
 
 
 def latest_checkpoint(path: Path) -> Path:
-    """The checkpoint folder ``path`` means: itself, or the newest of a run folder. Raises MuletrainError if there is
-    none."""
+    """The checkpoint folder that ``path`` names: itself, or the newest one of a run folder. Raises MuletrainError if
+    there is none."""
     if (path / "manifest.json").is_file():
         return path
     found = sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))

@@ -1,9 +1,8 @@
-"""Ends the process of a peer whose event loop stands still: where it waits for a device that hangs, no watchdog in it
-can look.
+"""Ends the process of a peer whose event loop hangs. If the loop itself waits for a device, no watchdog in it can run.
 
-The limit counts while the process runs: one that was stopped, or whose machine slept, is not taken for one that hangs.
-A call that keeps Python's interpreter lock for ever stops this thread, too; the others still do without the peer, which
-answers no probe then.
+Time counts only while the process runs, so a stopped process or a sleeping machine does not count as hanging. A call
+that never releases Python's interpreter lock stops this thread, too. Other peers still notice: the peer answers no
+probe.
 """
 
 from __future__ import annotations
@@ -24,25 +23,26 @@ if TYPE_CHECKING:
     from muletrain.events import EventLog
 
 LIMIT_S = 600.0
-"""Loops stand still for seconds where a machine is starved or a large tensor is copied; the process ends for nothing
-less than this."""
+"""Seconds that the event loop may stand still before the process ends. A starved machine or a copy of a large tensor
+stops it for some."""
 LOOK_S = 1.0
+"""Seconds between two beats, and between two checks."""
 SAY_S = 10.0
-"""To say why, before the process ends all the same: the disk may be what hangs."""
+"""Most seconds for writing the reason: the disk itself may hang."""
 
 
 class Guard:
-    """A daemon thread that ``beat`` tells that the loop runs. The process ends, too, where that is cancelled and the
-    loop does not end."""
+    """A daemon thread that ends the process when ``beat`` stops: because the loop hangs, or because it does not end
+    after ``beat`` was cancelled."""
 
     def __init__(self, log: EventLog, at: Callable[[], str], limit_s: float = LIMIT_S) -> None:
-        """``at``: what the device's threads are at, in words."""
+        """``at`` describes what the device's threads are doing, for the error."""
         self._log, self._at, self._limit_s = log, at, limit_s
         self._beats = 0
         threading.Thread(target=self._watch, daemon=True, name="guard").start()
 
     async def beat(self) -> None:
-        """Until cancelled."""
+        """Tell the guard that the loop runs, until cancelled."""
         while True:
             self._beats += 1
             await asyncio.sleep(LOOK_S)
@@ -59,8 +59,8 @@ class Guard:
         last_word.daemon = True
         last_word.start()
         self._log.note(
-            f"the event loop of this peer has stood still for {still_s:.0f} s{self._at()}, so it ends. Look for errors of devices and "
-            f"disks in the system log (dmesg), and restart the machine if there are any; then join again",
+            f"the event loop of this peer has stood still for {still_s:.0f} s{self._at()}, so it ends. Look for errors of "
+            f"devices and disks in the system log (dmesg), and restart the machine if there are any; then join again",
             "error",
         )
         where_it_hangs()
@@ -68,5 +68,5 @@ class Guard:
 
 
 def where_it_hangs() -> None:
-    """Where each thread is, on standard error."""
+    """Write the stack of each thread to standard error."""
     faulthandler.dump_traceback(sys.stderr, all_threads=True)

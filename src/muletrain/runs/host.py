@@ -1,5 +1,5 @@
-"""What a peer has on its machine, whatever its part in the run: its spec, log and ticket, the machine itself, its links
-and its compute."""
+"""What a peer has on its machine, as founder or newcomer: its spec, log and ticket, the machine's resources, links and
+compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from muletrain.errors import ConfigError
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.assemble import build_compute
 from muletrain.runs.join.limits import check_stage
-from muletrain.runs.join.lobby import Join
+from muletrain.runs.join.messages import JoinRequest
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.measure.probing import BlockFound, Prober, block_of, identity_of
@@ -32,38 +32,49 @@ if TYPE_CHECKING:
     from muletrain.events import EventLog
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.join.rendezvous import Rendezvous
+    from muletrain.runs.measure.survey import Survey
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runtime.members.roster import Roster
 
 
 class Host:
-    """One process'. ``names``: who is in the run, as far as this peer knows, by id; ``roster``: once the run has
-    begun; ``compute``: the one in use."""
+    """Holds what one process has. ``rendezvous``: the founder's; ``known``: names of other peers by id, which a newcomer
+    hears before the run begins; ``survey``: what a founder can measure the fleet with until then; ``roster``: None until
+    then; ``compute``: the one in use."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
         self.ticket = Ticket.parse(spec.ticket)
-        self.names: Callable[[], dict[PeerId, str]] = dict
+        self.rendezvous: Rendezvous | None = None
+        self.known: dict[PeerId, str] = {}
+        self.survey: Survey | None = None
         self.roster: Roster | None = None
         self.compute: Compute | None = None
         self.shaped: ShapedNetwork | None = None
 
+    def names(self) -> dict[PeerId, str]:
+        """Names of the peers in the run, as far as this peer knows, by id."""
+        if self.roster is not None:
+            return {m.id: m.name for m in self.roster.members()}
+        return self.known if self.rendezvous is None else self.rendezvous.names()
+
     def hand_out(self, ticket: Ticket) -> None:
-        """Put the ticket where a face of this machine finds it."""
+        """Write the ticket into the folder where commands on this machine look for it."""
         self.ticket = ticket
         if self.spec.role == "found" or self.spec.keeps_ticket:
             write_secret(Path(self.spec.folder) / TICKET_FILE, str(ticket))
 
     async def probe_machine(self, config: RunConfig | None) -> Machine:
-        """Measures it."""
+        """Measure this machine. ``config``: the run's, if it is known yet."""
         spec = self.spec
         precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
         return await asyncio.to_thread(
             Machine.probe, spec.device, precision, spec.memory_gib, spec.sharing, spec.host_memory
         )
 
-    def introduction(self, network: Network, machine: Machine) -> Join:
-        return Join(
+    def introduction(self, network: Network, machine: Machine) -> JoinRequest:
+        return JoinRequest(
             version=muletrain.__version__,
             name=self.spec.name,
             stage=self.spec.stage,
@@ -75,24 +86,16 @@ class Host:
         )
 
     async def build(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
-        """With the state in ``part``, if the run does not begin with what every peer can make. Raises CapacityError,
-        whoever says that this peer serves ``stage``."""
+        """Build the compute of ``stage``, with the state in the checkpoint ``part`` if there is one. Raises
+        CapacityError if the stage does not fit, no matter who assigned it."""
         check_stage(facts, stage, machine.offer)
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, self.spec.fleet_index, part)
         if part is not None:
             await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
         return compute
 
-    def prober(
-        self,
-        facts: RunFacts,
-        network: Network,
-        links: Network,
-        founder: PeerId,
-        machine: Machine,
-        learn: Callable[[dict[PeerId, str]], None],
-    ) -> Prober:
-        """Measures when ``founder`` asks for it."""
+    def prober(self, facts: RunFacts, network: Network, founder: PeerId, machine: Machine) -> Prober:
+        """Make the ``Prober`` that measures when ``founder`` asks for it."""
         spec = self.spec
         emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
         identity = identity_of(self.ticket.run_id, emulated)
@@ -100,7 +103,7 @@ class Host:
         def block() -> BlockFound:
             return block_of(facts.spec, facts.config.train.microbatch, machine, Path(spec.folder), identity)
 
-        prober = Prober(network, links, founder, self.clock, learn, block)
+        prober = Prober(network, self.links(facts, network), founder, self.clock, self.known.update, block)
         prober.open()
         return prober
 
@@ -109,8 +112,8 @@ class Host:
             self.compute.close()
 
     def links(self, facts: RunFacts, network: Network) -> Network:
-        """Links of the fleet profile, if there is one (peer i of the profile is the i-th name of the local fleet), or
-        as wide as this machine's owner allows."""
+        """``network``, shaped as the fleet profile says if there is one (peer i of the profile is the i-th name of the
+        local fleet)."""
         index, profile, spec = self.spec.fleet_index, facts.config.fleet.profile, self.spec
         if self.shaped is not None:
             return self.shaped
@@ -119,7 +122,7 @@ class Host:
 
             def link(peer: PeerId) -> Link:
                 name = self.names()[peer] if self.roster is None else self.roster.member(peer).name
-                return fleet.link(index, fleet.number(name))  # a newcomer's links are another's
+                return fleet.link(index, fleet.number(name))  # a newcomer gets some peer's links
 
             self.shaped = ShapedNetwork(network, link, fleet.peers()[index])
         elif spec.faults:
@@ -127,7 +130,7 @@ class Host:
         return self.shaped or network
 
     def limited(self, network: Network) -> Network:
-        """From the first byte of the lobby on, as wide as this machine's owner allows."""
+        """``network``, no wider than this machine's owner allows."""
         rate = self.spec.bandwidth_bytes_per_s
         return network if rate is None else self._as_wide(network, rate)
 
@@ -137,8 +140,8 @@ class Host:
 
 def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:
     """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too,
-    because opening it uses this machine's disk or credentials. Raises ConfigError where the owner's place is not the
-    run's, or the founder cannot use it."""
+    because opening it uses this machine's disk or credentials. Raises ConfigError if the owner named another place, or
+    the founder cannot use it."""
     shared, keep = config.checkpoint.place, config.checkpoint.keep
     own = Folder(Path(spec.folder) / "checkpoints", keep)
     if spec.place is not None and spec.place != shared:

@@ -1,4 +1,4 @@
-"""What a trained model is worth: held-out loss beside counting baselines, and a few sentences."""
+"""Quality of a trained model: held-out loss beside counting baselines, and sample sentences."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ if TYPE_CHECKING:
     from muletrain.runs.checkpoint import Checkpoint
 
 HELDOUT_TOKENS = 1 << 20
-"""Measured on at most: the loss's own error is then about 0.002 nats."""
+"""Most held-out tokens to measure on: the loss then has an error of about 0.002 nats."""
 COUNTED_TOKENS = 1 << 23
-"""Training tokens counted at most: about 1 GB while they are sorted."""
+"""Most training tokens that the baselines count: sorting them takes about 1 GB."""
 REPORT_FLOPS = 4e12
-"""What the end of a run spends on measuring: about a minute of two cores."""
+"""FLOPs that the end of a run spends on measuring: about a minute on two cores."""
 MEMORY_SHARE = 0.5
-"""Of the free memory, for the weights."""
+"""Largest share of the free memory that the weights may take."""
 BATCH = 16
+"""Most sequences in one batch."""
 LOGITS = 1 << 26
-"""In one batch at most: 256 MB, of which two or three copies live at once."""
+"""Most logits in one batch: 256 MB, of which two or three copies live at once."""
 PROMPTS = ("The ", "If the ", "A class ")
 
 
 def check_memory(spec: ModelSpec) -> None:
-    """Raises CapacityError when the whole model is too large for this machine: peers only ever hold a stage of it."""
+    """Check that the whole model fits this machine: a peer only ever holds a stage. Raises CapacityError."""
     needed, free = 4 * spec.params, free_memory(torch.device("cpu"))
     if needed > MEMORY_SHARE * free:
         raise CapacityError(
-            f"the whole model has {format_memory(needed)} of weights, and {format_memory(free)} of memory are free here (it may "
-            f"take {MEMORY_SHARE:.0%} of it); call 'muletrain eval' or 'generate' on a larger machine"
+            f"the whole model has {format_memory(needed)} of weights, and {format_memory(free)} of memory are free here "
+            f"(it may take {MEMORY_SHARE:.0%} of it); call 'muletrain eval' or 'generate' on a larger machine"
         )
 
 
 def report_tokens(spec: ModelSpec) -> int:
-    """How many held-out tokens the end of a run can afford to be measured on."""
+    """Held-out tokens that the end of a run measures, so that it takes about ``REPORT_FLOPS``."""
     return max(spec.context, int(REPORT_FLOPS / (spec.layers * spec.layer_flops() + spec.head_flops)))
 
 
 def quality(checkpoint: Checkpoint, model: Stage, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
-    """Mean cross-entropy [nats/token] on the corpus' held-out part (at most ``tokens`` of it, and the first is no
-    target), and the baselines'. Raises DataError when the corpus is not the run's."""
+    """Measure mean cross-entropy [nats/token] on at most ``tokens`` held-out tokens, of the model and of the baselines.
+    The first token is no target. Raises DataError when the corpus has another tokenizer than the run."""
     if cache.tokenizer_json != checkpoint.tokenizer_json:
         raise DataError(
             "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
@@ -82,7 +83,7 @@ def quality(checkpoint: Checkpoint, model: Stage, cache: TokenCache, tokens: int
 
 
 def evaluated(step: int, q: Quality) -> Evaluated:
-    """``q`` as an event."""
+    """Convert ``q`` to an event."""
     return Evaluated(
         step=step, loss=q.loss, perplexity=perplexity(q.loss), tokens=q.tokens, unigram=q.unigram, bigram=q.bigram
     )
@@ -93,7 +94,7 @@ def perplexity(loss: float) -> float:
 
 
 def write(checkpoint: Checkpoint, model: Stage, prompt: str, **options: float) -> str:
-    """``prompt`` and its continuation."""
+    """Return ``prompt`` with the model's continuation."""
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
     end = end_of_text(tokenizer)
     return prompt + generate(model, tokenizer, prompt, end_of_text=end, **options)  # type: ignore[arg-type]

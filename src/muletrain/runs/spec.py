@@ -1,4 +1,4 @@
-"""What the process of one peer is told, as JSON on its standard input: the only way a face talks to a peer process."""
+"""The work of one peer process, as JSON on its standard input."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pydantic import BaseModel, ConfigDict
 
 
 class WorkerSpec(BaseModel):
-    """One peer process. The secret in the ticket is why this travels by pipe, never by argument or file."""
+    """Tells a process what peer it is. It travels by pipe, never by argument or file: the ticket holds a secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: Literal["found", "join"]
     name: str
     folder: str
-    """Where this process writes its events (and the founder the checkpoints)."""
+    """Folder for this process' events, and for the founder's checkpoints."""
     ticket: str
     config: str | None = None
     """Founder: the run's configuration as JSON."""
     resume: str | None = None
-    """Founder: the checkpoint folder to go on from."""
+    """Founder: the checkpoint folder of a resumed run."""
     stage: int | None = None
     device: str = "auto"
     precision: str | None = None
@@ -28,31 +28,30 @@ class WorkerSpec(BaseModel):
     sharing: int = 1
     """Peers that compute on this device."""
     host_memory: int | None = None
-    """This peer's share of the machine's memory, measured before any of its peers took any [bytes]; default: what is
+    """This peer's share of the machine's memory [bytes], measured before any of its peers used it; default: all that is
     free."""
     threads: int = 1
     data: Literal["config", "none"] | str = "none"
-    """Where this peer has the corpus: as the run's configuration says (the founder's machine), nowhere, or at this
+    """Where this peer has the corpus: as in the run's configuration (the founder's machine), nowhere, or at this
     path."""
     tokens_gib: float = 1.0
-    """What this peer may keep of the tokens of runs that share them, in the cache of this machine's owner; 0:
-    nothing."""
+    """Most GiB of shared tokens that this peer may keep in the cache of this machine's owner."""
     place: str | None = None
-    """The shared place for checkpoints that the owner of this machine lets this peer use; another one that the run
-    names is not opened."""
+    """The shared place for checkpoints that this machine's owner allows. This peer opens no other, whatever the run
+    says."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()
-    """Addresses that others should dial instead of those it listens on."""
+    """Addresses that others should dial instead of the ones it listens on."""
     private: bool = False
-    """No other machine can connect to this one: it connects to them, and they lead others to it."""
+    """No other machine can connect to this one. It dials members, and they relay for it."""
     keeps_ticket: bool = False
-    """A joiner on a machine of its own writes a ticket it can pass on."""
+    """Joiner on a machine without the founder: it writes a ticket that its owner can pass on."""
     bandwidth_bytes_per_s: float | None = None
-    """What this peer may send, and take in, for the training."""
+    """Most bytes per second that this peer may send, and receive, for the training."""
     probe: bool = False
     """Founder: measure machines and links before training."""
     faults: bool = False
-    """Faults will be injected: this peer can be cut off from others."""
+    """Faults may be injected: this peer can be cut off from others."""
     fleet_index: int | None = None
-    """Which peer of the configuration's fleet profile this process emulates."""
+    """Number of the peer in the configuration's fleet profile that this process emulates."""

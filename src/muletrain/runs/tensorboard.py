@@ -1,7 +1,7 @@
 """TensorBoard files as a fold over events.
 
-Written here record by record, not by ``SummaryWriter``: that one imports torch, and a full disk ends its thread with a
-traceback and leaves half a record behind, after which readers stop.
+``SummaryWriter`` is not used: it imports torch, and on a full disk its thread dies with half a record written, where
+readers stop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class TensorBoardSink:
     """Writes loss, learning rate, gradient norm and speed of every step, and evaluations. Call it with each event.
 
-    What a full disk does not take is left out: the event log says so, and training goes on."""
+    On a full disk it skips records; training goes on, and the event log reports the disk."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"
@@ -30,7 +30,7 @@ class TensorBoardSink:
         self._step = 0
 
     def __call__(self, event: ev.Event) -> None:
-        if isinstance(event, ev.StepDone) and event.step != self._step:  # two peers may tell of one step
+        if isinstance(event, ev.StepDone) and event.step != self._step:  # two peers may report one step
             self._step = event.step
             scalars = {"train/loss": event.loss, "train/lr": event.lr, "train/grad_norm": event.grad_norm}
             if event.duration_s > 0:
@@ -40,7 +40,7 @@ class TensorBoardSink:
             self._write(event, {"validation/loss": event.loss, "validation/perplexity": event.perplexity})
 
     def close(self) -> None:
-        """Idempotent; later events are not written."""
+        """Write no later events. Idempotent."""
         self._closed = True
         if self._file is not None:
             os.close(self._file)
@@ -61,7 +61,7 @@ class TensorBoardSink:
             self._append(self._file, Event(wall_time=event.t, step=event.step, summary=summary))
 
     def _append(self, file: int, record: object) -> None:
-        """A whole record, or nothing of it. Raises OSError."""
+        """Append the whole record or nothing. Raises OSError."""
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         framed = io.BytesIO()

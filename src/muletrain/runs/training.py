@@ -1,4 +1,4 @@
-"""From the moment that a peer knows its stage and its fellow members, to the end of the run."""
+"""A peer's training, from the moment that it knows its stage and the other members to the end of the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.probe import chip
 from muletrain.events import PeerJoined, RunStarted
 from muletrain.runs.assemble import versions
-from muletrain.runs.join.reception import Reception
+from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.chaos import Points
     from muletrain.runs.host import Host
-    from muletrain.runs.join.reception import Papers
+    from muletrain.runs.join.admission import RunInfo
     from muletrain.runs.measure.machine import Machine
     from muletrain.runtime.checkpoint.store import CheckpointStore
     from muletrain.runtime.members.messages import Member
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a peer needs to train. ``compute``: of its stage, ready; ``cache``: its corpus, if it has the data;
-    ``joining``: the run goes on already."""
+    """What a peer needs to train. ``compute``: its stage's, ready; ``cache``: its corpus, if it has the data;
+    ``joining``: the run has begun without it."""
 
     facts: RunFacts
     roster: Roster
@@ -44,17 +44,17 @@ class Seat:
     compute: Compute
     machine: Machine
     cache: TokenCache | None
-    papers: Papers
+    info: RunInfo
     place: CheckpointStore
     sharing: Sharing | None
     joining: bool = False
 
 
 class Training:
-    """One process' part in a run."""
+    """Trains one peer after the other, as the process serves other stages or begins anew."""
 
     def __init__(self, host: Host, points: Points) -> None:
-        """``points``: at which chaos hits this peer."""
+        """``points``: where faults are injected into this peer."""
         self._host, self._points = host, points
         self.peer: Peer | None = None
         self.steps, self._total = 0, -1
@@ -64,7 +64,7 @@ class Training:
 
     @property
     def complete(self) -> bool:
-        """Were all steps done?"""
+        """Have all steps been done?"""
         return self.steps == self._total
 
     @property
@@ -72,8 +72,8 @@ class Training:
         return self._host.log
 
     def stop(self) -> None:
-        """End in order, after the current step; a joiner on a machine of its own leaves: the run is not its own to
-        end."""
+        """End in order, after the current step. A joiner on a machine without the founder only leaves: the run is not
+        its own."""
         self._stopped = True
         if self.peer is not None and self._host.spec.keeps_ticket:
             self.peer.leave()
@@ -81,25 +81,22 @@ class Training:
             self.peer.stop()
 
     async def run(self, seat: Seat) -> bool:
-        """To the end. False if the last checkpoint could not be written."""
+        """Train to the end of the run. Returns False if the last checkpoint could not be written."""
         host, facts, roster = self._host, seat.facts, seat.roster
-        Reception(
-            seat.network, host.log.emit, roster, seat.papers, facts.needs(), facts.stage_costs(), facts.strategy
-        ).open()
-        before = host.names()
-        host.names = lambda: before | {m.id: m.name for m in roster.members()}
+        members = LiveMembers(roster, facts.strategy)
+        Admission(seat.network, host.log.emit, seat.info, facts.seating(), members).open()
         host.roster = roster
         self.steps, self._total = roster.genesis.first_step, facts.config.train.steps
         self._begin = host.clock.now()
         if host.spec.role == "found" or host.spec.keeps_ticket:
             host.log.emit(_started(facts, roster))
         links, ready = host.links(facts, seat.network), [seat.compute]
-        about = {**facts.manifest(roster.genesis.run_id), "data": seat.papers.data.hex()}
+        about = {**facts.manifest(roster.genesis.run_id), "data": seat.info.data.hex()}
         about["precision"] = seat.machine.precision.value
-        book = Book(seat.place, about, {"tokenizer.json": seat.papers.tokenizer})
+        book = Book(seat.place, about, {"tokenizer.json": seat.info.tokenizer})
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            """Our peer at the stage that the roster names; the first one's compute is ready."""
+            """Make our peer for the stage in the roster. The first one's compute is ready."""
             if ready:
                 host.compute = ready.pop()
             else:

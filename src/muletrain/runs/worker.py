@@ -1,10 +1,10 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
-Afterwards the line ``stop`` on standard input asks for an orderly end (of the run; of a joiner on a machine of its own:
-to leave it); ``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the
-next frame and gradient; ``move STAGE`` asks to serve another stage; ``at STEP PHASE EVENT`` is a fault to do to itself
-there (``runs/chaos.py``). End of file means that whoever started us is gone, and the process leaves at once. Everything
-it has to say goes into its event log.
+Later lines on standard input are commands. ``stop`` ends the run in order (a joiner on a machine without the founder
+leaves it); ``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next
+frame and gradient; ``probe`` measures the fleet; ``move STAGE`` asks to serve another stage; ``at STEP PHASE EVENT``
+injects a fault at that point (``runs/chaos.py``). At end of file the starting command is gone, and the process ends at
+once. It reports everything in its event log.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from muletrain.runtime.members.watchdog import DeviceHung
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runs.measure.survey import Survey
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"
@@ -67,22 +66,20 @@ class Worker:
         self._code = 0
         self._points = Points(log)
         self._training = Training(host, self._points)
-        self._survey: Survey | None = None
-        """The founder's, while the run waits for its beginning."""
 
     def stop(self) -> None:
-        """End in order: after the current step, or at once if training has not begun."""
+        """End in order: after the current step, or at once before training begins."""
         self._stop.set()
         self._training.stop()
 
     def at(self) -> str:
-        """What the device's threads are at, in words for an error; empty: nothing. In any thread."""
+        """What the device's threads are doing, in words for an error; empty: nothing. Callable from any thread."""
         compute = self._host.compute
         jobs = () if compute is None else compute.jobs.running()
         return f" while the device is at {', '.join(repr(job.what) for job in jobs)}" if jobs else ""
 
     def obey(self, line: str) -> None:
-        """A line from whoever started us."""
+        """Carry out a line from the command that started us."""
         host, peer = self._host, self._training.peer
         match line.split():
             case ["stop"]:
@@ -96,7 +93,7 @@ class Worker:
             case ["probe"]:
                 self._measure()
             case ["move", stage] if peer is not None and stage.isdecimal():
-                peer.rebalancer.settled = False  # it has no say in this one
+                peer.rebalancer.settled = False  # this move is not its decision
                 peer.move(int(stage))
             case ["at", step, phase, *_] if self._network is not None:
                 self._points.add(self._network, step, phase, line.split(maxsplit=3)[-1])
@@ -104,15 +101,15 @@ class Worker:
                 host.log.note(f"not obeyed: {line.strip()[:100]!r}", "warning")
 
     def _measure(self) -> None:
-        """Whoever is here by now."""
-        if self._survey is None:
+        """Measure all peers that are ready."""
+        if self._host.survey is None:
             reason = "the run has begun, or gets ready: measure before ('muletrain start --probe')"
             self._host.log.emit(ProbeFailed(reason=reason))
         else:
-            self._measuring = asyncio.create_task(self._survey.measure())
+            self._measuring = asyncio.create_task(self._host.survey.measure())
 
     async def run(self) -> int:
-        """To the end; the process' exit code."""
+        """Run the peer to the end. Returns the process' exit code."""
         begin = self._host.clock.now()
         with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
             self._main = main = asyncio.create_task(self._run(Path(sockets)))
@@ -125,7 +122,8 @@ class Worker:
                 await main
         if self._removed:
             raise AdmissionError(
-                "the run's owner removed this peer, or renewed the ticket while it was joining; ask the owner for the current one"
+                "the run's owner removed this peer, or renewed the ticket while it was joining; ask the owner for the "
+                "current one"
             )
         training = self._training
         reason = "all steps done" if training.complete else training.reason
@@ -151,22 +149,19 @@ class Worker:
             private=spec.private,
             carries=spec.bandwidth_bytes_per_s is None,
         )
-        serve_members(network, lambda: host.names(), self._stages)
+        serve_members(network, host.names, self._stages)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         links = host.limited(network)
         try:
-            seat = await (found(host, links, self._measures) if spec.role == "found" else join(host, links))
+            seat = await (found(host, links) if spec.role == "found" else join(host, links))
             written = await self._training.run(seat)
             if not written and not spec.keeps_ticket:
                 self._code = EXIT_NO_CHECKPOINT
         finally:
             await network.close()
 
-    def _measures(self, survey: Survey | None) -> None:
-        self._survey = survey
-
     def _stages(self) -> dict[PeerId, int]:
-        """What each member serves that this peer believes alive; nothing before the run begins."""
+        """The stages of members that this peer believes alive; empty before the run begins."""
         roster = self._host.roster
         return {} if roster is None else {m.id: m.stage for m in roster.members() if roster.is_alive(m.id)}
 
@@ -176,13 +171,13 @@ class Worker:
 
     def _relayed(self, peer: PeerId, relay: PeerId) -> None:
         names = self._host.names()
-        who, whom = (names.get(p, p[-6:]) for p in (peer, relay))
-        self._host.log.note(f"{who} cannot be reached directly: by way of {whom}", "info")
+        who, via = (names.get(p, p[-6:]) for p in (peer, relay))
+        self._host.log.note(f"{who} cannot be reached directly, only through {via}", "info")
 
     def _renewed(self, gone: frozenset[PeerId]) -> None:
-        """The owner removed somebody: perhaps us."""
+        """The owner removed peers, perhaps us."""
         if self._network is None or self._main is None:
-            return  # it was admitted a moment ago, by whom had not heard of it
+            return  # the member that admitted us a moment ago had not heard of it
         names, trust = self._host.names(), self._network.trust
         for peer in gone & names.keys():
             self._host.log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
@@ -194,15 +189,15 @@ class Worker:
 
 
 async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:
-    """Lines on standard input; its end means that nobody looks after us any more."""
+    """Obey lines on standard input. At its end the starting command is gone, and so are we."""
     while line := await reader.readline():
         worker.obey(line.decode(errors="replace"))
     _tidy_up()
-    os._exit(EXIT_ERROR)  # the daemon goes with us; a killed parent leaves nobody to report to
+    os._exit(EXIT_ERROR)  # the daemon ends with us, and nobody reads a report
 
 
 def _tidy_up() -> None:
-    """Whoever started us was killed, and can remove nothing any more."""
+    """Remove the temporary folder, which a killed parent cannot."""
     if scratch := os.environ.get(SCRATCH):
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -240,7 +235,7 @@ async def _main() -> int:
 def main() -> None:
     code = asyncio.run(_main())
     sys.stdout.flush()
-    os._exit(code)  # torch's and the data loader's threads have nothing left to say
+    os._exit(code)  # do not wait for threads of torch and of the data loader
 
 
 if __name__ == "__main__":

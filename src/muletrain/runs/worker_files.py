@@ -1,4 +1,4 @@
-"""What a peer process and whoever started it agree on."""
+"""Names of files, variables and exit codes that a peer process shares with the command that started it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
 
 TICKET_FILE = "ticket"
 OWNER_FILE = "owner.key"
-"""The private key of the run's owner, where it was founded."""
+"""The private key of the run's owner, in the founder's run folder."""
 REMOVED_FILE = "removed"
-"""Beside it: ids of those that the owner removed, a line each."""
+"""Beside it: ids of the peers that the owner removed, a line each."""
 PROBE_FILE = "probe"
-"""'muletrain doctor --peers' asks 'muletrain start' by it."""
+"""By this file 'muletrain doctor --peers' asks 'muletrain start' to measure the fleet."""
 SCRATCH = "MULETRAIN_SCRATCH"
-"""Environment: the folder for temporary files, which goes with whoever started the process."""
+"""Environment variable: the folder for temporary files, which the starting command removes."""
 EXIT_ERROR = 2
 EXIT_NO_CHECKPOINT = 3
-"""The run came to its end, but its last checkpoint is nowhere."""
+"""The run ended, but its last checkpoint could not be written."""
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Readable by the owner only, and never half written."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")  # the peers of one machine write into one folder
+    """Write a file that only its owner can read, and that never is half written."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")  # several peers may write into one folder
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)

@@ -329,7 +329,7 @@ class JoinSession(Session):
 def show_status(ticket: str | None, *, json: bool) -> None:
     """Print what the members announced in the directory; of a run that has not begun, what it waits for. Raises
     MuletrainError when no member answers."""
-    from muletrain.runs.join.lobby import ask_missing
+    from muletrain.runs.join.client import ask_missing
     from muletrain.runtime.peer.peer import HOLDS_S
 
     whole = _ticket(ticket)

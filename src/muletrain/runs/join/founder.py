@@ -1,4 +1,4 @@
-"""The founder of a run: it opens the lobby, waits for the others, and begins."""
+"""The founder of a run: it opens the rendezvous, waits for guests, and begins."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.corpus import owners_sharing
 from muletrain.runs.host import place_of
+from muletrain.runs.join.admission import RunInfo
 from muletrain.runs.join.limits import check_tokenizer
-from muletrain.runs.join.lobby import Lobby
-from muletrain.runs.join.reception import Papers
+from muletrain.runs.join.messages import Ready
+from muletrain.runs.join.rendezvous import Rendezvous
 from muletrain.runs.measure.survey import Survey
 from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import Network
     from muletrain.runs.host import Host
-    from muletrain.runtime.transfer.tokens import Sharing
 
 
-async def found(host: Host, network: Network, measuring: Callable[[Survey | None], None]) -> Seat:
-    """Gather the run's first peers. ``measuring`` is told of what can measure the links, while the run waits for its
-    beginning, and of None after it. Raises MuletrainError."""
+async def found(host: Host, network: Network) -> Seat:
+    """Gather the run's first peers, and begin. Raises MuletrainError."""
     spec = host.spec
     assert spec.config is not None
     facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config)))
@@ -40,37 +37,40 @@ async def found(host: Host, network: Network, measuring: Callable[[Survey | None
     check_tokenizer(facts, len(cache.tokenizer_json))
     sharing = await owners_sharing(facts, cache) if facts.config.data.share else None
     machine = await host.probe_machine(facts.config)
-    lobby = _lobby(host, network, facts, cache, checkpoint, sharing)
-    lobby.open()
-    host.names = lobby.names
-    prober = host.prober(facts, network, host.links(facts, network), network.peer_id, machine, lambda names: None)
+    info = RunInfo(
+        facts.config.model_dump_json(by_alias=True),
+        bytes.fromhex(cache.digest),
+        cache.tokenizer_json,
+        None if sharing is None else sharing.shared,
+    )
+    host.rendezvous = rendezvous = _rendezvous(host, network, facts, info, checkpoint)
+    rendezvous.open()
+    prober = host.prober(facts, network, network.peer_id, machine)
     survey = Survey(
         net=network,
         emit=host.log.emit,
         spec=facts.spec,
         sequences=facts.config.train.microbatch,
         folder=Path(spec.folder),
-        people=lobby.prepared,
+        people=rendezvous.prepared,
         clock=host.clock,
     )
-    lobby.settled = survey.settled
     host.hand_out(dataclasses.replace(host.ticket, addresses=tuple(network.addresses())))
-    stage = lobby.seat(network.peer_id, host.introduction(network, machine))
+    stage = rendezvous.seat(network.peer_id, host.introduction(network, machine))
     compute = await host.build(facts, stage, machine, checkpoint.parts[stage] if checkpoint is not None else None)
     place = place_of(facts.config, spec, host.log.note)
-    lobby.ready(network.peer_id, trainer=True, place=place.name)
+    rendezvous.ready(network.peer_id, Ready(trainer=True, place=place.name))
     if spec.probe:
         survey.before_training()
-    measuring(survey)
-    roster = Roster(await lobby.gather(), network.peer_id)
-    measuring(None)
+    host.survey = survey
+    roster = Roster(await rendezvous.gather(survey.settled), network.peer_id)
+    host.survey = None
     prober.close()
-    papers = Papers(lobby.config_json, lobby.data_digest, lobby.tokenizer, lobby.tokens)
-    return Seat(facts, roster, network, compute, machine, cache, papers, place, sharing)
+    return Seat(facts, roster, network, compute, machine, cache, info, place, sharing)
 
 
 def _begins_with(folder: str | None, cache: TokenCache) -> Checkpoint | None:
-    """Raises CheckpointError."""
+    """The checkpoint in ``folder``. Raises CheckpointError, also if the corpus has changed since."""
     if folder is None:
         return None
     checkpoint = Checkpoint.open(Path(folder))
@@ -79,32 +79,18 @@ def _begins_with(folder: str | None, cache: TokenCache) -> Checkpoint | None:
     return checkpoint
 
 
-def _lobby(
-    host: Host,
-    network: Network,
-    facts: RunFacts,
-    cache: TokenCache,
-    checkpoint: Checkpoint | None,
-    sharing: Sharing | None,
-) -> Lobby:
+def _rendezvous(
+    host: Host, network: Network, facts: RunFacts, info: RunInfo, checkpoint: Checkpoint | None
+) -> Rendezvous:
     fleet = facts.config.fleet
-    return Lobby(
+    return Rendezvous(
         net=network,
-        clock=host.clock,
         emit=host.log.emit,
+        info=info,
+        seating=facts.seating(),
         run_id=host.ticket.run_id,
-        config_json=facts.config.model_dump_json(by_alias=True),
         config_digest=facts.config_digest,
-        data_digest=bytes.fromhex(cache.digest),
-        tokenizer=cache.tokenizer_json,
-        stages=fleet.stages,
         expected=fleet.peers or fleet.stages,
         trainers=fleet.trainers,
-        needs=facts.needs(),
-        stage_costs=facts.stage_costs(),
-        strategy=facts.strategy,
-        first_step=checkpoint.step if checkpoint else 0,
-        parts=checkpoint.parts if checkpoint else [],
-        part_digests=checkpoint.digests if checkpoint else [],
-        tokens=None if sharing is None else sharing.shared,
+        checkpoint=checkpoint,
     )

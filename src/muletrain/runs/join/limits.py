@@ -1,5 +1,5 @@
-"""What a joiner lets a run have of its machine. The joiner checks it itself, from the configuration alone, before it
-takes anything: what a founder or another member says of sizes is only compared with it.
+"""Limits of what a run may take of a joiner's machine. The joiner computes them from the configuration, and compares
+them with the sizes in the welcome, before it loads anything.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from muletrain.units import format_memory
 if TYPE_CHECKING:
     from muletrain.compute.estimate import Offer
     from muletrain.runs.assemble import RunFacts
-    from muletrain.runs.join.lobby import Welcome
+    from muletrain.runs.join.messages import Welcome
 
 TOKENIZER_BYTES, TOKENIZER_BYTES_PER_TOKEN = 4 << 20, 1 << 10
-"""A tokenizer.json has at most so many, and for each token of the vocabulary (those of published models have 70 to
-140)."""
+"""Most bytes of a tokenizer.json: the sum of both, the second for each token of the vocabulary. Published models have
+70 to 140 a token."""
 
 
 def told_config(text: str) -> RunConfig:
-    """The run's, as another member sent it. Raises AdmissionError."""
+    """Parse the run's configuration as another member sent it. Raises AdmissionError."""
     try:
         return RunConfig.model_validate_json(text)
     except ValidationError as e:
@@ -38,31 +38,32 @@ def told_config(text: str) -> RunConfig:
 
 
 def largest_tokenizer(facts: RunFacts) -> int:
-    """Bytes that a run's tokenizer may have."""
+    """Most bytes that a run's tokenizer may have."""
     return TOKENIZER_BYTES + TOKENIZER_BYTES_PER_TOKEN * facts.spec.vocab
 
 
 def check_tokenizer(facts: RunFacts, size: int) -> None:
-    """Raises ConfigError for a tokenizer of ``size`` bytes that no machine would take when it joins."""
+    """Raises ConfigError if joining machines would refuse a tokenizer of ``size`` bytes."""
     if size > largest_tokenizer(facts):
         raise ConfigError(
-            f"data.tokenizer: {format_memory(size)} for model.vocab = {facts.spec.vocab}: machines that join take at most "
-            f"{format_memory(largest_tokenizer(facts))}; use another tokenizer"
+            f"data.tokenizer: {format_memory(size)} for model.vocab = {facts.spec.vocab}: machines that join take at "
+            f"most {format_memory(largest_tokenizer(facts))}; use another tokenizer"
         )
 
 
 def check_stage(facts: RunFacts, stage: int, offer: Offer) -> None:
-    """Raises CapacityError for a stage that takes more than this machine's owner allows."""
+    """Raises CapacityError if ``stage`` needs more memory than this machine's owner offers."""
     need = facts.needs()[stage]
     if not need.fits(offer):
         raise CapacityError(
-            f"stage {stage} needs {need.need(offer)} ({need}), and this machine may use {offer}: it does not serve it. Give more (--memory "
-            f"or compute.memory says how much it may use), or begin the run with more stages"
+            f"stage {stage} needs {need.need(offer)} ({need}), and this machine may use {offer}: it does not serve it. "
+            f"Give more (--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
 
 
 def check_welcome(facts: RunFacts, welcome: Welcome, offer: Offer) -> None:
-    """Of the member that took us in. Raises AdmissionError, and CapacityError for what this machine has no room for."""
+    """Check a welcome against our own limits. Raises AdmissionError, or CapacityError if this machine lacks the
+    room."""
     stages = len(facts.cut)
     if welcome.stage >= stages:
         raise AdmissionError(
@@ -72,17 +73,17 @@ def check_welcome(facts: RunFacts, welcome: Welcome, offer: Offer) -> None:
     most = largest_tokenizer(facts)
     if welcome.tokenizer_size > most:
         raise AdmissionError(
-            f"a tokenizer of {format_memory(welcome.tokenizer_size)}, and the run's vocabulary takes at most {format_memory(most)}; "
-            f"{_ASK}"
+            f"a tokenizer of {format_memory(welcome.tokenizer_size)}, and the run's vocabulary takes at most "
+            f"{format_memory(most)}; {_ASK}"
         )
     most = largest_part(facts.plan().state_bytes[welcome.stage])
     if welcome.part_size > most:
         raise AdmissionError(
-            f"a checkpoint's part of {format_memory(welcome.part_size)}, and stage {welcome.stage} has at most {format_memory(most)}; "
-            f"{_ASK}"
+            f"a checkpoint's part of {format_memory(welcome.part_size)}, and stage {welcome.stage} has at most "
+            f"{format_memory(most)}; {_ASK}"
         )
     if welcome.part_size:
         check_room(tempfile.gettempdir(), welcome.part_size, "set TMPDIR to another folder")
 
 
-_ASK = "nothing was taken; ask whoever began the run"
+_ASK = "nothing was taken; ask the person who began the run"

@@ -1,8 +1,7 @@
-"""Removing a member: ``muletrain kick``, where the run's owner is.
+"""Removing a member: ``muletrain kick``, on the machine of the run's owner.
 
-The owner's word names who stays (``network/trust.py``), so the list comes first: any member that stays says who is in
-the run, with the certificates it has seen; those are checked here again. Whoever cannot be shown to be in the run is
-out after it.
+A renewal names the members that stay (``network/trust.py``). So we first ask members for a list of all members, with
+the certificates that they have seen, and check those again. A peer without a valid certificate does not stay.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
-from muletrain.runs.join.lobby import find_founder
+from muletrain.runs.join.client import find_founder
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
 
 if TYPE_CHECKING:
@@ -26,15 +25,16 @@ if TYPE_CHECKING:
     from muletrain.network.libp2p import Libp2pNetwork
 
 CALL_TIMEOUT_S = 15.0
+"""Seconds that a member has to answer."""
 ASKED = 8
-"""Members asked, at most, until everyone's certificate was seen."""
+"""Most members that are asked before we have seen everyone's certificate."""
 SHORTEST_ID = 6
-"""Characters of the end of an id that may stand for it."""
+"""Fewest characters of the end of an id that may stand for it."""
 
 
 class Listed(Message):
-    """One member. ``certificate``: empty where the answering peer has not seen it. ``stage``: what it serves; None
-    where the answering peer believes it dead, and before the run begins."""
+    """Describes one member. ``certificate``: empty if the answering peer has not seen it. ``stage``: None if the
+    answering peer believes it dead, and before the run begins."""
 
     id: Id
     name: Name
@@ -43,7 +43,7 @@ class Listed(Message):
 
 
 class Members(Message):
-    """Who is in the run. The question is empty."""
+    """Lists the members of the run. The question is empty."""
 
     KIND: ClassVar[str] = "run.members"
     members: Annotated[tuple[Listed, ...], Field(max_length=MAX_KEPT)]
@@ -52,7 +52,7 @@ class Members(Message):
 def serve_members(
     net: Libp2pNetwork, names: Callable[[], dict[PeerId, str]], stages: Callable[[], dict[PeerId, int]] = dict
 ) -> None:
-    """``stages``: of those believed alive."""
+    """Answer who is in the run. ``names``: of all members; ``stages``: of the ones believed alive."""
 
     async def answer(sender: PeerId, payload: bytes) -> bytes:
         at = stages()
@@ -64,7 +64,7 @@ def serve_members(
 
 @dataclass(frozen=True)
 class Removal:
-    """What came of it. ``told``: members that know; the others hear it from them."""
+    """The result of a removal. ``told``: members that know; the others hear it from them."""
 
     name: str
     id: PeerId
@@ -72,18 +72,19 @@ class Removal:
     kept: int
     told: int
     unproven: tuple[str, ...]
-    """Names of those whose certificate nobody had seen: they are out, too, and need the new ticket."""
+    """Names of peers whose certificate nobody had seen. They are out, too, and need the new ticket."""
     out: frozenset[PeerId]
-    """Everyone that is out by it."""
+    """All peers that are out now."""
     emptied: int | None
-    """A stage that nobody serves without it, as far as those know that answered."""
+    """The stage that nobody serves any more, as far as the answering members know."""
 
 
 async def remove(
     net: Libp2pNetwork, addresses: tuple[str, ...], who: str, before: frozenset[PeerId] = frozenset()
 ) -> Removal:
-    """``who``: a name, an id or its end. ``net`` holds the owner's key; ``addresses`` are the ticket's. ``before``: who
-    is out already; members believe them dead, and name them still. Raises MuletrainError when nobody is removed."""
+    """Remove the peer with the name, id or end of id ``who``. ``net`` holds the owner's key; ``addresses`` are the
+    ticket's. ``before``: peers that are out already, which members still list. Raises MuletrainError when nobody is
+    removed."""
     founder = await find_founder(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
     called = {m.id: m.name for listed in answers.values() for m in listed}
@@ -122,7 +123,7 @@ async def remove(
 
 
 def find(names: dict[PeerId, str], who: str) -> PeerId:
-    """The id of the one that ``who`` names, by its name, its id or the end of its id. Raises MuletrainError."""
+    """The id of the peer with the name, id or end of id ``who``. Raises MuletrainError unless it is one."""
     found = [p for p, name in names.items() if who in (name, p)]
     if not found and len(who) >= SHORTEST_ID:
         found = [p for p in names if p.endswith(who)]
@@ -144,8 +145,8 @@ def _counts(net: Libp2pNetwork, m: Listed) -> bool:
 async def _ask_around(
     net: Libp2pNetwork, ask: list[PeerId], out: frozenset[PeerId]
 ) -> dict[PeerId, tuple[Listed, ...]]:
-    """Ask members until we have seen the certificate of everyone whom they name. Returns the answers by member, without
-    peers that are ``out``."""
+    """Ask members until we have seen the certificates of all peers that they list. Returns the answers by member,
+    without peers that are ``out``."""
     answers: dict[PeerId, tuple[Listed, ...]] = {}
     asked: set[PeerId] = set()
     problems = []

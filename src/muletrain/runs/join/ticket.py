@@ -1,4 +1,4 @@
-"""Tickets: what one line of text needs to say so that another machine can join a run."""
+"""Tickets: one line of text by which another machine can join a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from muletrain.runs.worker_files import OWNER_FILE
 
 PREFIX = "mule1-"
 MAX_ADDRESSES = 16
-"""In a ticket that a member passes on."""
+"""Most addresses in a ticket that a member passes on."""
 _MAX_CHARACTERS = 8192
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Addresses of members (any; together they need not name the founder), the run's identity, the secret that admits a
-    peer, and the public key of the run's owner, by which the newcomer knows members."""
+    """Holds addresses of some members, the run's id, the secret that admits a peer, and the public key of the run's
+    owner, by which a newcomer recognises members."""
 
     run_id: str
     secret: bytes
@@ -34,22 +34,22 @@ class Ticket:
 
     @staticmethod
     def new_run(folder: Path) -> Ticket:
-        """A fresh identity and secret, and nobody to dial yet. The owner's key is in ``folder``, where the founder
-        finds it."""
-        from muletrain.network.identity import Key  # hivemind takes its time
+        """Make a ticket with a new id and secret, and no addresses yet. The owner's key goes to ``folder``, for the
+        founder."""
+        from muletrain.network.identity import Key  # importing hivemind is slow
 
         return Ticket(secrets.token_hex(8), secrets.token_bytes(32), Key.at(folder / OWNER_FILE).public, ())
 
     def passed_on(self, founder: str, own: list[str]) -> Ticket:
-        """The ticket a member gives to others: the founder's addresses and its own, half of the room each if they need
-        it."""
+        """The ticket that a member gives to others: the founder's addresses and its own, up to half of the room each if
+        there are too many."""
         known = [a for a in self.addresses if a.endswith(f"/p2p/{founder}")]
         room = max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(own))
         addresses = dict.fromkeys((*known[:room], *own, *self.addresses))
         return dataclasses.replace(self, addresses=tuple(addresses)[:MAX_ADDRESSES])
 
     def ports(self) -> str:
-        """Where the members it names listen, for people."""
+        """Describe where the members listen, for people."""
         found: dict[str, list[str]] = {}
         for parts in (a.split("/") for a in self.addresses):
             if len(parts) > 4 and parts[3] == "tcp":
@@ -65,7 +65,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
-        """Raises AdmissionError for what is not a whole ticket."""
+        """Read a ticket. Raises AdmissionError unless it is whole."""
         text = text.strip()
         if not text.startswith(PREFIX) or len(text) > _MAX_CHARACTERS:
             raise AdmissionError(
@@ -77,23 +77,16 @@ class Ticket:
             body, check = data[:-4], data[-4:]
             if check != _check(body):
                 raise ValueError
-            run_id, secret, owner, addresses = msgpack.unpackb(body, max_ext_len=0)
-            well_formed = (
-                isinstance(run_id, str)
-                and isinstance(secret, bytes)
-                and len(secret) == 32
-                and isinstance(owner, bytes)
-                and len(owner) == 32
-                and isinstance(addresses, list)
-                and all(isinstance(a, str) for a in addresses)
-            )
-            if not well_formed:
-                raise ValueError
+            match msgpack.unpackb(body, max_ext_len=0):
+                case [str() as run_id, bytes() as secret, bytes() as owner, list() as addresses] if len(secret) == len(
+                    owner
+                ) == 32 and all(isinstance(a, str) for a in addresses):
+                    return cls(run_id, secret, owner, tuple(addresses))
+            raise ValueError
         except (ValueError, binascii.Error, msgpack.UnpackException):
             raise AdmissionError(
                 "the ticket is damaged (a part is missing or mistyped); copy it again, whole"
             ) from None
-        return cls(run_id, secret, owner, tuple(addresses))
 
 
 def _check(body: bytes) -> bytes:
@@ -101,8 +94,8 @@ def _check(body: bytes) -> bytes:
 
 
 def read_ticket(given: str | None) -> str | None:
-    """The ticket that an argument is, or names: a file, or '-' for standard input. Other users of a machine see the
-    arguments of its processes. Raises AdmissionError."""
+    """The ticket that an argument is or names: a file, or '-' for standard input, because other users of a machine see
+    the arguments of processes. Raises AdmissionError."""
     if given is None or given.startswith(PREFIX):
         return given
     if given == "-":

@@ -1,0 +1,183 @@
+"""Admission of newcomers, the same at every member and before every step.
+
+Before step 0 the founder admits guests to a waiting room (``rendezvous.Rendezvous``). Later any member admits newcomers
+to the roster (``LiveMembers``): replicas of the stage give them its state, and they introduce themselves to everyone
+(``runtime.members.membership``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from muletrain import __version__
+from muletrain.errors import AdmissionError, CapacityError
+from muletrain.events import Admitted, JoinRefused, Note
+from muletrain.runs.join.messages import (
+    PIECE,
+    Admitter,
+    AskGenesis,
+    AskTokenizer,
+    Begin,
+    Declined,
+    JoinRequest,
+    Ready,
+    Welcome,
+)
+from muletrain.runtime.members.messages import Member
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runs.join.seating import Seating
+    from muletrain.runtime.members.roster import Genesis, Roster
+    from muletrain.runtime.transfer.tokens import Shared
+    from muletrain.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a newcomer learns about the run. ``config``: its configuration as JSON; ``data``: the corpus' digest;
+    ``tokenizer``: its JSON; ``tokens``: see ``Welcome``."""
+
+    config: str
+    data: bytes
+    tokenizer: bytes
+    tokens: Shared | None = None
+
+
+class Participants(Protocol):
+    """The peers that are in the run so far."""
+
+    def consider(self, request: JoinRequest) -> list[list[str]]:
+        """Hear of a newcomer, and return the device kinds of the peers of each stage. Raises AdmissionError when nobody
+        can be admitted now."""
+        ...
+
+    def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
+        """Add a newcomer to ``welcome.stage``. Returns the welcome with its name and what else it needs."""
+        ...
+
+    def remove(self, peer: PeerId) -> bool:
+        """Remove a newcomer that declined. Returns False if it was none."""
+        ...
+
+    def genesis(self) -> Genesis:
+        """What the run began with. Raises AdmissionError before it begins."""
+        ...
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Admits newcomers for one member: chooses their stage or refuses them, and hands out what they need to begin."""
+
+    net: Network
+    emit: Callable[[Event], None]
+    info: RunInfo
+    seating: Seating
+    participants: Participants
+
+    def open(self) -> None:
+        """Answer newcomers from now on, in place of any earlier ``Admission`` on this network."""
+        serve_admitter(self.net, self.net.peer_id)
+        self.net.serve(JoinRequest.KIND, self._on_request)
+        self.net.serve(AskTokenizer.KIND, self._on_tokenizer)
+        self.net.serve(Declined.KIND, self._on_declined)
+        self.net.serve(AskGenesis.KIND, self._on_genesis)
+
+    def admit(self, peer: PeerId, request: JoinRequest) -> Welcome:
+        """Choose a stage for ``peer`` and add it there. Raises AdmissionError or CapacityError."""
+        if request.version != __version__:
+            raise AdmissionError(
+                f"this run is muletrain {__version__}, the newcomer {request.version}: install "
+                f"muletrain=={__version__} there"
+            )
+        kinds, info = self.participants.consider(request), self.info
+        stage = self.seating.choose(request, kinds)
+        if mixed := set(kinds[stage]) - {request.device}:
+            message = (
+                f"stage {stage} runs on {', '.join(sorted(mixed))}, and now on {request.device}: if their arithmetic "
+                f"differs in the last bit, one of them leaves, unless optimizer.state_device = 'cpu'"
+            )
+            self.emit(Note(level="warning", message=message))
+        size = len(info.tokenizer)
+        welcome = Welcome(config=info.config, stage=stage, data=info.data, tokenizer_size=size, tokens=info.tokens)
+        return self.participants.add(peer, request, welcome)
+
+    async def _on_request(self, sender: PeerId, payload: bytes) -> bytes:
+        try:
+            welcome = self.admit(sender, JoinRequest.unpack(payload))
+        except (AdmissionError, CapacityError) as e:
+            self.emit(JoinRefused(remote=sender, reason=str(e)))
+            raise
+        self.emit(Admitted(peer_id=sender))
+        return welcome.pack()
+
+    async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
+        offset = AskTokenizer.unpack(payload).offset
+        return self.info.tokenizer[offset : offset + PIECE]
+
+    async def _on_declined(self, sender: PeerId, payload: bytes) -> bytes:
+        declined = Declined.unpack(payload)
+        if self.participants.remove(sender):
+            self.emit(JoinRefused(remote=sender, reason=declined.reason))
+        return b""
+
+    async def _on_genesis(self, sender: PeerId, payload: bytes) -> bytes:
+        AskGenesis.unpack(payload)
+        return Begin(genesis=self.participants.genesis()).pack()
+
+
+class LiveMembers:
+    """The members of a run that has begun, by one member's roster. A newcomer adds itself there when it introduces
+    itself."""
+
+    def __init__(self, roster: Roster, strategy: Strategy) -> None:
+        self._roster, self._strategy = roster, strategy
+
+    def consider(self, request: JoinRequest) -> list[list[str]]:
+        live = [m for m in self._roster.members() if self._roster.is_alive(m.id)]
+        return [[m.device for m in live if m.stage == s] for s in range(self._roster.genesis.stages)]
+
+    def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
+        """In a planned pipeline a newcomer may take the name, and so the place, of a dead peer."""
+        again = self._strategy.has_place(request.name)
+        taken = {m.name for m in self._roster.members() if not again or self._roster.is_alive(m.id)}
+        return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
+
+    def remove(self, peer: PeerId) -> bool:
+        return True  # it is in no roster yet
+
+    def genesis(self) -> Genesis:
+        return self._roster.genesis
+
+
+def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready) -> Member:
+    """Describe a newcomer as a member of the run."""
+    return Member(
+        id=peer,
+        name=welcome.name,
+        stage=welcome.stage,
+        trainer=ready.trainer,
+        addresses=request.addresses,
+        device=request.device,
+        flops=request.flops,
+        place=ready.place,
+    )
+
+
+def unique_name(name: str, taken: Collection[str]) -> str:
+    """Return ``name``, with a number behind it if another peer has it."""
+    names = (name, *(f"{name[:100]}-{k}" for k in range(len(taken) + 1)))
+    return next(n for n in names if n not in taken)
+
+
+def serve_admitter(net: Network, admitter: PeerId) -> None:
+    """Tell newcomers that ``admitter`` admits them."""
+
+    async def answer(sender: PeerId, payload: bytes) -> bytes:
+        return Admitter(id=admitter).pack()
+
+    net.serve(Admitter.KIND, answer)

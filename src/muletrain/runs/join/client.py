@@ -1,0 +1,143 @@
+"""The newcomer's side of admission."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from muletrain.errors import AdmissionError, NetworkError, ProtocolError
+from muletrain.runs.join.admission import serve_admitter
+from muletrain.runs.join.messages import (
+    CALL_S,
+    PIECE,
+    READY_EVERY_S,
+    Admitter,
+    AskGenesis,
+    AskPart,
+    AskTokenizer,
+    Begin,
+    Declined,
+    JoinRequest,
+    Missing,
+    Ready,
+    Welcome,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runtime.core.messages import Message
+    from muletrain.runtime.members.roster import Genesis
+
+AHEAD = 4
+"""Pieces that a newcomer asks for at once."""
+
+
+async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
+    """Ask the members at a ticket's addresses who admits newcomers. Raises AdmissionError when none of them answers."""
+    problems = []
+    for member in dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in addresses):
+        try:
+            return Admitter.unpack(await net.call(member, Admitter.KIND, b"", timeout_s=CALL_S)).id
+        except NetworkError as e:
+            problems.append(str(e))
+    raise AdmissionError(
+        f"no member of the ticket knows who admits newcomers ({'; '.join(problems) or 'it names none'}); "
+        f"ask for a ticket of 'muletrain start' itself"
+    )
+
+
+async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
+    """Ask the members at a ticket's addresses who founded the run. Raises as ``find_admitter``."""
+    admitter = await find_admitter(net, addresses)
+    try:
+        answer = await net.call(admitter, AskGenesis.KIND, AskGenesis().pack(), timeout_s=CALL_S)
+        return Begin.unpack(answer).genesis.coordinator
+    except NetworkError:  # before the run begins, only the founder admits
+        return admitter
+
+
+async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ...]:
+    """What a run waits for before it begins; nothing once it has begun. Raises AdmissionError when no member can be
+    asked."""
+    admitter = await find_admitter(net, addresses)
+    try:
+        return Missing.unpack(await net.call(admitter, Missing.KIND, b"", timeout_s=CALL_S)).missing
+    except NetworkError:  # members of a run that has begun do not serve this
+        return ()
+
+
+class JoinClient:
+    """A newcomer's talk with the member that admits it. Before step 0 that is the founder."""
+
+    def __init__(self, net: Network, admitter: PeerId) -> None:
+        self.admitter = admitter
+        self._net = net
+        self._genesis: asyncio.Future[Genesis] = asyncio.get_running_loop().create_future()
+        net.serve(Begin.KIND, self._on_begin)
+        serve_admitter(net, admitter)
+
+    async def join(self, request: JoinRequest) -> Welcome:
+        """Get a stage. Raises Refused with the admitter's reason, or another NetworkError."""
+        return Welcome.unpack(await self._call(request))
+
+    async def tokenizer(self, welcome: Welcome) -> bytes:
+        """Load the tokenizer. Raises ProtocolError for pieces that do not fit, or another NetworkError."""
+        return b"".join([piece async for piece in self._pieces(AskTokenizer, welcome.tokenizer_size)])
+
+    async def part(self, welcome: Welcome, into: Path) -> None:
+        """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for other content than
+        was promised, or another NetworkError."""
+        digest = hashlib.sha256()
+        with into.open("wb") as file:
+            async for piece in self._pieces(AskPart, welcome.part_size):
+                digest.update(piece)
+                file.write(piece)
+        if digest.digest() != welcome.part_digest:
+            raise ProtocolError("the checkpoint part that came is not the one that was promised; join again")
+
+    async def decline(self, reason: str) -> None:
+        """Give the stage back, and tell the admitter why if it can be reached."""
+        with suppress(NetworkError):
+            await self._call(Declined(reason=reason[:1000]))
+
+    async def genesis(self) -> Genesis:
+        """Ask what the run began with, once it has."""
+        return Begin.unpack(await self._call(AskGenesis())).genesis
+
+    async def begin(self, ready: Ready, tell: Callable[[tuple[str, ...]], None] = lambda missing: None) -> Genesis:
+        """Report that we are ready, and wait for the beginning. ``tell`` hears now and then what the run waits for.
+        Raises NetworkError when the founder goes away meanwhile."""
+        while True:
+            tell(Missing.unpack(await self._call(ready)).missing)
+            done, _ = await asyncio.wait({self._genesis}, timeout=READY_EVERY_S)
+            if done:
+                return self._genesis.result()
+
+    async def _pieces(self, ask: type[AskTokenizer | AskPart], size: int) -> AsyncIterator[bytes]:
+        """``size`` bytes, in order. Raises ProtocolError for a piece of another length."""
+
+        async def piece(offset: int) -> bytes:
+            answer = await self._call(ask(offset=offset))
+            if len(answer) != min(PIECE, size - offset):
+                raise ProtocolError(f"{ask.KIND}: the pieces do not add up to {size} bytes")
+            return answer
+
+        for begin in range(0, size, AHEAD * PIECE):
+            for data in await asyncio.gather(*map(piece, range(begin, min(size, begin + AHEAD * PIECE), PIECE))):
+                yield data
+
+    async def _call(self, message: Message) -> bytes:
+        return await self._net.call(self.admitter, message.KIND, message.pack(), timeout_s=CALL_S)
+
+    async def _on_begin(self, sender: PeerId, payload: bytes) -> bytes:
+        if sender != self.admitter:
+            raise ProtocolError("only the founder begins the run")
+        begin = Begin.unpack(payload)
+        if not self._genesis.done():
+            self._genesis.set_result(begin.genesis)
+        return b""

@@ -1,0 +1,122 @@
+"""Messages between a newcomer and the member that admits it.
+
+Before step 0 only the founder admits: any member names it (``join.admitter``). Later every member admits newcomers
+itself. A newcomer asks for a stage (``join.request``), loads the tokenizer and, in a resumed run, its stage's part of
+the checkpoint, in pieces. Before step 0 it then reports ``join.ready`` and waits for the founder's ``join.begin``;
+later it asks for the genesis.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from muletrain.compute.estimate import Offer
+from muletrain.runtime.core.messages import Address, Digest, Id, Message, Name, Natural, Rate, Text
+from muletrain.runtime.members.roster import Genesis  # noqa: TC001  (a field of Begin)
+from muletrain.runtime.transfer.tokens import Shared  # noqa: TC001  (a field of Welcome)
+
+PIECE = 512 * 1024
+"""Bytes in one answer with a piece of the tokenizer or of a checkpoint; a call carries at most 1 MiB."""
+CALL_S = 30.0
+"""Seconds that a call of this protocol may take."""
+READY_EVERY_S = 10.0
+"""Seconds between two reports of a guest that it is ready, and between two checks by the founder that guests live."""
+
+
+class Admitter(Message):
+    """Names the peer that admits newcomers. The question is empty. The founder also asks its guests, to see that they
+    live."""
+
+    KIND: ClassVar[str] = "join.admitter"
+    id: Id
+
+
+class JoinRequest(Message):
+    """Asks for a stage. ``stage``: the wanted one, if any. ``device``: its kind; ``flops``: see ``Machine``.
+    ``memory``: device bytes that this peer may use; ``host_memory``: bytes beside a GPU (``Offer``)."""
+
+    KIND: ClassVar[str] = "join.request"
+    version: Text
+    name: Name
+    stage: Natural | None
+    device: Text
+    flops: Rate
+    memory: Natural
+    host_memory: Natural | None
+    addresses: Annotated[tuple[Address, ...], Field(max_length=64)]
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(self.memory, self.host_memory)
+
+
+class Welcome(Message):
+    """Answers a ``JoinRequest``: the run, and the newcomer's stage. ``config`` is the run's configuration as JSON."""
+
+    KIND: ClassVar[str] = "join.welcome"
+    config: Annotated[str, Field(max_length=1 << 19)]
+    stage: Natural
+    data: Digest
+    tokenizer_size: Annotated[int, Field(ge=0, le=1 << 28)]
+    part_size: Natural = 0
+    """Bytes of the stage's safetensors file in a resumed run; 0: nothing to load."""
+    part_digest: Digest = bytes(32)
+    """SHA-256 of that file."""
+    running: bool = False
+    """The run has begun: replicas of the stage give its state."""
+    name: Text = ""
+    """The newcomer's name in the run."""
+    tokens: Shared | None = None
+    """The tokens that the run shares (``data.share``)."""
+
+
+class AskTokenizer(Message):
+    """Asks for the piece of the tokenizer at ``offset``."""
+
+    KIND: ClassVar[str] = "join.tokenizer"
+    offset: Natural
+
+
+class AskPart(Message):
+    """Asks for the piece at ``offset`` of the checkpoint part of the sender's stage."""
+
+    KIND: ClassVar[str] = "join.part"
+    offset: Natural
+
+
+class Ready(Message):
+    """Reports that the sender has built its stage. ``trainer``: it has the run's data. ``place``: where it can write
+    checkpoints."""
+
+    KIND: ClassVar[str] = "join.ready"
+    trainer: bool
+    place: Annotated[str, Field(max_length=64)]
+
+
+class Declined(Message):
+    """Gives the stage back. ``reason``: for the people at the admitting peer."""
+
+    KIND: ClassVar[str] = "join.declined"
+    reason: Text
+
+
+class Missing(Message):
+    """Lists in words what the run waits for; nothing once it has begun. Answers an empty question, and ``Ready``."""
+
+    KIND: ClassVar[str] = "join.missing"
+    missing: Annotated[tuple[Text, ...], Field(max_length=4096)]
+
+
+class Begin(Message):
+    """Begins the run. Also answers ``AskGenesis``."""
+
+    KIND: ClassVar[str] = "join.begin"
+    genesis: Genesis
+
+
+class AskGenesis(Message):
+    """Asks a member what the run began with."""
+
+    KIND: ClassVar[str] = "join.genesis"

@@ -1,0 +1,241 @@
+"""The waiting room before step 0: guests come to the founder, build their stages, and the run begins when it can."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from muletrain.errors import AdmissionError, NetworkError, ProtocolError
+from muletrain.events import Note, Waiting
+from muletrain.runs.join.admission import Admission, member_of, unique_name
+from muletrain.runs.join.messages import (
+    CALL_S,
+    PIECE,
+    READY_EVERY_S,
+    Admitter,
+    AskPart,
+    Begin,
+    JoinRequest,
+    Missing,
+    Ready,
+    Welcome,
+)
+from muletrain.runtime.members.roster import Genesis
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from muletrain.compute.estimate import Offer
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runs.checkpoint import Checkpoint
+    from muletrain.runs.join.admission import RunInfo
+    from muletrain.runs.join.seating import Seating
+
+
+@dataclass
+class _Guest:
+    """A peer that has a stage. ``ready`` is None while it builds it."""
+
+    request: JoinRequest
+    welcome: Welcome
+    ready: Ready | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.ready is not None and self.ready.trainer
+
+
+@dataclass
+class Rendezvous:
+    """Owns the founder's guests, and admits them, until the run begins.
+
+    ``config_digest``: of the run's configuration. ``expected``: peers to wait for, the founder among them.
+    ``trainers``: most guests that become trainers; None: all that have the data. ``checkpoint``: the one that a resumed
+    run begins with.
+    """
+
+    net: Network
+    emit: Callable[[Event], None]
+    info: RunInfo
+    seating: Seating
+    run_id: str
+    config_digest: bytes
+    expected: int
+    trainers: int | None
+    checkpoint: Checkpoint | None = None
+    _guests: dict[PeerId, _Guest] = field(default_factory=dict)
+    _largest: Offer | None = None
+    """The largest offer so far, refused newcomers included."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _begun: Genesis | None = None
+
+    def __post_init__(self) -> None:
+        self._admission = Admission(self.net, self.emit, self.info, self.seating, self)
+
+    def open(self) -> None:
+        """Answer newcomers and guests from now on."""
+        self._admission.open()
+        self.net.serve(AskPart.KIND, self._on_part, free=True)
+        self.net.serve(Ready.KIND, self._on_ready)
+        self.net.serve(Missing.KIND, self._on_missing)
+
+    def seat(self, peer: PeerId, request: JoinRequest) -> int:
+        """Admit ``peer``, and return its stage. Raises AdmissionError or CapacityError."""
+        return self._admission.admit(peer, request).stage
+
+    def ready(self, peer: PeerId, ready: Ready) -> None:
+        """``peer`` has built its stage. Raises AdmissionError if it has none."""
+        if peer not in self._guests:
+            raise AdmissionError("'ready' from a peer that has not joined")
+        if self._guests[peer].ready != ready:  # guests repeat themselves while they wait
+            self._guests[peer].ready = ready
+            self._changed.set()
+
+    # Participants, for the admission ----------------------------------------------------------------------------------
+
+    def consider(self, request: JoinRequest) -> list[list[str]]:
+        if self._begun is not None:
+            raise AdmissionError("the run begins at this very moment; join again in some seconds")
+        if self._largest is None or self._largest.device < request.offer.device:
+            self._largest = request.offer
+        guests = self._guests.values()
+        return [[g.request.device for g in guests if g.welcome.stage == s] for s in range(self.seating.stages)]
+
+    def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
+        name = unique_name(request.name, {g.welcome.name for p, g in self._guests.items() if p != peer})
+        more: dict[str, object] = {"name": name}
+        if self.checkpoint is not None:
+            more["part_size"] = self.checkpoint.parts[welcome.stage].stat().st_size
+            more["part_digest"] = self.checkpoint.digests[welcome.stage]
+        self._guests[peer] = guest = _Guest(request, welcome.model_copy(update=more))
+        self._changed.set()
+        return guest.welcome
+
+    def remove(self, peer: PeerId) -> bool:
+        if self._begun is not None or self._guests.pop(peer, None) is None:
+            return False
+        self._changed.set()
+        return True
+
+    def genesis(self) -> Genesis:
+        if self._begun is None:
+            raise AdmissionError("the run has not begun")
+        return self._begun
+
+    # What the run waits for -------------------------------------------------------------------------------------------
+
+    def names(self) -> dict[PeerId, str]:
+        """Names of all guests, by id."""
+        return {p: g.welcome.name for p, g in self._guests.items()}
+
+    def prepared(self) -> dict[PeerId, tuple[str, Offer]]:
+        """Names and memory offers of the guests that are ready, by id."""
+        return {p: (g.welcome.name, g.request.offer) for p, g in self._guests.items() if g.ready is not None}
+
+    def missing(self) -> list[str]:
+        """What the run still waits for, in words."""
+        ready = [g for g in self._guests.values() if g.ready is not None]
+        unserved = [s for s in range(self.seating.stages) if not any(g.welcome.stage == s for g in ready)]
+        lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
+        if (more := self.expected - len(ready)) > len(unserved):
+            lacking.append(f"{more} more of {self.expected} peers")
+        if building := len(self._guests) - len(ready):  # a member must be able to serve from step 0 on
+            lacking.append(f"{building} preparing")
+        if not any(g.trains for g in ready):
+            lacking.append("a peer with the data (trainer)")
+        return lacking
+
+    def _need(self, stage: int) -> str:
+        need, best = self.seating.needs[stage], self._largest
+        too_small = "" if best is None or need.fits(best) else f"; the largest offer so far is {best}"
+        return f"needs {need.need(best)}{too_small}"
+
+    async def gather(self, settled: Callable[[], Awaitable[bool]] | None = None) -> Genesis:
+        """Wait until the run can begin, then begin it.
+
+        ``settled`` is awaited when nothing is missing. It returns True if that took time, in which guests may have come
+        and gone.
+        """
+        told: list[str] | None = None
+        while True:
+            if not (lacking := self.missing()):
+                await self._sweep()  # a guest that left a moment ago must not become a member
+                if not self.missing() and (settled is None or not await settled()):
+                    return await self._begin()
+                continue
+            if lacking != told:
+                self.emit(Waiting(missing=lacking))
+                told = lacking
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(READY_EVERY_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Free the places of guests that do not answer."""
+        for peer in await self._unreached([p for p in self._guests if p != self.net.peer_id], Admitter.KIND, b""):
+            self._guests.pop(peer, None)
+
+    async def _begin(self) -> Genesis:
+        self._begun = genesis = self._make_genesis()
+        others = [m.id for m in genesis.members if m.id != self.net.peer_id]
+        for peer, error in (await self._unreached(others, Begin.KIND, Begin(genesis=genesis).pack())).items():
+            message = f"{peer[-6:]} could not be told to begin: {error}"  # the first step finds it dead
+            self.emit(Note(level="warning", message=message))
+        return genesis
+
+    async def _unreached(self, peers: list[PeerId], kind: str, payload: bytes) -> dict[PeerId, NetworkError]:
+        """Call all ``peers``, and return the errors of the ones that failed."""
+        calls = (self.net.call(p, kind, payload, timeout_s=CALL_S) for p in peers)
+        failed = {}
+        for peer, result in zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(result, NetworkError):
+                failed[peer] = result
+            elif isinstance(result, BaseException):
+                raise result
+        return failed
+
+    def _make_genesis(self) -> Genesis:
+        ranked = sorted(self._guests, key=lambda p: (self._guests[p].welcome.stage, p != self.net.peer_id, p))
+        able = [p for p in ranked if self._guests[p].trains]
+        trainers = able[: self.trainers]
+        if len(trainers) < len(able):
+            message = f"{len(trainers)} of {len(able)} peers that have the data build microbatches (fleet.trainers)"
+            self.emit(Note(level="info", message=message))
+        members = (
+            member_of(p, g.request, g.welcome, g.ready) for p in ranked if (g := self._guests[p]).ready is not None
+        )
+        return Genesis(
+            run_id=self.run_id,
+            config=self.config_digest,
+            data=self.info.data,
+            stages=self.seating.stages,
+            members=tuple(m.model_copy(update={"trainer": m.id in trainers}) for m in members),
+            coordinator=self.net.peer_id,
+            first_step=0 if self.checkpoint is None else self.checkpoint.step,
+        )
+
+    async def _on_part(self, sender: PeerId, payload: bytes) -> bytes:
+        """Raises ProtocolError except for a guest that prepares its stage."""
+        ask, guest = AskPart.unpack(payload), self._guests.get(sender)
+        if self._begun is not None or guest is None or self.checkpoint is None:
+            raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
+        return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
+
+    async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:
+        self.ready(sender, Ready.unpack(payload))
+        return await self._on_missing(sender, b"")
+
+    async def _on_missing(self, sender: PeerId, payload: bytes) -> bytes:
+        return Missing(missing=() if self._begun is not None else tuple(self.missing())).pack()
+
+
+def _read_piece(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(PIECE)
