@@ -11,15 +11,15 @@ Parts of a step are told apart by what would be gone without them: a step withou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from muletrain.config.plan import Split
 from muletrain.planning.cost import all_reduce_s, makespan_s
-from muletrain.planning.schedules import Station, pass_s, unlinked
 from muletrain.planning.swapping import round_s
+from muletrain.strategies.pipeline import in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,42 @@ ENDING_DELAYS = 4
 
 ALIKE = 0.01
 """Throughputs that differ by less are the same."""
+
+
+@dataclass(frozen=True)
+class Station:
+    """One stage of one pipeline, and how long it takes for a microbatch [s].
+
+    ``on_*`` is the transfer of activations to the next stage, ``back_*`` that of gradients to the stage before. The
+    path between two machines carries one transfer after another for ``on_s`` each, which arrives ``on_delay_s`` later.
+    ``on_up_s`` is the time on this machine's uplink and ``on_down_s`` on the receiver's downlink, which all transfers
+    share."""
+
+    forward_s: float
+    backward_s: float
+    on_s: float = 0.0
+    on_delay_s: float = 0.0
+    back_s: float = 0.0
+    back_delay_s: float = 0.0
+    on_up_s: float = 0.0
+    on_down_s: float = 0.0
+    back_up_s: float = 0.0
+    back_down_s: float = 0.0
+
+    def slowed(self, by: float) -> Station:
+        """The same stage on a machine that also does other work, which leaves the paths alone."""
+        return replace(
+            self,
+            forward_s=by * self.forward_s,
+            backward_s=by * self.backward_s,
+            on_up_s=by * self.on_up_s,
+            back_up_s=by * self.back_up_s,
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which a microbatch occupies the busiest slot."""
+        return max(self.forward_s + self.backward_s, self.on_s, self.back_s, self.on_up_s + self.back_up_s)
 
 
 @dataclass(frozen=True)
@@ -84,23 +120,6 @@ def pipeline_shares(
     return tuple(shares)
 
 
-def pipeline_split(
-    pipelines: Sequence[tuple[Station, ...]], shares: Sequence[int], schedule: Schedule, ending_s: float
-) -> Split:
-    """Of a step of GPipe or 1F1B, which ends when the slowest pipeline has flushed and all stages have averaged
-    (``ending_s``)."""
-    given = [(p, m) for p, m in zip(pipelines, shares, strict=True) if m]
-    linked_s = max(pass_s(schedule, p, m) for p, m in given)
-    free_s = max(pass_s(schedule, unlinked(p), m) for p, m in given)
-    compute_s = max(m * max(s.forward_s + s.backward_s for s in p) for p, m in given)
-    return Split(
-        compute_s=compute_s,
-        pipeline_s=max(0.0, linked_s - free_s),
-        data_parallel_s=ending_s,
-        bubble_s=max(0.0, free_s - compute_s),
-    )
-
-
 def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> Split:
     """Of a step of ``step_s``, which computes for ``linked_s``, without links for ``free_s``, and if nobody waited
     ``compute_s``."""
@@ -115,10 +134,20 @@ def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> S
     )
 
 
-def roughly_s(stations: Sequence[Station], microbatches: int) -> float:
-    """Of one pipeline, without playing it: the busiest slot all the time, and each other one once [s]."""
-    filling_s = sum(s.forward_s + s.backward_s + s.on_s + s.on_delay_s + s.back_s + s.back_delay_s for s in stations)
-    return filling_s + (microbatches - 1) * max(s.busy_s for s in stations)
+def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int) -> float:
+    """Estimate how long one pipeline computes [s].
+
+    One microbatch passes through alone. The others follow at the pace of the busiest slot, or at that of a stage whose
+    microbatches in flight all wait for the last stage and back (Little's law)."""
+    last, through_s = len(stations) - 1, 0.0
+    rest_s = (microbatches - 1) * max(s.busy_s for s in stations)
+    for s, station in reversed(list(enumerate(stations))):
+        through_s += station.forward_s + station.backward_s + station.on_s + station.on_delay_s
+        if s < last:
+            through_s += stations[s + 1].back_s + stations[s + 1].back_delay_s
+            room = in_flight(schedule, len(stations), s, microbatches)
+            rest_s = max(rest_s, through_s * (microbatches - room) / room)
+    return through_s + rest_s
 
 
 @dataclass(frozen=True)

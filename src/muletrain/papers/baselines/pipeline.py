@@ -1,23 +1,23 @@
-"""GPipe and 1F1B: who does what in which order, and how long that takes over given links.
+"""The schedules GPipe and 1F1B, played in their fixed order over given links.
 
-``step_s`` plays a schedule (``planning.schedules``). Sends block: a stage goes on once what it sent is acknowledged,
-which is what the throughputs published over slow links amount to (``swarm-table2``).
+A schedule is one order of tasks for each stage (GPipe: Huang et al. 2019, sec. 2.3; 1F1B: PipeDream, Narayanan et al.
+2019, sec. 3.2, with a flush at the end of each step). Sends block: a stage continues when its transfer has been
+acknowledged, which fits the throughputs published over slow links (``swarm-table2``).
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from muletrain.planning.schedules import gpipe, one_f_one_b
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.planning.schedules import Kind, Task
 
-__all__ = ["Link", "StageTime", "gpipe", "one_f_one_b", "steady_s", "step_s"]
+Kind = Literal["forward", "backward"]
+Task = tuple[Kind, int]
+"""The pass and the microbatch."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,28 @@ class Link:
     latency_s: float = 0.0
     ack_s: tuple[float, float] = (0.0, 0.0)
     shared: bool = False
+
+
+def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
+    """All forward passes, then all backward passes, the last microbatch's first."""
+    forward: list[Task] = [("forward", m) for m in range(microbatches)]
+    backward: list[Task] = [("backward", m) for m in reversed(range(microbatches))]
+    return [forward + backward for _ in range(stages)]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> list[list[Task]]:
+    """Stage s begins with as many forward passes as there are stages from it to the end, then one backward for each
+    forward."""
+    orders = []
+    for stage in range(stages):
+        ahead = min(stages - stage, microbatches)
+        order: list[Task] = [("forward", m) for m in range(ahead)]
+        for m in range(microbatches):
+            order.append(("backward", m))
+            if m + ahead < microbatches:
+                order.append(("forward", m + ahead))
+        orders.append(order)
+    return orders
 
 
 def step_s(

@@ -19,7 +19,7 @@ from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
-from muletrain.planning.splits import parted, pipeline_split, roughly_s
+from muletrain.planning.splits import parted
 from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
@@ -141,8 +141,7 @@ def _fastest(
             if full := [row for row in _memory(question, placed, schedule) if not _fits(row)]:
                 best[schedule] = known or _too_full(full[0], schedule)
                 continue
-            stations, share = max(placed.given, key=lambda p: roughly_s(*p))
-            step_s = pipeline_split([stations], [share], schedule, placed.ending_s()).step_s
+            step_s = placed.roughly_s(schedule)
             if isinstance(known, str) or step_s < known[0]:
                 best[schedule] = step_s, placed
     return best

@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from muletrain.planning.cost import averages_at
-from muletrain.planning.schedules import Station
-from muletrain.planning.splits import Member, averaging_s, pipeline_shares
+from muletrain.planning.splits import Member, Station, averaging_s, pipeline_shares, roughly_s
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.machines import seat
 from muletrain.sim.steps.steps import Cast
@@ -143,8 +142,10 @@ class Placed:
             )
         return found
 
-    def ending_s(self) -> float:
-        return ending_s(self.scene.setting, self.serving)
+    def roughly_s(self, schedule: Schedule) -> float:
+        """Estimate a step [s] from its slowest pipeline and its end, without playing it."""
+        pipeline_s = max(roughly_s(schedule, *given) for given in self.given)
+        return pipeline_s + ending_s(self.scene.setting, self.serving)
 
 
 def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:

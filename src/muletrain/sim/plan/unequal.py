@@ -11,7 +11,6 @@ import numpy as np
 
 from muletrain.errors import CapacityError
 from muletrain.planning.groups import Choice, Work, counts_of_pipelines, pipelines, search
-from muletrain.planning.splits import roughly_s
 from muletrain.sim.machines import takes_s
 from muletrain.sim.plan.placed import Placed, ending_s
 from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
@@ -108,7 +107,7 @@ class _Fleet:
         every = [
             self._placed(scene, choice.serving, n) for n in counts_of_pipelines(sizes, scene.setting.cost.microbatches)
         ]
-        return min(every, key=lambda placed: max(roughly_s(*given) for given in placed.given) + placed.ending_s())
+        return min(every, key=lambda placed: placed.roughly_s("1f1b"))
 
     def _placed(self, scene: Scene, serving: Serving, count: int) -> Placed:
         setting, entries = scene.setting, [m.name for m in self._question.fleet.machines]
