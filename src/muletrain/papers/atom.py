@@ -86,16 +86,56 @@ def reproduce() -> Reproduction:
         ("fp32 weights, fp16 arithmetic", 4, FP16_FLOP_PER_S, 4),
     )
     needed = {name: accumulation(b, flop_per_s) for name, b, flop_per_s, _ in cases}
+    best = speed_over("GPipe", shared=True, relayed=True)
+    direct, apart = speed_over("GPipe", shared=True), speed_over("GPipe", shared=False)
+    return Reproduction(
+        name="atom",
+        title="ATOM: accumulation C, and up to 20 x over pipelines at 400 Mb/s",
+        method="No constant is fitted. C follows from sizes and speeds; GPipe's schedule is played for 4 GPUs and 4 minibatches of GPT-3 "
+        "175B cut to two blocks, sends block. The baseline is Petals, whose client relays what goes from stage to stage, and all four "
+        "GPUs are on one host with one throttled link: that is where 20 x comes from.",
+        values=_values(best),
+        statements=_statements(needed, apart),
+        bars=(
+            *(
+                Bar(f"C, {name}: minibatches beside {expected}", abs(ceil(needed[name]) - expected), 0)
+                for name, _, _, expected in cases
+            ),
+            Bar("gain over GPipe, four GPUs on one throttled link", best, 21.0),
+            Bar("gain over GPipe, four GPUs on one throttled link", best, 18.0, at_least=True),
+        ),
+        constants=CONSTANTS,
+        not_reproduced=(
+            f"The gain depends on how the link is shared: {direct:.1f} x if neighbours send directly over the one link, {apart:.1f} x with "
+            f"a link for each GPU. Slots in lock-step, each charged two transfers, would give {lockstep_over_gpipe(1):.1f} x with own "
+            f"links and {lockstep_over_gpipe(GPUS - 1):.1f} x with three transfers always on the shared one, more bytes than there are.",
+            "GPU utilisations of 18.3, 46.3 and 91.9 % on 'localhost' (fig. 15): GPipe's schedule alone would be busy 57 % of the time; "
+            "what gRPC and serialising cost there is not stated.",
+            "Per-model times (fig. 14, 16): pictures only.",
+        ),
+        draw=_draw,
+    )
+
+
+def _values(best: float) -> tuple[Value, ...]:
     payloads = [
         Value(
             f"activations, {name} (table II)", mib, 4.0 * TOKENS * int(preset_fields(name)["width"] or 0) / 2**20, "MiB"
         )
         for name, mib in PAYLOADS_MIB.items()
     ]
-    best = speed_over("GPipe", shared=True, relayed=True)
-    direct, apart = speed_over("GPipe", shared=True), speed_over("GPipe", shared=False)
+    return (
+        Value("largest gain over GPipe at 400 Mb/s", 20.0, best, "x"),
+        *payloads,
+        Value("GPT-3 175B with optimizer (sec. III-B)", 2.8, 175e9 * STATES_BYTES / 1e12, "TB"),
+        Value("cut to two blocks (sec. V-A)", 68.0, params() * STATES_BYTES / 1e9, "GB"),
+        Value("its embedding, fp32 (sec. III-C)", 2.4, 4 * VOCAB * WIDTH / 1e9, "GB"),
+    )
+
+
+def _statements(needed: dict[str, float], apart: float) -> tuple[Statement, ...]:
     logits = 4.0 * TOKENS * WIDTH / REACHED_BYTES_PER_S / (4.0 * VOCAB * WIDTH / LOAD_BYTES_PER_S)
-    statements = (
+    return (
         Statement(
             "minibatches are accumulated by C = 4 (sec. V-B1)",
             f"{needed['fp32 weights, fp16 arithmetic']:.2f}, so 4, with fp32 weights and fp16 arithmetic",
@@ -113,45 +153,13 @@ def reproduce() -> Reproduction:
             speed_over("PipeDream", shared=False) < apart,
         ),
     )
-    return Reproduction(
-        name="atom",
-        title="ATOM: accumulation C, and up to 20 x over pipelines at 400 Mb/s",
-        method="No constant is fitted. C follows from sizes and speeds; GPipe's schedule is played for 4 GPUs and 4 minibatches of GPT-3 "
-        "175B cut to two blocks, sends block. The baseline is Petals, whose client relays what goes from stage to stage, and all four "
-        "GPUs are on one host with one throttled link: that is where 20 x comes from.",
-        values=(
-            Value("largest gain over GPipe at 400 Mb/s", 20.0, best, "x"),
-            *payloads,
-            Value("GPT-3 175B with optimizer (sec. III-B)", 2.8, 175e9 * STATES_BYTES / 1e12, "TB"),
-            Value("cut to two blocks (sec. V-A)", 68.0, params() * STATES_BYTES / 1e9, "GB"),
-            Value("its embedding, fp32 (sec. III-C)", 2.4, 4 * VOCAB * WIDTH / 1e9, "GB"),
-        ),
-        statements=statements,
-        bars=(
-            *(
-                Bar(f"C, {name}: minibatches beside {expected}", abs(ceil(needed[name]) - expected), 0)
-                for name, _, _, expected in cases
-            ),
-            Bar("gain over GPipe, four GPUs on one throttled link", best, 21.0),
-            Bar("gain over GPipe, four GPUs on one throttled link", best, 18.0, at_least=True),
-        ),
-        constants=(
-            Constant(
-                "loading from the host", LOAD_BYTES_PER_S / 1e9, "GB/s", "PCIe 3.0 x16 in practice; not in the paper"
-            ),
-            Constant("V100, fp32", FP32_FLOP_PER_S / 1e12, "TFLOP/s", "as SWARM's V100 in table 1; not in the paper"),
-            Constant("V100, fp16", FP16_FLOP_PER_S / 1e12, "TFLOP/s", "40 % of its peak; not in the paper"),
-        ),
-        not_reproduced=(
-            f"The gain depends on how the link is shared: {direct:.1f} x if neighbours send directly over the one link, {apart:.1f} x with "
-            f"a link for each GPU. Slots in lock-step, each charged two transfers, would give {lockstep_over_gpipe(1):.1f} x with own "
-            f"links and {lockstep_over_gpipe(GPUS - 1):.1f} x with three transfers always on the shared one, more bytes than there are.",
-            "GPU utilisations of 18.3, 46.3 and 91.9 % on 'localhost' (fig. 15): GPipe's schedule alone would be busy 57 % of the time; "
-            "what gRPC and serialising cost there is not stated.",
-            "Per-model times (fig. 14, 16): pictures only.",
-        ),
-        draw=_draw,
-    )
+
+
+CONSTANTS = (
+    Constant("loading from the host", LOAD_BYTES_PER_S / 1e9, "GB/s", "PCIe 3.0 x16 in practice; not in the paper"),
+    Constant("V100, fp32", FP32_FLOP_PER_S / 1e12, "TFLOP/s", "as SWARM's V100 in table 1; not in the paper"),
+    Constant("V100, fp16", FP16_FLOP_PER_S / 1e12, "TFLOP/s", "40 % of its peak; not in the paper"),
+)
 
 
 def _draw(figure: Figure) -> None:

@@ -156,10 +156,6 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
         for system in ALL_REDUCE_S
     ]
 
-    def worst(*words: str, among: Sequence[Value] = throughput) -> float:
-        return max(abs(v.difference) for v in among if all(word in v.what for word in words))
-
-    overhead, share = swarm_constants()
     return Reproduction(
         name="swarm-table2",
         title="SWARM, table 2: throughput and all-reduce of four systems",
@@ -168,44 +164,54 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
         "after 50 to 150 ms. The only constant in them is the number of microbatches, from the cells without latency: those with latency "
         "are predictions. SWARM's and all-reduce's are fits.",
         values=(*throughput, *reducing),
-        bars=(
-            Bar("GPipe and 1F1B, GPT-3: greatest error [%]", max(worst("GPT-3", s) for s in SCHEDULES), 4.0),
-            Bar(
-                "GPipe and 1F1B, xxlarge, no latency: greatest error [%]",
-                max(worst("xxlarge", s, "no latency") for s in SCHEDULES),
-                4.0,
-            ),
-            Bar(
-                "GPipe and 1F1B, xxlarge, latency: greatest error [%]",
-                max(worst("xxlarge", s, ", latency") for s in SCHEDULES),
-                15.0,
-            ),
-            Bar("SWARM: greatest error [%]", worst("SWARM"), 5.0),
-            Bar("all-reduce without latency: greatest error [%]", worst("all-reduce", among=reducing), 10.0),
-        ),
-        constants=(
-            Constant("GPT-3 layer and sample", layer_s(GPT3), "s", "from ZeRO-Offload's row"),
-            Constant("xxlarge layer and sample", layer_s(XXLARGE), "s", "from ZeRO-Offload's row"),
-            Constant(
-                "microbatches in a step",
-                microbatches(),
-                "",
-                "multiple of 4, fitted to GPipe's and 1F1B's cells without latency",
-            ),
-            Constant("SWARM's overhead on computing and moving", overhead, "", "fitted to SWARM's four cells"),
-            Constant(
-                "share of a 200 ms round trip that SWARM does not hide", share, "", "fitted to SWARM's four cells"
-            ),
-            Constant(
-                "share of 500 Mb/s that all-reduce reaches", line_share(), "", "fitted to the six times without latency"
-            ),
-        ),
+        bars=_bars(throughput, reducing),
+        constants=_constants(),
         not_reproduced=(
             "Microbatches of 4 for 'xxlarge' in GPipe and 1F1B: they would give about twice the published throughput.",
             "One setting of overlap for SWARM in tables 1 and 2: there computing hides the transfers, here both add up.",
             "All-reduce with latency: between 1 % (1F1B) and 50 % (ZeRO-Offload, xxlarge) longer, without a pattern in size or members.",
         ),
         draw=lambda figure: _draw(figure, throughput, reducing),
+    )
+
+
+def _bars(throughput: Sequence[Value], reducing: Sequence[Value]) -> tuple[Bar, ...]:
+    def worst(*words: str, among: Sequence[Value] = throughput) -> float:
+        return max(abs(v.difference) for v in among if all(word in v.what for word in words))
+
+    return (
+        Bar("GPipe and 1F1B, GPT-3: greatest error [%]", max(worst("GPT-3", s) for s in SCHEDULES), 4.0),
+        Bar(
+            "GPipe and 1F1B, xxlarge, no latency: greatest error [%]",
+            max(worst("xxlarge", s, "no latency") for s in SCHEDULES),
+            4.0,
+        ),
+        Bar(
+            "GPipe and 1F1B, xxlarge, latency: greatest error [%]",
+            max(worst("xxlarge", s, ", latency") for s in SCHEDULES),
+            15.0,
+        ),
+        Bar("SWARM: greatest error [%]", worst("SWARM"), 5.0),
+        Bar("all-reduce without latency: greatest error [%]", worst("all-reduce", among=reducing), 10.0),
+    )
+
+
+def _constants() -> tuple[Constant, ...]:
+    overhead, share = swarm_constants()
+    return (
+        Constant("GPT-3 layer and sample", layer_s(GPT3), "s", "from ZeRO-Offload's row"),
+        Constant("xxlarge layer and sample", layer_s(XXLARGE), "s", "from ZeRO-Offload's row"),
+        Constant(
+            "microbatches in a step",
+            microbatches(),
+            "",
+            "multiple of 4, fitted to GPipe's and 1F1B's cells without latency",
+        ),
+        Constant("SWARM's overhead on computing and moving", overhead, "", "fitted to SWARM's four cells"),
+        Constant("share of a 200 ms round trip that SWARM does not hide", share, "", "fitted to SWARM's four cells"),
+        Constant(
+            "share of 500 Mb/s that all-reduce reaches", line_share(), "", "fitted to the six times without latency"
+        ),
     )
 
 

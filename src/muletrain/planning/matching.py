@@ -47,21 +47,13 @@ def scratch(width: int) -> Scratch:
     return Scratch(np.zeros(width, np.int64), np.zeros(width), np.zeros(width, np.int64), np.zeros(width, np.bool_))
 
 
-@compiled
-def bottleneck(
-    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
-) -> tuple[float, float]:
-    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the
-    guide, so much weighted, are above ``at_most``. And the guide: the root mean square of each one's nearest on the
-    other side.
-
-    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below
-    the dearest of all rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that
-    are added one by one, each over the path whose slowest link is fastest."""
-    owner, nearest, before, seen = scratch
-    width, slowest, guide = len(here), 0.0, 0.0
+@part
+def _bound(link: Floats, here: Ints, there: Ints, nearest: Floats) -> tuple[float, float]:
+    """Return what the slowest link takes at least, and the sum of squares of all rows' and columns' cheapest entries;
+    ``nearest`` becomes the columns' cheapest entries."""
+    width, slowest, squares = len(here), 0.0, 0.0
     for j in range(width):
-        nearest[j], owner[j] = np.inf, -1
+        nearest[j] = np.inf
     for i in range(width):
         row, cheapest = link[here[i]], np.inf
         for j in range(width):
@@ -69,15 +61,72 @@ def bottleneck(
             cheapest = min(cheapest, time_s)
             nearest[j] = min(nearest[j], time_s)
         slowest = max(slowest, cheapest)
-        guide += cheapest * cheapest
+        squares += cheapest * cheapest
     for j in range(width):
         slowest = max(slowest, nearest[j])
-        guide += nearest[j] * nearest[j]
+        squares += nearest[j] * nearest[j]
+    return slowest, squares
+
+
+@part
+def _add(
+    link: Floats, here: Ints, there: Ints, i: int, slowest: float, at_most: float, match: Ints, scratch: Scratch
+) -> float:
+    """Give row ``i`` a column, over a path on which other rows pass theirs on; return the slowest link then. Stops where
+    that exceeds ``at_most``."""
+    owner, nearest, before, seen = scratch
+    width, row = len(here), link[here[i]]
+    for j in range(width):
+        nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
+    column = 0
+    while True:
+        column = -1
+        for j in range(width):
+            if not seen[j] and (
+                column < 0
+                or nearest[j] < nearest[column]
+                or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
+            ):
+                column = j
+        slowest = nearest[column]
+        if slowest > at_most:
+            return slowest
+        if owner[column] < 0:
+            break
+        seen[column] = True
+        row = link[here[owner[column]]]
+        for j in range(width):
+            time_s = max(slowest, row[there[j]])
+            if not seen[j] and time_s < nearest[j]:
+                nearest[j], before[j] = time_s, owner[column]
+    while column >= 0:  # each row of the path passes its column on
+        taker = before[column]
+        match[taker], owner[column], column = column, taker, match[taker]
+        if taker == i:
+            break
+    return slowest
+
+
+@compiled
+def bottleneck(
+    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
+) -> tuple[float, float]:
+    """Return the slowest link of the best matching of devices ``here`` with devices ``there``, (P,) each, and the
+    guide: the root mean square of each device's nearest on the other side. The link is inf if it plus ``weight`` times
+    the guide exceeds ``at_most``.
+
+    ``match`` becomes each row's column; a pair that it names already stays if it is as fast. No matching is below the
+    dearest of all rows' and columns' cheapest entries, which mostly is the answer. Rows that find no column at that
+    price are added one by one, each over the path whose slowest link is fastest."""
+    slowest, squares = _bound(link, here, there, scratch.nearest)
+    guide, width, owner = 0.0, len(here), scratch.owner
     if weight > 0:
-        guide = math.sqrt(guide / (2 * width))
+        guide = math.sqrt(squares / (2 * width))
         at_most -= weight * guide
     if slowest > at_most:
         return np.inf, guide
+    for j in range(width):
+        owner[j] = -1
     for i in range(width):
         if match[i] >= 0 and owner[match[i]] < 0 and link[here[i], there[match[i]]] <= slowest:
             owner[match[i]] = i
@@ -91,36 +140,10 @@ def bottleneck(
             if owner[j] < 0 and row[there[j]] <= slowest:
                 owner[j], match[i] = i, j
                 break
-        if match[i] >= 0:
-            continue
-        for j in range(width):
-            nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
-        column = 0
-        while True:
-            column = -1
-            for j in range(width):
-                if not seen[j] and (
-                    column < 0
-                    or nearest[j] < nearest[column]
-                    or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
-                ):
-                    column = j
-            slowest = nearest[column]
+        if match[i] < 0:
+            slowest = _add(link, here, there, i, slowest, at_most, match, scratch)
             if slowest > at_most:
                 return np.inf, guide
-            if owner[column] < 0:
-                break
-            seen[column] = True
-            row = link[here[owner[column]]]
-            for j in range(width):
-                time_s = max(slowest, row[there[j]])
-                if not seen[j] and time_s < nearest[j]:
-                    nearest[j], before[j] = time_s, owner[column]
-        while column >= 0:  # each row of the path passes its column on
-            taker = before[column]
-            match[taker], owner[column], column = column, taker, match[taker]
-            if taker == i:
-                break
     return slowest, guide
 
 
