@@ -22,10 +22,10 @@ from muletrain.events import Event, EventLog, PeerJoined, StepApplied, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.cost import service_s
 from muletrain.runtime.core.plan import Plan
-from muletrain.sim.fleet.actors import Actors
-from muletrain.sim.fleet.calibrate import calibrated, fit, observe
+from muletrain.sim.fleet.calibration import calibrated, fit, observe
 from muletrain.sim.fleet.flow import Weather
-from muletrain.sim.machines import run_cost, setting
+from muletrain.sim.fleet.protocol import Actors
+from muletrain.sim.setting import run_cost, setting
 
 TINY = (
     "model.width=64",

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from muletrain.cli.main import app
 from muletrain.config.matrices import load_matrices, shipped
 from muletrain.errors import ConfigError
-from muletrain.papers import dtfm
+from muletrain.papers import dtfm_networks
 from muletrain.papers import dtfm_searches as paper
 from muletrain.planning import annealing, regrouping
-from muletrain.planning.dtfm import FastLinks, Groups, KernighanLin, evolve, random_placements
+from muletrain.planning.evolutionary import FastLinks, Groups, KernighanLin, evolve, random_placements
 from muletrain.planning.matching import bottleneck, bottlenecks, compiled, scratch
 from muletrain.planning.pipelines import shortest_path
 from muletrain.planning.place import SEARCHES, Placement, place
@@ -539,7 +539,7 @@ def test_the_proven_optimum_is_found(case: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_published_searches_end_where_they_did() -> None:
-    found = dtfm.reproduce()
+    found = dtfm_networks.reproduce()
     assert [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds] == []
 
 

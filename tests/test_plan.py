@@ -26,7 +26,7 @@ from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
 from muletrain.planning.allocate import allocate
-from muletrain.planning.hub import evaluate
+from muletrain.planning.hub_task import evaluate
 from muletrain.planning.splits import (
     Member,
     Swapper,
@@ -38,7 +38,6 @@ from muletrain.planning.splits import (
 from muletrain.planning.swapping import Layer, accumulation, held_bytes, round_s, swapping
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
-from muletrain.sim.machines import UPDATE_S
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
@@ -46,6 +45,7 @@ from muletrain.sim.plan.hub import segments
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import NoSteps, Settled, played_step_s, promising, settled
+from muletrain.sim.setting import UPDATE_S
 
 ROOT = Path(__file__).parents[1]
 

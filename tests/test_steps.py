@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muletrain.config.fleet import Link
 from muletrain.planning.cost import RunCost, StageCost, averages_at
 from muletrain.planning.splits import Station, roughly_s
-from muletrain.sim.machines import Kind, Setting
+from muletrain.sim.setting import Kind, Setting
 from muletrain.sim.steps import steps
 from muletrain.sim.steps.steps import Cast, cast
 from muletrain.sim.steps.wires import Wires, without_links

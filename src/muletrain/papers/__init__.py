@@ -29,7 +29,7 @@ INDEX = {
     "swarm-fig6": ("swarm_scaling", "figure_6", "throughput from 8 to 128 nodes"),
     "swarm-fig7": ("swarm_rebalancing", "figure_7", "rebalancing with 4 to 32 stages"),
     "atom": ("atom", "reproduce", "how many minibatches hide swapping; up to 20 x over GPipe"),
-    "dtfm": ("dtfm", "reproduce", "placements and steps on five networks, by four ways to place"),
+    "dtfm": ("dtfm_networks", "reproduce", "placements and steps on five networks, by four ways to place"),
     "hybrid-table2": ("hybrid", "table_2", "minutes a batch of four systems in four cases"),
 }
 """Name -> module, function, what it shows."""

@@ -14,7 +14,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from muletrain.model.presets import preset_fields
-from muletrain.papers.baselines.pipeline import Link, StageTime, gpipe, one_f_one_b, step_s
+from muletrain.papers.baselines.schedules import Link, StageTime, gpipe, one_f_one_b, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
 
 if TYPE_CHECKING:

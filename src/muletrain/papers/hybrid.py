@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.papers.baselines import dapple, dedloc
-from muletrain.papers.baselines.pipeline import Link, StageTime, steady_s
+from muletrain.papers.baselines.schedules import Link, StageTime, steady_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
 
 if TYPE_CHECKING:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.papers.reproduction import POINTS, Bar, Reproduction, Statement, Value
-from muletrain.sim.fleet import churn
+from muletrain.sim.fleet.churn import HORIZON_S, Throughput, courses
+from muletrain.sim.fleet.trace import TRACE_A, Change, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from matplotlib.figure import Figure
 
-    from muletrain.sim.fleet.churn import Change, Rule, Throughput
+    from muletrain.sim.fleet.churn import Rule
 
 PEERS, STAGES = 340, 4
 RUNS, FEW_RUNS = 100, 10
@@ -58,15 +59,15 @@ UNBALANCED_AHEAD = 4.5
 def scaled(stages: int) -> tuple[tuple[Change, ...], int]:
     """Trace A and its peers at the start for more stages, with as many peers each."""
     factor = stages // STAGES
-    trace = tuple(churn.Change(c.time_s, c.peers * factor) for c in churn.read_trace(churn.TRACE_A))
+    trace = tuple(Change(c.time_s, c.peers * factor) for c in read_trace(TRACE_A))
     return trace, PEERS * factor
 
 
 def kept(rule: Rule, *, period_s: float = 60.0, downtime_s: float = 0.0, stages: int = STAGES, runs: int) -> Throughput:
     """Of the optimum, on trace A."""
     trace, peers = scaled(stages)
-    return churn.simulate(
-        trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs
+    return Throughput.mean(
+        courses(trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs)
     )
 
 
@@ -133,14 +134,14 @@ def _draw_table_5(figure: Figure, found: Mapping[str, tuple[float, float, float]
 
 def figure_5(*, runs: int = FEW_RUNS) -> Reproduction:
     """SWARM figure 5: throughput over the 32 hours."""
-    times_s = np.arange(0.0, churn.HORIZON_S, 60.0)
+    times_s = np.arange(0.0, HORIZON_S, 60.0)
     trace, peers = scaled(STAGES)
     lines: dict[str, np.ndarray] = {}
     for name, rule, period_s in (
         *((m.name, m.rule, m.period_s) for m in METHODS),
         ("ours, T = 60 s", "muletrain", 60.0),
     ):
-        found = churn.courses(trace, peers=peers, stages=STAGES, rule=rule, period_s=period_s, runs=runs)
+        found = courses(trace, peers=peers, stages=STAGES, rule=rule, period_s=period_s, runs=runs)
         lines[name] = np.mean([course.at(times_s) for course in found], axis=0)
     present = peers + np.cumsum([c.peers for c in trace])
     until = np.searchsorted([c.time_s for c in trace], times_s, side="right")

@@ -18,7 +18,7 @@ from muletrain.papers.reproduction import Constant, Reproduction, Statement, Val
 from muletrain.planning.devices import DEVICES
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
-from muletrain.sim.machines import setting
+from muletrain.sim.setting import setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from muletrain.papers.baselines import zero_offload
-from muletrain.papers.baselines.pipeline import Link, StageTime, gpipe, one_f_one_b, step_s
+from muletrain.papers.baselines.schedules import Link, StageTime, gpipe, one_f_one_b, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Value
 from muletrain.papers.swarm_utilisation import (
     BYTES_PER_S,

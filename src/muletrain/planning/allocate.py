@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.planning import hub_annealing, hybrid
-from muletrain.planning.hub import HubCost, HubStage, HubTask, evaluate
+from muletrain.planning import hub_annealing, hub_clustering
+from muletrain.planning.hub_task import HubCost, HubStage, HubTask, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def allocate(
     Raises ConfigError where nothing can be allocated, CapacityError where memory is the reason."""
     check(task, stages)
     if search == "hybrid":
-        found = hub_annealing.Found(tuple(hybrid.allocate(task, seed=seed, stages=stages)), 1, complete=True)
+        found = hub_annealing.Found(tuple(hub_clustering.allocate(task, seed=seed, stages=stages)), 1, complete=True)
     else:
         found = hub_annealing.search(task, seed=seed, stages=stages, time_limit_s=time_limit_s)
     cost = evaluate(task, found.stages)

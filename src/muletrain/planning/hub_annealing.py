@@ -1,4 +1,4 @@
-"""A hub by simulated annealing on the true objective (eq. 2 of HYBRID, see ``hub``): groups, order, roles, clients and
+"""A hub by simulated annealing on the true objective (eq. 2 of HYBRID, see ``hub_task``): groups, order, roles, clients and
 layers together.
 
 A state is the stages in order, each with its frontal and backward servers and its clients; who is in none is idle. The
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from muletrain.errors import CapacityError
-from muletrain.planning import hybrid
-from muletrain.planning.hub import HubStage, HubTask, evaluate
+from muletrain.planning import hub_clustering
 from muletrain.planning.hub_pace import Group, Pace
+from muletrain.planning.hub_task import HubStage, HubTask, evaluate
 from muletrain.planning.partition import Capacity, partition_chain
 
 HOT, COLD = (0.03, 0.1), 2e-4
@@ -85,12 +85,12 @@ def _affordable(task: HubTask, chains: list[State], time_limit_s: float) -> floa
 
 def _heuristics(task: HubTask, seed: int, stages: int | None) -> list[list[HubStage]]:
     """The paper's solution, and what it would be with other numbers of stages, if any are allowed."""
-    edges = hybrid.distances(task)
+    edges = hub_clustering.distances(task)
     found = []
     with suppress(CapacityError):
-        found.append(hybrid.allocate(task, seed=seed, stages=stages))
+        found.append(hub_clustering.allocate(task, seed=seed, stages=stages))
     if stages is None:
-        found += [hybrid.assemble(task, ordered, edges) for ordered in hybrid.orders(task, edges, seed)]
+        found += [hub_clustering.assemble(task, ordered, edges) for ordered in hub_clustering.orders(task, edges, seed)]
     return found
 
 

@@ -14,7 +14,7 @@ from muletrain.planning.partition import memory_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.planning.hub import HubTask
+    from muletrain.planning.hub_task import HubTask
 
 Devices = tuple[int, ...]
 MEMO = 100_000

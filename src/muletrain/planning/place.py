@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import ConfigError
-from muletrain.planning import annealing, dtfm
+from muletrain.planning import annealing, evolutionary
 from muletrain.planning.placement import Cost, evaluate, link_times, lower_bound_s
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 SEARCHES: Mapping[str, Search] = {
     "muletrain": annealing.search,
-    "dtfm": dtfm.evolve,
-    "kernighan-lin": partial(dtfm.evolve, kernighan_lin=True),
-    "random": dtfm.random_search,
+    "dtfm": evolutionary.evolve,
+    "kernighan-lin": partial(evolutionary.evolve, kernighan_lin=True),
+    "random": evolutionary.random_search,
 }
 """Each takes a task, ``seed``, ``time_limit_s`` and ``watch``."""
 

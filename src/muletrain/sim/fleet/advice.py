@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from muletrain.config.schema import RunConfig
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 WORTH = 0.05
 """Smaller gains are not told: predictions err by as much."""

@@ -9,14 +9,12 @@ as in every run (``policy.assignment``); the steps that the run then goes back b
 
 from __future__ import annotations
 
-import csv
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
@@ -32,63 +30,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from muletrain.sim.fleet.trace import Change
+
 _Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
 """Peers by stage (those on their way there included) -> moves (source, target)."""
-TRACE_A = Path(__file__).parent / "traces" / "a.csv"
-"""Fitted to SWARM's table 5."""
 Rule = Literal["none", "swarm", "muletrain"]
 HORIZON_S = 32 * 3600.0
 """SWARM's trace lasts 32 hours."""
 HOUR_S = 3600.0
 ADOPT_AFTER_S = 30.0
 """The default of ``fleet.adopt_after``: a stage may be empty for so long before another one gives it a peer."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """At ``time_s``, ``peers`` come (> 0) or go (< 0)."""
-
-    time_s: float
-    peers: int
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """What the pipeline did, in % of all its peers spread evenly over the stages; moves of peers an hour. Means over
-    runs."""
-
-    overall: float
-    first_hour: float
-    last_hour: float
-    moves_per_hour: float
-
-
-def read_trace(path: Path) -> tuple[Change, ...]:
-    """A CSV file with the columns ``time_s`` [s since the start] and ``change`` [peers]; sorted by time. Raises
-    DataError with the line."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames is None or not {"time_s", "change"} <= set(rows.fieldnames):
-                raise DataError(
-                    f"{path}: line 1: a churn trace has the columns time_s,change; here are {rows.fieldnames}"
-                )
-            changes = [_change(row, f"{path}: line {rows.line_num}") for row in rows]
-    except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise DataError(f"{path}: cannot be read as a churn trace: {e}") from None
-    return tuple(sorted(changes, key=lambda c: c.time_s))
-
-
-def _change(row: dict[str, str | None], where: str) -> Change:
-    try:
-        time_s, peers = float(row["time_s"] or ""), int(row["change"] or "")
-    except ValueError:
-        raise DataError(
-            f"{where}: expected seconds and a whole number of peers, got {row['time_s']!r}, {row['change']!r}"
-        ) from None
-    if not (math.isfinite(time_s) and time_s >= 0):
-        raise DataError(f"{where}: the time is {time_s} s; it counts from the start of the run, 0 or later")
-    return Change(time_s, peers)
 
 
 @dataclass(frozen=True)
@@ -113,34 +64,28 @@ class Course:
         return self.slowest[np.searchsorted(self.begin_s, times_s, side="right") - 1]
 
 
-def simulate(
-    trace: Sequence[Change],
-    *,
-    peers: int,
-    stages: int,
-    rule: Rule,
-    period_s: float = 60.0,
-    downtime_s: float = 0.0,
-    runs: int = 100,
-    seed: int = 0,
-) -> Throughput:
-    """Mean over ``runs`` that draw other stages for those that come and go. ``downtime_s``: a peer that moves serves
-    nobody for so long.
+@dataclass(frozen=True)
+class Throughput:
+    """What the pipeline did, in % of all its peers spread evenly over the stages, and the moves of peers per hour."""
 
-    Raises DataError where the trace takes more peers than there are.
-    """
-    results = [
-        Throughput(
-            overall=course.share(0.0, HORIZON_S),
-            first_hour=course.share(0.0, HOUR_S),
-            last_hour=course.share(HORIZON_S - HOUR_S, HORIZON_S),
-            moves_per_hour=course.moves / (HORIZON_S / HOUR_S),
-        )
-        for course in courses(
-            trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs, seed=seed
-        )
-    ]
-    return Throughput(*(fmean(getattr(r, name) for r in results) for name in Throughput.__dataclass_fields__))
+    overall: float
+    first_hour: float
+    last_hour: float
+    moves_per_hour: float
+
+    @classmethod
+    def mean(cls, runs: Iterable[Course]) -> Throughput:
+        """Average over ``courses``."""
+        rows = [
+            (
+                course.share(0.0, HORIZON_S),
+                course.share(0.0, HOUR_S),
+                course.share(HORIZON_S - HOUR_S, HORIZON_S),
+                course.moves / (HORIZON_S / HOUR_S),
+            )
+            for course in runs
+        ]
+        return cls(*map(fmean, zip(*rows, strict=True)))
 
 
 def courses(
@@ -154,8 +99,8 @@ def courses(
     runs: int = 100,
     seed: int = 0,
 ) -> Iterator[Course]:
-    """The runs that ``simulate`` takes the mean of, one by one. Raises DataError where the trace takes more peers than
-    there are."""
+    """Play ``runs`` that draw other stages for the peers that come and go. A peer that moves serves nobody for
+    ``downtime_s``. Raises DataError if the trace takes more peers than there are."""
     present = peers
     for change in trace:
         present += change.peers

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from muletrain.policy.assignment import View
 from muletrain.policy.rebalance import Confirmed
 from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
-from muletrain.sim.fleet.ledger import always
+from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.membership import Membership, Moving, kind_of
 from muletrain.sim.fleet.progress import Progress
-from muletrain.sim.machines import fetch_s, seat
+from muletrain.sim.setting import fetch_s, seat
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.sim.fleet.churn import Change
-    from muletrain.sim.fleet.ledger import GoesOn, Ledger
+    from muletrain.sim.fleet.accounts import Accounts, GoesOn
     from muletrain.sim.fleet.rates import Counts, Rates
+    from muletrain.sim.fleet.trace import Change
 
 HOUR_S = 3600.0
 RETRY_S = 5.0
@@ -163,20 +163,20 @@ class Flow:
         """Peers that serve now, by stage and kind."""
         return list(self._members.serving)
 
-    def play(self, goes_on: GoesOn = always) -> Ledger:
+    def play(self, goes_on: GoesOn = always) -> Accounts:
         self._churn.begin()
         if self._rules.rebalance != "off":
             self._agenda.at(self._rules.period_s, self._tick)
-        ledger = self._progress.ledger
-        whole = goes_on(0.0, ledger.steps)
+        accounts = self._progress.accounts
+        whole = goes_on(0.0, accounts.steps)
         while whole and self._agenda.next_s < self._horizon_s:
             self._progress.until(self._agenda.next_s)
             self._agenda.run_next()
-            whole = goes_on(self._agenda.now_s, ledger.steps)
+            whole = goes_on(self._agenda.now_s, accounts.steps)
         if whole:
             self._progress.until(self._horizon_s)
-        ledger.close(partial=not whole)
-        return ledger
+        accounts.close(partial=not whole)
+        return accounts
 
     def _changed(self) -> None:
         self._restless = True
@@ -193,7 +193,7 @@ class Flow:
         if isinstance(where, Moving):
             self._members.stops(where)
             self._members.present[kind] -= 1
-            self._progress.ledger.happened("left")
+            self._progress.accounts.happened("left")
             self._changed()
         else:
             self._lose(kind, where)
@@ -201,14 +201,14 @@ class Flow:
 
     def _lose(self, kind: int, stage: int) -> None:
         """A machine that serves leaves, and its part of the step is lost."""
-        share, ledger = self._members.share(stage, kind), self._progress.ledger
+        share, accounts = self._members.share(stage, kind), self._progress.accounts
         held = self._progress.held(share)
         self._members.add(stage, kind, -1)
         self._members.present[kind] -= 1
-        ledger.happened("left")
+        accounts.happened("left")
         if not sum(self._members.serving[stage]):
             self._progress.lost.add(stage)
-            ledger.happened("stage lost")
+            accounts.happened("stage lost")
             self._agenda.after(self._rules.adopt_after_s, partial(self._adopt, stage))
         self._changed()
         self._progress.repeat(stage, share, held)
@@ -225,11 +225,11 @@ class Flow:
         """A peer fetches the state of its new stage, which it serves from the end of the present step on."""
         kind, target = moving.kind, moving.target
         self._members.fetches(moving)
-        self._progress.ledger.happened(what)
+        self._progress.accounts.happened(what)
         self._restless = True
         self._progress.noted()
         donors = self._members.serving[target]
-        self._progress.ledger.fetched(kind, donors, self._setting.cost.stages[target].state_bytes)
+        self._progress.accounts.fetched(kind, donors, self._setting.cost.stages[target].state_bytes)
         self._agenda.after(fetch_s(self._setting, kind, target, donors), partial(self._has_state, moving))
 
     def _has_state(self, moving: Moving) -> None:
@@ -278,7 +278,7 @@ class Flow:
         with most peers serves it."""
         if stage not in self._progress.lost:
             return
-        members, ledger = self._members, self._progress.ledger
+        members, accounts = self._members, self._progress.accounts
         if not sum(members.serving[stage]) and not any(m.target == stage for m in members.moving):
             for move in SWARM.assign(View(members.each(), self._work, stopped=True)):
                 members.add(move.source, kind_of(move.peer), -1)
@@ -289,5 +289,5 @@ class Flow:
             return
         self._progress.lost.discard(stage)
         every = self._rules.checkpoint_every
-        ledger.step_back(ledger.steps // every * every if every else 0.0)
+        accounts.step_back(accounts.steps // every * every if every else 0.0)
         self._changed()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.policy.assignment import Load
-from muletrain.sim.machines import mortal, seated
+from muletrain.sim.setting import mortal, seated
 
 if TYPE_CHECKING:
     import random

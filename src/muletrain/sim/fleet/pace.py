@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from muletrain.sim.fleet.rates import Counts
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
 """Of a core: the longest play; all plays of one run after the first, and as much again for memberships that last."""

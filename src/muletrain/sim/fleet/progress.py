@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.sim.fleet.ledger import Ledger
+from muletrain.sim.fleet.accounts import Accounts
 from muletrain.sim.fleet.rates import Rate
 from muletrain.strategies.base import capacity
 
@@ -17,7 +17,7 @@ LASTING = 0.02
 
 
 class Progress:
-    """The rate of one ``fleet``, and its ``ledger``. Nothing flows while a stage is ``lost``."""
+    """The rate of one ``fleet``, and its ``accounts``. Nothing flows while a stage is ``lost``."""
 
     def __init__(self, rates: Rates, fleet: Membership, horizon_s: float) -> None:
         self.lost: set[int] = set()
@@ -30,7 +30,7 @@ class Progress:
         """Everyone has been in place since ``_since_s``, which was found to last."""
         self._again_s = 0.0
         """Seconds for which the run only repeats what died with a peer."""
-        self.ledger = Ledger(rates, horizon_s, fleet.serving, fleet.present)
+        self.accounts = Accounts(rates, horizon_s, fleet.serving, fleet.present)
 
     def until(self, time_s: float) -> None:
         """Time passes, at the present rate."""
@@ -38,9 +38,9 @@ class Progress:
             self._lasting, self._rate = True, self._rates.lasts(self._fleet.serving)
         again_s = min(self._again_s, time_s - self._now_s)
         if again_s > 0:
-            self.ledger.pass_time(again_s, self._rate, again=True)
+            self.accounts.pass_time(again_s, self._rate, again=True)
             self._again_s -= again_s
-        self.ledger.pass_time(time_s - self._now_s - max(0.0, again_s), self._rate, again=False)
+        self.accounts.pass_time(time_s - self._now_s - max(0.0, again_s), self._rate, again=False)
         self._now_s = time_s
 
     def changed(self) -> None:
@@ -50,8 +50,8 @@ class Progress:
         self.noted()
 
     def noted(self) -> None:
-        """Tell the ledger who serves and who is present."""
-        self.ledger.change(self._fleet.serving, self._fleet.present, self._rate)
+        """Tell the accounts who serves and who is present."""
+        self.accounts.change(self._fleet.serving, self._fleet.present, self._rate)
 
     def _rated(self) -> Rate:
         rate = self._rates.of(self._fleet.serving)
@@ -65,20 +65,20 @@ class Progress:
     @property
     def _rest_s(self) -> float:
         """Seconds that the rest of the present step takes."""
-        return (1.0 - self.ledger.steps % 1.0) * self._microbatches / self._rate.throughput
+        return (1.0 - self.accounts.steps % 1.0) * self._microbatches / self._rate.throughput
 
     def held(self, share: float) -> float:
         """Microbatches of the present step that a peer has accumulated which does ``share`` of a stage's work."""
-        return (self.ledger.steps % 1.0) * self._microbatches * share
+        return (self.accounts.steps % 1.0) * self._microbatches * share
 
     def repeat(self, stage: int, share: float, held: float) -> None:
         """A peer died with ``held`` microbatches and some under way: its stage computes them again beside the rest of
         the step, as far as it has time to spare."""
         microbatches = held + min(capacity(len(self._fleet.serving)) // 2, self._microbatches * share)
-        self.ledger.repeated += microbatches
+        self.accounts.repeated += microbatches
         if self._rate.throughput <= 0:
             return
         does = self._fleet.does(stage)
         stalled_s = max(0.0, microbatches / does - self._rest_s * max(0.0, 1 - self._rate.throughput / does))
         self._again_s += stalled_s
-        self.ledger.stalled(stalled_s)
+        self.accounts.stalled(stalled_s)

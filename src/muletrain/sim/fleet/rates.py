@@ -5,7 +5,7 @@ does, and no more than the trainers' window lets under way (Little's law). A ste
 stage, there and back, and that stage's share of all microbatches, in whole ones; and at its end gradients are averaged
 and the record is agreed on. Where few microbatches are under way, some of them wait elsewhere while the slowest stage
 has none (``circulating``). Nothing in it is fitted; what real runs take beside that comes with the setting
-(``calibrate``).
+(``calibration``).
 
 A stage's peers are one queue here, and links are not shared with averaging: on 44 machines of unequal speed that is 13
 to 60 % too fast. What ``simulate`` says is put right by steps that are played (``pace``); rates alone seat machines,
@@ -24,7 +24,7 @@ from muletrain.strategies.base import capacity
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 Counts = tuple[int, ...]
 """Peers of each kind at one stage."""

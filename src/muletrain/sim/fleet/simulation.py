@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from muletrain.sim.fleet.churn import TRACE_A, read_trace
+from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.flow import HOUR_S, Flow, Rules, Weather
-from muletrain.sim.fleet.ledger import always
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Churn
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.sim.fleet.actors import Planned
-    from muletrain.sim.fleet.ledger import GoesOn, Outcome
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.fleet.accounts import GoesOn, Outcome
+    from muletrain.sim.fleet.protocol import Planned
+    from muletrain.sim.setting import Setting
 
 Fidelity = Literal["flow", "protocol"]
 EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
@@ -56,7 +56,7 @@ def simulate_fleet(
     CapacityError where a stage gets no machine."""
     horizon_s, trainers = HOUR_S * hours, config.fleet.trainers or TRAINERS
     if fidelity == "protocol":
-        from muletrain.sim.fleet.actors import Actors
+        from muletrain.sim.fleet.protocol import Actors
 
         actors = Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned)
         return actors.play(goes_on)

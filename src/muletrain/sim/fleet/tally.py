@@ -6,13 +6,13 @@ from collections import Counter, defaultdict, deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from muletrain.sim.fleet.ledger import RECOVERED, GaveUp, Outcome, Point
+from muletrain.sim.fleet.accounts import RECOVERED, GaveUp, Outcome, Point
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from muletrain.events import StepApplied, TrafficClass
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 CLASSES: dict[str, str] = {"activation": "activations", "gradient": "gradients", "averaging": "averaging"}
 """What travels otherwise is control; states take their time, but are not frames of their true size."""

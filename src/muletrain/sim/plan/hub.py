@@ -1,5 +1,5 @@
 """Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
-clients; allocated by ``planning.allocate``, timed by the paper's eq. 1 and 2 (``planning.hub``).
+clients; allocated by ``planning.allocate``, timed by the paper's eq. 1 and 2 (``planning.hub_task``).
 
 Averaging runs beside the next step (delayed updates, sec. 3.3.1), so it counts where it takes longer than that.
 """
@@ -17,10 +17,10 @@ from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.allocate import allocate
-from muletrain.planning.hub import HubTask
+from muletrain.planning.hub_task import HubTask
 from muletrain.planning.splits import ENDING_DELAYS
-from muletrain.sim.machines import flops_of, offer_of, run_cost
 from muletrain.sim.plan.question import Bytes, fullest, matrices, traffic, with_haste
+from muletrain.sim.setting import flops_of, offer_of, run_cost
 from muletrain.strategies import find
 from muletrain.wire.codec import encoded_size
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muletrain.config.plan import Memory
     from muletrain.config.schema import RunConfig
     from muletrain.planning.allocate import Allocation
-    from muletrain.planning.hub import HubStage
+    from muletrain.planning.hub_task import HubStage
     from muletrain.planning.partition import Chain, Cut
     from muletrain.sim.plan.question import Question
 

@@ -20,10 +20,10 @@ from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
 from muletrain.planning.splits import parted
-from muletrain.sim.machines import seat, stash_room
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
+from muletrain.sim.setting import seat, stash_room
 from muletrain.sim.steps.steps import play
 from muletrain.sim.steps.wires import without_links
 from muletrain.strategies import find
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan import Memory
     from muletrain.planning.partition import Cut
-    from muletrain.sim.fleet.actors import Planned
-    from muletrain.sim.machines import Kind
+    from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.plan.question import Question, Scene
+    from muletrain.sim.setting import Kind
     from muletrain.strategies.pipeline import Schedule
 
 SHORTLIST, NEARLY = 3, 0.9
@@ -291,7 +291,7 @@ def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
 
 def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
     """What the virtual world plays: everyone where ``chosen`` has them, and spares where a live run seats them."""
-    from muletrain.sim.fleet.actors import Planned  # torch takes seconds to load
+    from muletrain.sim.fleet.protocol import Planned  # torch takes seconds to load
 
     setting, schedule = scene.setting, chosen.schedule
     assert schedule

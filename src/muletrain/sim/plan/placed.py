@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.planning.cost import averages_at
 from muletrain.planning.splits import Member, Station, averaging_s, pipeline_shares, roughly_s
 from muletrain.sim.fleet.rates import TRAINERS
-from muletrain.sim.machines import seat
+from muletrain.sim.setting import seat
 from muletrain.sim.steps.steps import Cast
 from muletrain.strategies.pipeline import Pipeline
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from muletrain.config.fleet import Link
     from muletrain.planning.placement import Assignment
-    from muletrain.sim.machines import Setting
     from muletrain.sim.plan.question import Scene
+    from muletrain.sim.setting import Setting
     from muletrain.strategies.pipeline import Schedule
 
 

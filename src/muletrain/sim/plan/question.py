@@ -13,8 +13,8 @@ import numpy as np
 
 from muletrain.config.costs import Costs
 from muletrain.config.plan import Memory, Traffic
-from muletrain.sim.fleet.calibrate import calibrated
-from muletrain.sim.machines import (
+from muletrain.sim.fleet.calibration import calibrated
+from muletrain.sim.setting import (
     AMPLE,
     first_of_each,
     flops_of,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 UNLIMITED_GBPS = 1e6
 """What searches take for a link without a limit."""

@@ -13,8 +13,8 @@ from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
 from muletrain.planning.swapping import Layer, swapping
-from muletrain.sim.machines import flops_of, offer_of, run_cost
 from muletrain.sim.plan.question import Bytes, stated, traffic
+from muletrain.sim.setting import flops_of, offer_of, run_cost
 from muletrain.strategies import find
 from muletrain.units import format_memory
 

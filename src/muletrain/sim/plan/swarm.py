@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan import Memory, Traffic
     from muletrain.planning.partition import Cut
-    from muletrain.sim.fleet.actors import Planned
+    from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.fleet.rates import Counts
-    from muletrain.sim.machines import Setting
     from muletrain.sim.plan.question import Question, Scene
+    from muletrain.sim.setting import Setting
     from muletrain.sim.steps.steps import Took
 
 SETTLING_PERIODS = 240

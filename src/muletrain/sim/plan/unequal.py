@@ -11,9 +11,9 @@ import numpy as np
 
 from muletrain.errors import CapacityError
 from muletrain.planning.groups import Choice, Work, counts_of_pipelines, pipelines, search
-from muletrain.sim.machines import takes_s
 from muletrain.sim.plan.placed import Placed, ending_s
 from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
+from muletrain.sim.setting import takes_s
 
 if TYPE_CHECKING:
     from muletrain.config.plan import Prediction

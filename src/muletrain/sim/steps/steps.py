@@ -24,7 +24,7 @@ from muletrain.strategies.swarm import SWARM
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
     from muletrain.sim.steps.endings import End
     from muletrain.strategies.base import Strategy
 

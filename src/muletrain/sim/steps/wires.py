@@ -16,7 +16,7 @@ from muletrain.planning.cost import ALIKE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Kind, Setting
+    from muletrain.sim.setting import Kind, Setting
 
 FREE = Link(0.0, math.inf)
 BULK_SHARE = 0.35

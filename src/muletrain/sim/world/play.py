@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.sim.loop import Hang, run_virtually
 from muletrain.sim.world import reference
-from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.injection import Injection
 from muletrain.sim.world.short_memory import short_memory
 from muletrain.sim.world.verdict import Outcome, judge
 from muletrain.sim.world.witness import Witness
@@ -50,7 +50,7 @@ async def _run(outcome: Outcome, folder: Path, history: reference.History) -> di
     """Once; or until the power fails, and again from what was written."""
     scenario = outcome.scenario
     world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
-    states = await world.run(Faults(world).inject)
+    states = await world.run(Injection(world).inject)
     if scenario.resume_s is None or states:
         return states
     outcome.ends.clear()
@@ -60,4 +60,4 @@ async def _run(outcome: Outcome, folder: Path, history: reference.History) -> di
     start = Start(written, base)
     outcome.scenario = resumed
     world = World(resumed, outcome, folder, Witness(resumed, history, outcome.violations.append), start)
-    return await world.run(Faults(world).inject)
+    return await world.run(Injection(world).inject)

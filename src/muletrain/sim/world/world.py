@@ -51,11 +51,11 @@ from muletrain.runtime.peer.service import Service
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
 from muletrain.sim.loop import SkewedClock
 from muletrain.sim.world import reference
-from muletrain.sim.world.disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.lying import Liar
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, STALL_S, stage_of
 from muletrain.sim.world.verdict import LEFT, Outcome
+from muletrain.sim.world.virtual_disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:

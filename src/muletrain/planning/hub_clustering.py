@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import CapacityError
-from muletrain.planning.hub import HubStage, HubTask
+from muletrain.planning.hub_task import HubStage, HubTask
 from muletrain.planning.partition import Capacity, partition_chain
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from muletrain.sim.world.world import World
 
 
-class Faults:
+class Injection:
     """Those that wait for a frame are kept here until it is sent."""
 
     def __init__(self, world: World) -> None:

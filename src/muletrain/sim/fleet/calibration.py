@@ -29,7 +29,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.planning.cost import service_s
 from muletrain.planning.devices import find_device
 from muletrain.sim.fleet.rates import TRAINERS, Rates
-from muletrain.sim.machines import run_cost, setting
+from muletrain.sim.setting import run_cost, setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.planning.cost import RunCost
     from muletrain.sim.fleet.rates import Counts
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 LEAST = 3
 """Steps: in the first one nobody has measured anything yet, and of the rest a median is taken."""

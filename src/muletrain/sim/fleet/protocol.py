@@ -38,11 +38,11 @@ from muletrain.runtime.microbatch.messages import Backward, Forward
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.step.messages import Reduced, Shard
+from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
-from muletrain.sim.fleet.ledger import always
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
-from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.sim.setting import fetch_s, mortal, seat, seated
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.frame import frame_size
 
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.recovery.messages import StepBack
+    from muletrain.sim.fleet.accounts import GoesOn, Outcome
     from muletrain.sim.fleet.flow import Weather
-    from muletrain.sim.fleet.ledger import GoesOn, Outcome
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
     from muletrain.strategies.base import Strategy
 
 PLACE = "shared"

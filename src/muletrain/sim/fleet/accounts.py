@@ -101,7 +101,7 @@ class Outcome:
         return (median(found), max(found)) if found else (math.nan, math.nan)
 
 
-class Ledger:
+class Accounts:
     """Told of every stretch of time and every change."""
 
     def __init__(self, rates: Rates, horizon_s: float, counts: Sequence[Counts], present: Sequence[int]) -> None:
