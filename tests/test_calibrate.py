@@ -98,7 +98,7 @@ def played(folder: Path, costs: Costs, seconds: float = 60.0) -> None:
     scene = calibrated(setting(load_fleet(folder / "fleet.toml"), config, ModelSpec.from_config(config.model)), costs)
     actors = Recorded(scene, config, Weather(), seconds, trainers=2, seed=0)
     actors.folder = folder
-    for member in actors._genesis.members:
+    for member in actors.genesis.members:
         process = actors.process(member.name)
         write(folder, process, [joined(process, member.stage)])
     actors.play()

@@ -133,13 +133,13 @@ def test_a_world_sends_the_same_bits_at_the_same_times_whatever_was_played_befor
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent: list[tuple[float, str, str, bytes]] = []
-    damaged = Faults._damaged
+    damaged = Injection._damaged
 
-    def noted(self: Faults, sender: str, receiver: str, packed: bytes) -> bytes:
+    def noted(self: Injection, sender: str, receiver: str, packed: bytes) -> bytes:
         sent.append((self._world.clock.now(), sender, receiver, packed))
         return damaged(self, sender, receiver, packed)
 
-    monkeypatch.setattr(Faults, "_damaged", noted)
+    monkeypatch.setattr(Injection, "_damaged", noted)
     scenario = SCENARIOS[0]
     play(scenario)
     first = sent[:]

@@ -19,7 +19,7 @@ from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning import allocate as front
 from muletrain.planning import hub_annealing, hub_clustering
 from muletrain.planning.allocate import SEARCHES
-from muletrain.planning.hub_annealing import State, _Chain, _with_layers
+from muletrain.planning.hub_annealing import State, Walk, with_layers
 from muletrain.planning.hub_pace import Group, Pace, fastest, smooth
 from muletrain.planning.hub_task import HubStage, HubTask, evaluate
 from muletrain.planning.partition import Capacity, Chain, partition_chain
@@ -208,11 +208,11 @@ def test_a_search_knows_what_the_evaluator_says(seed: int) -> None:
     task = replace(task, chain=replace(task.chain, work=(2e12,) * 8))
     pace = Pace(task)
     state: State = (Group((0, 1, 2), (3, 4, 5), (6, 7, 8, 9)),)
-    chain = _Chain(task, pace, state, random.Random(seed), fixed=False)
+    chain = Walk(task, pace, state, random.Random(seed), fixed=False)
     seen = set[int]()
     for _ in range(600):
-        state = chain._propose(state) or state
-        stages = _with_layers(task, pace, state)
+        state = chain.propose(state) or state
+        stages = with_layers(task, pace, state)
         time_s, smooth_s = pace.of(state)
         assert time_s >= smooth_s * (1 - 1e-9)
         if stages is None:

@@ -139,7 +139,7 @@ def test_a_hub_takes_what_the_paper_s_equations_say(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(FLEET)
     run = load_config(None, [*TINY, "train.batch=64"])
     question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
-    task = plan_hub._task(question, run)
+    task = plan_hub.task_of(question, run)
     allocated = plan_hub.Allocated(question, run, task, allocate(task, seed=0, time_limit_s=0.1))
     split = allocated.split()
     assert split.compute_s + split.pipeline_s == pytest.approx(evaluate(task, allocated.found.stages).step_s)
@@ -331,13 +331,13 @@ def test_each_schedule_is_tried_on_the_layout_that_made_another_strategy_win(
     question = Question(
         load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages=2, microbatch=1
     )
-    whole = plan_pipeline._alike
+    whole = plan_pipeline.alike
 
     def narrow(*given: Any) -> list[Placed]:
         (found,) = whole(*given)
         return [replace(found, assignment=tuple(row[:1] for row in found.assignment))]
 
-    monkeypatch.setattr(plan_pipeline, "_alike", narrow)
+    monkeypatch.setattr(plan_pipeline, "alike", narrow)
     monkeypatch.setattr(plan_pipeline, "unequal", lambda *given: [])
     alone, swarm = plan_pipeline.predict(question, 0, 1.0), plan_swarm.predict(question)
     tried = plan_pipeline.tried_on(question, swarm, alone)

@@ -3,7 +3,7 @@ matching at every move (``regrouping``).
 
 Which regions a stage gets is settled early, while it is hot, and seldom changes later; it is a matter of luck. So a
 population is annealed together, and before it gets colder those that did well are continued by several, in place of
-others (``_Population._resample``); and there are several populations, each from new placements, the first ones short:
+others (``Population.resample``); and there are several populations, each from new placements, the first ones short:
 easy tasks are done soon.
 """
 
@@ -63,12 +63,12 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
     slower machine yet, what is left is shortened (``Found.complete`` is false). ``watch`` hears now and then which
     share of that work is done, and the best cost."""
     rng = np.random.default_rng(seed)
-    problem = _problem(task)
-    _Member(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
+    problem = problem_of(task)
+    Walker(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
     deadline = time.monotonic() + time_limit_s
     bound_s = lower_bound_s(task)
     bound_s = bound_s if np.isfinite(bound_s) else 0.0  # links are missing
-    moves = time_limit_s / _move_s(task)
+    moves = time_limit_s / move_s(task)
     size = min(max(SMALLEST, int(moves / (4 * FIRST_ROUND * len(task.devices)))), LARGEST)
     budget = max(STEPS, int(moves / size))  # of each member
     best_s, best, tried = np.inf, np.empty((0, 0), np.int64), 0
@@ -78,7 +78,7 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
         while done < budget and agreed < AGREED and complete and best_s > bound_s * (1 + SAME):
             length = min(FIRST_ROUND << rounds, LONGEST_ROUND) * len(task.devices)
             length = length if budget - done >= 2 * length else budget - done
-            population, step_s = _Population(task, problem, size, GUIDES[rounds % len(GUIDES)], rng), 0.0
+            population, step_s = Population(task, problem, size, GUIDES[rounds % len(GUIDES)], rng), 0.0
             for step in range(STEPS):
                 began, moves = time.monotonic(), length * (step + 1) // STEPS - length * step // STEPS
                 left_s = (deadline - began) / (STEPS - step)
@@ -96,7 +96,7 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
     return Found(tuple(tuple(task.devices[d] for d in row) for row in rows), tried, complete)
 
 
-def _problem(task: Task) -> Problem:
+def problem_of(task: Task) -> Problem:
     """Of the devices that fit."""
     pick = np.ix_(task.devices, task.devices)
     sizes = sorted(set(task.replicas))
@@ -109,7 +109,7 @@ def _problem(task: Task) -> Problem:
     )
 
 
-class _Member:
+class Walker:
     """One of a population: a placement, the best one it has come through, and its own random numbers."""
 
     def __init__(self, task: Task, problem: Problem, rng: np.random.Generator) -> None:
@@ -134,39 +134,39 @@ def _copied(groups: Groups) -> Groups:
     return Groups(*(part.copy() for part in groups))
 
 
-class _Population:
+class Population:
     def __init__(self, task: Task, problem: Problem, size: int, guide: float, rng: np.random.Generator) -> None:
         self._guide = guide
-        self._members = [_Member(task, problem, rng) for _ in range(size)]
-        self._ends = [member.cool(0, 1.0, 0.0) for member in self._members]
-        self.best_s, self.best = np.inf, self._members[0].best
+        self.walkers = [Walker(task, problem, rng) for _ in range(size)]
+        self.ends = [walker.cool(0, 1.0, 0.0) for walker in self.walkers]
+        self.best_s, self.best = np.inf, self.walkers[0].best
 
     def cool(self, step: int, moves: int, bound_s: float, rng: np.random.Generator, pool: ThreadPoolExecutor) -> None:
         """One of ``STEPS``."""
-        cheapest_s = min(cost_s for cost_s, _ in self._ends)
+        cheapest_s = min(cost_s for cost_s, _ in self.ends)
         scale_s = max(cheapest_s - bound_s, SAME * cheapest_s)
         before, now = (scale_s * HOT * (COLD / HOT) ** (s / STEPS) for s in (step - 1, step))
         weight = self._guide * max(0.0, 1 - step / STEPS / GUIDED)
         if step and now > 0:
-            self._resample(1 / now - 1 / before, rng)
-        self._ends = list(pool.map(lambda member: member.cool(moves, now, weight), self._members))
-        for member, (cost_s, _) in zip(self._members, self._ends, strict=True):
+            self.resample(1 / now - 1 / before, rng)
+        self.ends = list(pool.map(lambda walker: walker.cool(moves, now, weight), self.walkers))
+        for walker, (cost_s, _) in zip(self.walkers, self.ends, strict=True):
             if cost_s < self.best_s * (1 - SAME):
-                self.best_s, self.best = cost_s, member.best
+                self.best_s, self.best = cost_s, walker.best
 
-    def _resample(self, colder: float, rng: np.random.Generator) -> None:
+    def resample(self, colder: float, rng: np.random.Generator) -> None:
         """Population annealing (Hukushima and Iba 2003): before it gets colder, members are drawn from the same, each
         as often as the colder distribution has it more often. colder: by how much one over the temperature grows
         [1/s]."""
-        energies = np.array([energy for _, energy in self._ends])
+        energies = np.array([energy for _, energy in self.ends])
         shares = np.exp(-colder * (energies - energies.min())).cumsum()
         ticks = (rng.random() + np.arange(len(shares))) / len(shares)
         chosen = np.minimum(np.searchsorted(shares / shares[-1], ticks), len(shares) - 1).tolist()
-        copies = [_copied(self._members[k].groups) for k in chosen]
-        for member, groups in zip(self._members, copies, strict=True):
-            member.groups = groups
+        copies = [_copied(self.walkers[k].groups) for k in chosen]
+        for walker, groups in zip(self.walkers, copies, strict=True):
+            walker.groups = groups
 
 
-def _move_s(task: Task) -> float:
+def move_s(task: Task) -> float:
     """What a move takes on a slow core, about."""
     return 1.2e-6 + 3e-8 * len(task.replicas) + 2.6e-8 * task.pipelines**2

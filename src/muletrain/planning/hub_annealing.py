@@ -66,12 +66,12 @@ def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float)
         chains = sorted(chains, key=lambda state: pace.of(state)[0])[:count]
         annealed = []
         for n, state in enumerate(chains):
-            chain = _Chain(task, pace, state, rng, fixed=stages is not None)
+            chain = Walk(task, pace, state, rng, fixed=stages is not None)
             complete = complete and chain.run(int(share * moves * len(task.flops)), HOT[n % len(HOT)], deadline)
             tried += chain.moves
             annealed.append(chain.best)
         chains = annealed
-    solutions += [found for state in chains if (found := _with_layers(task, pace, state))]
+    solutions += [found for state in chains if (found := with_layers(task, pace, state))]
     best: list[HubStage] = min(solutions, key=lambda solution: evaluate(task, solution).step_s)
     return Found(tuple(best), tried, complete)
 
@@ -109,7 +109,7 @@ def _by_memory(task: HubTask, stages: int | None) -> State:
     raise refused or CapacityError("no stages fit")
 
 
-def _with_layers(task: HubTask, pace: Pace, state: State) -> list[HubStage] | None:
+def with_layers(task: HubTask, pace: Pace, state: State) -> list[HubStage] | None:
     """The state with its best layers, exactly. None: memory does not suffice."""
     overheads, speeds, _ = pace.stages(state)
     memory = [
@@ -123,7 +123,7 @@ def _with_layers(task: HubTask, pace: Pace, state: State) -> list[HubStage] | No
     return [HubStage(*group, layers) for group, layers in zip(state, cut, strict=True)]
 
 
-class _Chain:
+class Walk:
     """One walk through the states."""
 
     def __init__(self, task: HubTask, pace: Pace, state: State, rng: random.Random, *, fixed: bool) -> None:
@@ -140,7 +140,7 @@ class _Chain:
             if move % PROGRESS == 0 and time.monotonic() > deadline:
                 return False
             self.moves += 1
-            other = self._propose(state)
+            other = self.propose(state)
             if other is None:
                 continue
             temperature = now * hot * (COLD / hot) ** (move / moves)
@@ -153,7 +153,7 @@ class _Chain:
                     best_s, self.best = time_s, state
         return True
 
-    def _propose(self, state: State) -> State | None:
+    def propose(self, state: State) -> State | None:
         kind = self._rng.random()
         if kind < 0.45:
             return self._move(state)

@@ -121,7 +121,7 @@ def working(stages: int, pipelines: int, devices: int) -> Working:
 
 
 @part
-def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
+def settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
     """All sums anew."""
     stages = len(groups.at)
     for k in range(stages):
@@ -142,7 +142,7 @@ def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weig
 
 
 @part
-def _cost(kept: Sums) -> float:
+def cost(kept: Sums) -> float:
     slowest = others = 0.0
     for k in range(len(kept.slowest)):
         slowest = max(slowest, kept.slowest[k])
@@ -169,7 +169,7 @@ def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> 
 
 
 @part
-def _reversed(
+def reverse_stages(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
     """The order of some stages is reversed, if all hops together then take no more than ``room`` longer."""
@@ -323,7 +323,7 @@ def _hops_after(
 
 
 @part
-def _exchanged(
+def swap_devices(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
     """Two devices, or runs of them, change places, if the cost then is no more than ``room`` higher."""
@@ -382,18 +382,18 @@ def anneal(
     moved = True
     for move in range(moves + 1):
         if move % LOOK == 0 or move == moves:
-            _settle(problem, groups, kept, scratch, weight)
+            settle(problem, groups, kept, scratch, weight)
         if moved:
-            cost_s = _cost(kept)
+            cost_s = cost(kept)
             if cost_s < best_s * (1 - SAME):
                 best_s = cost_s
                 _copy(groups, best)
         if move < moves:
             room = temperature * -math.log(1.0 - rng.random())
             if rng.random() < REVERSALS:
-                moved = _reversed(problem, groups, kept, new, scratch, weight, room / 2, rng)
+                moved = reverse_stages(problem, groups, kept, new, scratch, weight, room / 2, rng)
             else:
-                moved = _exchanged(problem, groups, kept, new, scratch, weight, room, rng)
+                moved = swap_devices(problem, groups, kept, new, scratch, weight, room, rng)
     energy = cost_s
     for k in range(len(kept.hops)):
         energy += weight * (kept.slowest[k] / len(kept.hops) + 2 * kept.guides[k])

@@ -1,11 +1,11 @@
-"""What a step takes under strategies with planned membership, in pure numbers; and which strategy to recommend.
+"""Estimate steps of strategies with planned membership in pure numbers, split a step into its parts, and recommend a
+strategy.
 
-``pipeline``: stages and pipelines as placed, GPipe or 1F1B (``schedules``); ``swap``: every machine computes the whole
-model (``swapping``). What strategy ``swarm`` does, and what whole steps of ``pipeline`` take, is the simulator's to say
-(``sim.steps.steps``).
+Strategy ``pipeline``: one estimate of a pipeline (``roughly_s``) ranks placements; ``sim.steps`` plays the best ones.
+Strategy ``swap``: every machine computes the whole model (``swapping``).
 
-Parts of a step are told apart by what would be gone without them: a step without links and without averaging is compute
-(the busiest machine's) and bubble; what links between stages add is pipeline; what a step's end adds is data-parallel.
+A part of a step is the time that would be saved without it. A step without links and averaging is compute (the busiest
+machine's) and bubble; links between stages add the pipeline part; the end of a step adds the data-parallel part.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from muletrain.strategies.pipeline import Schedule
 
 ENDING_DELAYS = 4
-"""One after the other at the end of a step: all is through, seals, shards, means (``sim.fleet.rates``)."""
+"""Messages one after another at the end of a step: a trainer's last word, seals, shards, means
+(``sim.fleet.rates``)."""
 
 
 ALIKE = 0.01
-"""Throughputs that differ by less are the same."""
+"""Relative difference below which two throughputs count as equal."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,15 @@ class Station:
 
 @dataclass(frozen=True)
 class Member:
-    """A replica of a stage: its own links [bytes/s], both directions."""
+    """One replica of a stage: its own links, both directions [bytes/s]."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
 
 
 def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, delay_s: float) -> float:
-    """A stage's gradient among its replicas [s]. ``bandwidth``: of the narrowest path between two of them [bytes/s];
-    ``delay_s``: of the longest, one way."""
+    """Seconds to average a stage's gradient. ``bandwidth``: of the narrowest path between two replicas [bytes/s];
+    ``delay_s``: of the longest path, one way."""
     if len(members) < 2:
         return 0.0
     narrowest = min(min(m.up_bytes_per_s, m.down_bytes_per_s) for m in members)
@@ -91,8 +92,8 @@ def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, dela
 
 
 def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """``items`` in proportion to ``speeds``, in whole ones; the largest remainders get one more, the first of
-    equals."""
+    """Share out ``items`` in proportion to ``speeds``, in whole numbers; the largest remainders get one more, the
+    first of equal ones."""
     total = sum(speeds)
     exact = [items * v / total for v in speeds]
     found = [math.floor(x) for x in exact]
@@ -104,9 +105,11 @@ def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
 def pipeline_shares(
     pipelines: Sequence[tuple[Station, ...]], microbatches: int, machines: Sequence[Sequence[int]] = ()
 ) -> tuple[int, ...]:
-    """Of a step's microbatches, by pipeline. ``machines``: by stage and pipeline, where some serve several pipelines;
-    default: each one. One after the other goes where the busiest machine has least to do then, and among those where
-    all have; which is the least that can be where each machine serves one."""
+    """Share out a step's microbatches over pipelines. ``machines``: by stage and pipeline, if some serve several
+    pipelines.
+
+    Each microbatch goes to the pipeline whose busiest machine then has least to do, and among equals to the one with
+    the least work in all. If each machine serves one pipeline, the result is optimal."""
     if not machines:
         machines = np.arange(len(pipelines) * len(pipelines[0])).reshape(len(pipelines[0]), -1).tolist()
     at, busy_s = np.array(machines), np.array([[s.busy_s for s in stations] for stations in pipelines]).T
@@ -121,8 +124,8 @@ def pipeline_shares(
 
 
 def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> Split:
-    """Of a step of ``step_s``, which computes for ``linked_s``, without links for ``free_s``, and if nobody waited
-    ``compute_s``."""
+    """Split a step of ``step_s`` that computes for ``linked_s``, without links for ``free_s``, and without waiting
+    for ``compute_s``."""
     linked_s = min(linked_s, step_s)
     free_s = min(free_s, linked_s)
     compute_s = min(compute_s, free_s)
@@ -162,7 +165,7 @@ class Swapper:
 
     @property
     def busy_s(self) -> float:
-        """A minibatch, without waiting for weights."""
+        """Seconds of a minibatch without waiting for weights."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     @property
@@ -171,7 +174,7 @@ class Swapper:
 
 
 def swap_split(swappers: Sequence[Swapper], microbatches: int, ending_s: float) -> Split:
-    """Of a step in which each machine computes minibatches until all together have so many, and then averages the whole
+    """Split a step in which machines compute minibatches until all together have enough, and then average the whole
     model (ATOM sec. III-E)."""
     compute_s = microbatches / sum(1 / s.busy_s for s in swappers)
     usual = sum(s.accumulate for s in swappers) / len(swappers)

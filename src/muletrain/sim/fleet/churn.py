@@ -1,10 +1,10 @@
-"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on rates instead of
-messages.
+"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on counts of equal
+peers.
 
-Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be
-is all peers spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes
-to a stage drawn at random where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted,
-as in every run (``policy.assignment``); the steps that the run then goes back by are not counted.
+A stage is as fast as the number of its peers, the pipeline as its smallest stage; the optimum is all peers spread
+evenly (SWARM 4.4, app. D, I). A departure takes a peer of a random stage. An arrival goes to the smallest stage, or
+without rebalancing to a random one. A stage that lost all its peers is adopted as in every run (``policy.assignment``);
+the steps that such a run rolls back are not counted.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from muletrain.sim.fleet.trace import Change
 
 _Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
-"""Peers by stage (those on their way there included) -> moves (source, target)."""
+"""Peers by stage, including those on their way, -> moves (source, target)."""
 Rule = Literal["none", "swarm", "muletrain"]
 HORIZON_S = 32 * 3600.0
-"""SWARM's trace lasts 32 hours."""
+"""Duration of SWARM's trace."""
 HOUR_S = 3600.0
 ADOPT_AFTER_S = 30.0
-"""The default of ``fleet.adopt_after``: a stage may be empty for so long before another one gives it a peer."""
+"""Seconds until an empty stage gets a peer of another one: the default of ``fleet.adopt_after``."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """One run over time: from ``begin_s`` of a step until that of the next, the smallest stage served ``slowest``
-    microbatches at a time, and all peers spread evenly would have served ``best``."""
+    """One run over time: from each ``begin_s`` to the next one, the smallest stage served ``slowest`` microbatches
+    at a time, and all peers spread evenly would have served ``best``."""
 
     begin_s: NDArray[np.float64]
     slowest: NDArray[np.float64]
@@ -53,14 +53,14 @@ class Course:
     moves: int
 
     def share(self, begin_s: float, end_s: float) -> float:
-        """Of the optimum, between these times [%]; 100 where there was nobody."""
+        """Share of the optimum between two times [%]; 100 if nobody was present."""
         ends_s = np.append(self.begin_s[1:], HORIZON_S)
         seconds = np.clip(np.minimum(ends_s, end_s) - np.maximum(self.begin_s, begin_s), 0, None)
         optimum = float(seconds @ self.best)
         return 100 * float(seconds @ self.slowest) / optimum if optimum else 100.0
 
     def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What the smallest stage served at these times."""
+        """Microbatches that the smallest stage served at these times."""
         return self.slowest[np.searchsorted(self.begin_s, times_s, side="right") - 1]
 
 
@@ -115,8 +115,7 @@ def courses(
 
 
 def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decision:
-    """The production rule over a view of equal peers; what it says depends on the counts alone, and most of them come
-    again."""
+    """The production rule on a view of equal peers, remembered by counts, which recur."""
     work, state = (1.0,) * stages, (downtime_s,) * stages
 
     @cache
@@ -135,7 +134,7 @@ def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decis
 
 
 class _Run:
-    """One run: peers by stage, and those on their way from one to another."""
+    """One run: peers by stage, serving or on their way from one to another."""
 
     def __init__(
         self,
@@ -152,10 +151,10 @@ class _Run:
         self._draw = draw
         self._serving = [peers // stages + (s < peers % stages) for s in range(stages)]
         self._moving = [0] * stages
-        """On their way, by destination."""
+        """Peers on their way, by destination."""
         self._moves = 0
         self._empty: dict[int, float] = {}
-        """Stages without a peer, and since when."""
+        """Stages without a peer, and since when [s]."""
         self._arrivals: list[tuple[float, int]] = []
         """Heap: (time, stage)."""
         self._steps: list[tuple[float, int, int]] = []
@@ -194,7 +193,7 @@ class _Run:
         return Course(begin_s, slowest, present / len(self._serving), self._moves)
 
     def _rebalance(self, decide: _Decision, now_s: float) -> bool:
-        """Whether the rule wanted anything."""
+        """Move peers as the rule says; return whether it wanted anything."""
         moves = decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True)))
         for source, target in moves:
             if self._serving[source]:  # else all of them are on their way here
@@ -211,7 +210,7 @@ class _Run:
             self._serving[target] += 1
 
     def _adoption_s(self, now_s: float) -> float:
-        """When somebody moves to a stage that has been empty for long; never where no stage can spare a peer."""
+        """When the next empty stage is adopted [s]; inf if no stage can spare a peer."""
         counts = map(sum, zip(self._serving, self._moving, strict=True))
         self._empty = {s: self._empty.get(s, now_s) for s, n in enumerate(counts) if not n}
         if not self._empty or max(self._serving) < 2:
@@ -219,7 +218,8 @@ class _Run:
         return max(now_s, min(self._empty.values()) + ADOPT_AFTER_S)
 
     def _adopt(self, now_s: float) -> None:
-        """Every empty stage, as one step back fills them all; who is on the way to a stage counts there, and stays."""
+        """Fill all empty stages at once, as a rollback does; peers on their way count at their destination and stay
+        there."""
         loads = {f"{s:04}.{k:06}": Load(s) for s, n in enumerate(self._serving) for k in range(n)}
         loads |= {f"{s:04}.coming": Load(s, targets=frozenset()) for s, n in enumerate(self._moving) if n}
         for move in filled(View(loads, (1.0,) * len(self._serving), stopped=True)):

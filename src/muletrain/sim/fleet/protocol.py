@@ -1,8 +1,8 @@
-"""Protocol fidelity: the peers that train in production, every message of theirs, on a virtual clock.
+"""Protocol fidelity: production peers with all their messages, on a virtual clock.
 
-Only two things are not real: what is computed (nothing; it takes the time that the cost model says) and how large
-tensors are (tiny; links take the time that those of the run would take). Wiring, admission, windows, sealing,
-averaging, records, joining and moving are the production code.
+Only compute and the size of tensors are not real: computing takes the cost model's time, tensors are tiny, and links
+take the time of real ones. Wiring, admission, windows, sealing, averaging, records, joining and moving are production
+code.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
     from muletrain.strategies.base import Strategy
 
 PLACE = "shared"
-"""Where all checkpoints go."""
+"""The place of all checkpoints."""
 STEPS = 1 << 20
-"""More than there is time for."""
+"""Steps of a run, more than a play reaches."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Planned membership: of each machine that is there (spares, too), by name, its kind and its stage."""
+    """Planned membership: kind and stage of each machine by name, spares included."""
 
     strategy: Strategy
     kinds: dict[str, int]
@@ -76,7 +76,7 @@ class Planned:
 
 
 class Actors:
-    """The peers of one setting, for ``horizon_s``. ``play`` them once."""
+    """The peers of one setting, played once for ``horizon_s``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Actors:
         watch: Callable[[Event], None] | None = None,
         planned: Planned | None = None,
     ) -> None:
-        """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
+        """``watch`` hears every event. ``planned``: default: machines are seated as newcomers."""
         self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._hub, self._clock, self._tally = MemoryHub(), LoopClock(), Tally(setting)
@@ -104,7 +104,7 @@ class Actors:
         """Of those that are there."""
         self._kind_of: dict[str, int] = {}
         self._served: dict[str, int] = {}
-        """Stages that peers came to."""
+        """Stages of peers that joined or moved."""
         stage_of = (
             {
                 self._name(k): s
@@ -119,7 +119,7 @@ class Actors:
         rank = self._rank if planned is None else list(stage_of).index  # as the founder of a live run ranks them
         self._training = set(sorted(stage_of, key=rank)[:trainers])
         members = tuple(self._member(name, stage) for name, stage in stage_of.items())
-        self._genesis = Genesis(
+        self.genesis = Genesis(
             run_id="fleet",
             config=bytes(32),
             data=bytes(32),
@@ -135,7 +135,7 @@ class Actors:
         return name
 
     def _rank(self, name: str) -> tuple[bool, int, int]:
-        """Trainers are machines that stay, if there are such, and spread over the kinds."""
+        """Choose as trainers machines that stay, if there are any, spread over the kinds."""
         kind = self._kind_of[name]
         before = sum(other == kind for other in list(self._kind_of.values())[: list(self._kind_of).index(name)])
         return not self._setting.kinds[kind].reliable, before, kind
@@ -154,7 +154,7 @@ class Actors:
         )
 
     def play(self, goes_on: GoesOn = always) -> Outcome:
-        """Raises MuletrainError where something broke that should not."""
+        """Play to the end. Raises MuletrainError if the software fails."""
         problems, self._over, self._whole = self._problems, asyncio.Event(), True
 
         def look_up() -> None:
@@ -171,9 +171,9 @@ class Actors:
         return self._tally.outcome(end_s, partial=not self._whole)
 
     async def _run(self) -> float:
-        """When it ended [s]."""
-        for member in self._genesis.members:
-            self._begin(member.id, Roster(self._genesis, member.id), joining=False)
+        """Virtual time of the end [s]."""
+        for member in self.genesis.members:
+            self._begin(member.id, Roster(self.genesis, member.id), joining=False)
         self._changed()
         churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
         asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
@@ -197,7 +197,7 @@ class Actors:
                 self._come(gone.pop(0) if gone else self._draw.choice(self._mortal))
 
     async def _leaving(self) -> None:
-        """Each by itself: in so short a while that none is left out, each with its part of the chance."""
+        """Let machines leave by chance, each by itself, in steps so short that none is missed."""
         while self._weather.leave_per_s:
             await asyncio.sleep(self._draw.expovariate(self._weather.leave_per_s * self._most))
             if self._draw.random() * self._most < len(self._those_that_may_go()):
@@ -205,7 +205,7 @@ class Actors:
 
     @property
     def _most(self) -> int:
-        """More of those that may go than there ever are: nobody comes but for one that left."""
+        """Machines come only in place of ones that left."""
         return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
             max(0, c.peers) for c in self._weather.trace
         )
@@ -220,7 +220,7 @@ class Actors:
         return [name for name in self._rosters if self._kind_of[name] in self._mortal]
 
     def _take_any(self) -> int | None:
-        """As SIGKILL does. The kind of whom it took."""
+        """Kill a random peer as SIGKILL does; return its kind."""
         able = self._those_that_may_go()
         if not able:
             return None
@@ -243,7 +243,7 @@ class Actors:
         name = self._name(kind)
         (stage,) = seat(self._setting, [kind], self._serving())
         self._tally.happened("joined")
-        self._begin(name, Roster(self._genesis, self._member(name, stage)), joining=True)
+        self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
         self._changed()
 
     def _serving(self) -> list[list[int]]:
@@ -275,7 +275,7 @@ class Actors:
         return self._link(sender, receiver).delay_s
 
     def _weight(self, sender: str, frame: Frame) -> int:
-        """Bytes that the run's own frame would have."""
+        """Bytes of the run's real frame."""
         message = frame.message
         if isinstance(message, Forward):
             return self._setting.cost.forward_bytes[message.stage]

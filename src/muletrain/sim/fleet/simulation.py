@@ -1,5 +1,4 @@
-"""What would happen: a fleet file and a run's configuration, played at either fidelity: as rates, or with every
-message."""
+"""Simulate a fleet file with a run's configuration: as rates, or with every message of the production code."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
 
 
 def weather(churn: Churn, folder: Path) -> Weather:
-    """``folder``: where the fleet file is, from which its trace is named. Raises DataError with the trace's line."""
+    """Read a fleet file's churn. ``folder``: the file's, to which a trace's path is relative. Raises DataError with
+    the trace's line."""
     trace = () if churn.trace is None else read_trace(TRACE_A if churn.trace == "a" else folder / churn.trace)
     return Weather(
         trace=trace,
@@ -50,10 +50,11 @@ def simulate_fleet(
     planned: Planned | None = None,
     goes_on: GoesOn = always,
 ) -> Outcome:
-    """Strategy ``swarm`` for so many hours; with ``planned`` membership ``pipeline`` (fidelity 'protocol'). The same
-    seed gives the same outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity
-    'protocol'). ``goes_on`` hears how far it is, every tenth of a real second or more often, and may end it. Raises
-    CapacityError where a stage gets no machine."""
+    """Play strategy ``swarm`` for ``hours``, or ``pipeline`` with ``planned`` membership (fidelity 'protocol').
+
+    The same seed gives the same outcome. ``watch`` hears every event of the peers and their slots (fidelity
+    'protocol'). ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError
+    if a stage gets no machine."""
     horizon_s, trainers = HOUR_S * hours, config.fleet.trainers or TRAINERS
     if fidelity == "protocol":
         from muletrain.sim.fleet.protocol import Actors
@@ -65,8 +66,7 @@ def simulate_fleet(
 
 
 def by_rates(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
-    """As fidelity 'flow', but no step is played to put rates right: milliseconds instead of seconds, to compare many
-    runs."""
+    """Play fidelity 'flow' on uncorrected rates: milliseconds instead of seconds, to compare many runs."""
     rates = Rates(setting, trainers=config.fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
     return Flow(rates, weather, _rules(config), HOUR_S * hours, seed).play().outcome()
 
