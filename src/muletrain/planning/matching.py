@@ -1,5 +1,5 @@
-"""The matching of two stages' devices whose slowest link is fastest (DT-FM eq. 3); compiled by numba, as are the moves
-built on it (``regrouping``)."""
+"""The matching of two stages' devices with the fastest slowest link (DT-FM eq. 3), compiled by numba like the moves
+on top (``regrouping``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def compiled(function: Function) -> Function:
-    """To machine code, at the first call; kept on disk where that can be written. Lets other threads run."""
+    """Compile to machine code at the first call, cached on disk if possible. Other threads run meanwhile."""
     try:
         return cast("Function", njit(nogil=True, cache=True)(function))
     except RuntimeError:  # nowhere to keep it
@@ -28,13 +28,12 @@ def compiled(function: Function) -> Function:
 
 
 def part(function: Function) -> Function:
-    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the
-    time."""
+    """Compile inline: passing tables between functions would take a third of the time."""
     return cast("Function", njit(inline="always")(function))
 
 
 class Scratch(NamedTuple):
-    """Of a matching: by column, (P,)."""
+    """Working arrays of a matching, by column, (P,)."""
 
     owner: Ints
     nearest: Floats
@@ -43,7 +42,7 @@ class Scratch(NamedTuple):
 
 
 def scratch(width: int) -> Scratch:
-    """For matchings of so many with as many."""
+    """Make working arrays for ``width`` rows and columns."""
     return Scratch(np.zeros(width, np.int64), np.zeros(width), np.zeros(width, np.int64), np.zeros(width, np.bool_))
 
 
@@ -149,8 +148,8 @@ def bottleneck(
 
 @compiled
 def bottlenecks(link: Floats, groups: Ints, scratch: Scratch) -> tuple[Floats, Ints]:
-    """Of each two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal; and
-    the column of each row in it, (K, K, P)."""
+    """For every two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal;
+    and each row's column in it, (K, K, P)."""
     stages, width = groups.shape
     slowest, match = np.zeros((stages, stages)), np.zeros((stages, stages, width), np.int64)
     for i in range(stages):

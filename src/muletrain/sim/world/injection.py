@@ -1,4 +1,4 @@
-"""A scenario's faults, carried out on the peers of a virtual world."""
+"""Carry out a scenario's faults on the peers of a virtual world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Injection:
-    """Those that wait for a frame are kept here until it is sent."""
+    """Carries out faults, some of which wait for a frame."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -25,7 +25,7 @@ class Injection:
         world.hub.sending = self._sending
 
     async def inject(self, fault: Fault) -> None:
-        """At its time, and until it is over."""
+        """Begin a fault at its time, and end it."""
         world, name = self._world, fault.who[0] if fault.who else ""
         await world.clock.sleep(fault.at_s)
         if fault.kind == "join":
@@ -61,7 +61,7 @@ class Injection:
                 world.say(f"over: {fault}")
 
     def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What begins and what ends a fault that lasts."""
+        """The actions that begin and end a lasting fault."""
         world, hub, name = self._world, self._world.hub, fault.who[0] if fault.who else ""
         pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
         sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
@@ -83,7 +83,7 @@ class Injection:
         return switches[fault.kind]
 
     def _sending(self, sender: str, kind: str) -> None:
-        """A peer has an appointment at its nth frame of some kind."""
+        """Apply a fault that waits for a peer's nth frame of some kind."""
         world = self._world
         world.look_at(sender)
         for fault, sent in self._doomed:
@@ -115,8 +115,7 @@ class Injection:
                 disk.hang() if broken else disk.recover()
 
     def _damaged(self, sender: str, receiver: str, packed: bytes) -> bytes:
-        """Where libp2p's encryption would notice: a frame of a damaging peer comes with a flipped bit in its prefix,
-        once."""
+        """Flip a bit in the prefix of one frame of a damaging peer, which libp2p's encryption would notice."""
         if sender not in self._damaging:
             return packed
         self._damaging.discard(sender)

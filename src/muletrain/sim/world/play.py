@@ -1,4 +1,4 @@
-"""Plays a scenario in a virtual world to its end, and judges what came of it."""
+"""Play a scenario in a virtual world to its end, and judge the result."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Scenario
 
 LIMIT_S = 6000.0
-"""Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
+"""Virtual seconds after which a run counts as hung: several of the protocol's longest waits in a row."""
 IN_MEMORY = Path("/dev/shm")
-"""A folder that no disk is waited for, on Linux."""
+"""A folder in memory, on Linux."""
 
 
 def play(scenario: Scenario) -> Outcome:
@@ -47,7 +47,7 @@ def play(scenario: Scenario) -> Outcome:
 
 
 async def _run(outcome: Outcome, folder: Path, history: reference.History) -> dict[str, dict[str, Tensor]]:
-    """Once; or until the power fails, and again from what was written."""
+    """Play once, or until the power fails and again from the written state."""
     scenario = outcome.scenario
     world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
     states = await world.run(Injection(world).inject)

@@ -1,7 +1,7 @@
-"""What a seed stands for: a base, as ever, and in most worlds one to three kinds of rarer things, so that each world
-stays small.
+"""Draw the scenario of a seed: a small world with faults (``basic``), and in most worlds one to three rarer kinds of
+events, so that each world stays small.
 
-Each kind has dice of its own: older seeds change little when a kind is added.
+Each kind has its own dice, so a new kind changes few older seeds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Scenario
 
 SHARE = 0.05
-"""Of the seeds in which a kind is drawn, if the world allows it, and there are not ``MOST`` already."""
+"""Share of the seeds in which a kind is drawn, if the world allows it and has fewer than ``MOST`` kinds."""
 MOST = 3
 KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disk_faults.KINDS, **settings.KINDS}
-"""Those that change a world, in the order in which they do; ``sizes.KINDS`` come before."""
+"""Kinds that change a world; ``large.KINDS`` come before."""
 
 
 def draw(seed: int) -> Scenario:
-    """The same scenario for the same seed."""
+    """Draw a scenario, the same for the same seed."""
     size = large.draw(seed)
     drawn = basic.draw(seed, size) if size is None else replace(basic.draw(seed, size[1]), kinds=(size[0],))
     drawn = drawn if size is None else large.finished(drawn)

@@ -1,4 +1,4 @@
-"""The fleet, its work and its faults, as seeds have always drawn them; ``draws`` adds what is rarer."""
+"""Draw a small fleet, its work and its faults; ``draws`` adds rarer events."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 PARTITIONED = 0.2
 """Share of the scenarios that are about a partition."""
 LASTING, LONGER_S, TOGETHER_S = 0.3, (2.0, 6.0), 15.0
-"""Of those the share in which sides train on for so much longer; and the run goes on when they have met."""
+"""Share of partitions after which sides train on for some seconds more, and how long the run continues after they
+meet [s]."""
 DELAYED = 0.3
 """Share of the scenarios with delayed updates."""
 PLANNED = 0.2
 """Share of the scenarios with planned membership."""
 SHARED = 0.5
-"""Of those the share in which peers of smaller stages serve several pipelines."""
+"""Share of planned scenarios in which peers of smaller stages serve several pipelines."""
 LARGE = 0.25
 """Share of the scenarios with large tensors: links are narrow for them, and averaging takes ``AVERAGING_S``, if all
 links are alike."""
 AVERAGING_S = (2.0, 40.0)
 GRADIENT = 54_000
-"""Bytes of the largest stage's."""
+"""Bytes of the largest stage's gradient."""
 
 HANGING, ALONE = 0.3, 0.4
-"""Share of worlds with a device that hangs, if that can be survived; and of those the share in which nothing else
-happens."""
+"""Share of worlds with a hanging device, if that can be survived; and the share of these without other faults."""
 LOSES_A_STAGE = 0.4
 """Share of worlds in which, if that can be survived, a stage loses all its peers."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a world that is not small. Fields that are None are drawn as ever."""
+    """The size of a world that is not small; fields that are None are drawn."""
 
     stages: tuple[int, ...] | None = None
     steps: int | None = None
@@ -46,7 +46,7 @@ class Size:
 
 
 def draw(seed: int, size: Size | None = None) -> Scenario:
-    """Worlds of another ``size`` have no partitions, and tensors are small there."""
+    """Draw a scenario. Worlds with a ``size`` have no partitions and only small tensors."""
     return _with_large_tensors(_draw(seed, Size())) if size is None else _draw(seed, size)
 
 
@@ -179,7 +179,7 @@ def _hanging(rng: random.Random, span: float, sound: list[str]) -> list[Fault]:
 
 
 def _with_large_tensors(drawn: Scenario) -> Scenario:
-    """Or as it is. Everything takes as much longer: faults come later."""
+    """Enlarge the tensors in some worlds: everything takes longer, and faults come later."""
     rng = random.Random(f"large/{drawn.seed}")
     if rng.random() > LARGE:
         return drawn
@@ -206,7 +206,7 @@ def _with_large_tensors(drawn: Scenario) -> Scenario:
 
 
 def _moving_along(rng: random.Random, faults: list[Fault], mortal: dict[int, list[str]]) -> list[Fault]:
-    """Of every other peer that moves, one of another stage that moves to the same stage at the same moment."""
+    """For every other peer that moves, a peer of another stage moves to the same stage at the same moment."""
     also: list[Fault] = []
     for fault in [f for f in faults if f.kind == "move"]:
         stage = stage_of(fault.who[0])
@@ -229,8 +229,8 @@ def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: f
 
 
 def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alone: bool) -> list[Fault]:
-    """In every third world somebody computes wrongly for a while, and may be expelled for it. What is finite stands out
-    only where a replica has a gradient of the same step, which no other fault must prevent (``alone``)."""
+    """In every third world a peer computes wrongly for a while, and may be expelled. Finite errors stand out only if
+    a replica has a gradient of the same step, which no other fault may prevent (``alone``)."""
     if not victims or rng.random() > 1 / 3:
         return []
     how = rng.choice(["nan", "activations", "huge"] if alone else ["nan", "activations"])
@@ -238,8 +238,8 @@ def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alon
 
 
 def _partitioned(seed: int, rng: random.Random) -> Scenario:
-    """A fleet of which both sides of a partition can go on, in most cases, and up to three other faults. Nobody dies:
-    the newest state of a stage may be on one side only."""
+    """Draw a partition, of which in most cases both sides can go on, and up to three other faults. Nobody dies,
+    because one side may have a stage's newest state."""
     stages = tuple(rng.randint(2, 3) for _ in range(rng.randint(2, 3)))
     base = Scenario(seed, stages, 2, rng.randint(4, 9), rng.randint(4, 7), rng.choice([0.0, 0.01, 0.1]), ())
     span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / 2
@@ -273,7 +273,7 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
 
 
 def _one_trains(trainers: list[tuple[str, int]], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """Without trainers no run goes on: the last to be killed of them, or to hang, is spared, if the others are gone."""
+    """Spare the last trainer that would be killed or hang if the others are gone: no run goes on without trainers."""
     gone = [f for f in faults if f.kind in ("kill", "leave", "hang") and f.who[0] in {p for p, _ in trainers}]
     kills = [f for f in gone if f.kind != "leave"]
     if not kills or {f.who[0] for f in gone} != {p for p, _ in trainers}:
