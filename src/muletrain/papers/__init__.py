@@ -1,8 +1,8 @@
-"""The papers' tables and figures, held against what follows from what they say: a module per subject, ``baselines`` for
-the systems that they compare with, ``report`` for Markdown and pictures.
+"""The papers' tables and figures beside what our models compute: a module per subject, ``baselines`` for the systems
+that the papers compare with, ``rendering`` for Markdown and pictures.
 
-Every reproduction says which of its numbers are calibration (fitted to what they are compared with) and which
-prediction. Fits are made here, each time, by least squares; no fitted constant is written down.
+Every reproduction tells which of its numbers are calibration (fitted to what they are compared with) and which are
+predictions. Fits are made here each time, by least squares; no fitted constant is written down.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INDEX = {
 
 
 def reproduce(name: str) -> Reproduction:
-    """Raises ConfigError for an unknown name."""
+    """Reproduce one table or figure. Raises ConfigError for an unknown name."""
     if name not in INDEX:
         raise ConfigError(f"no reproduction {name!r}; there are {', '.join(INDEX)}")
     module, function, _ = INDEX[name]

@@ -27,11 +27,11 @@ LOAD_BYTES_PER_S = 12e9
 FP32_FLOP_PER_S, FP16_FLOP_PER_S = 10.9e12, 50e12
 THROTTLED_BYTES_PER_S = 400e6 / 8
 GPUS = MINIBATCHES = 4
-"""Of a server; minibatches that are accumulated (sec. V-B1)."""
+"""GPUs of a server; minibatches that are accumulated (sec. V-B1)."""
 REACHED_BYTES_PER_S = 610e6 / 8
-"""Of 10 Gb/s, through gRPC (sec. III-B2)."""
+"""Bytes/s that gRPC reaches on 10 Gb/s (sec. III-B2)."""
 STATES_BYTES = 16
-"""A parameter with gradient and Adam's moments, fp32."""
+"""Bytes of a parameter with gradient and Adam's moments, fp32."""
 PAYLOADS_MIB = {
     "gpt3-125m": 6,
     "gpt3-350m": 8,
@@ -42,27 +42,27 @@ PAYLOADS_MIB = {
     "gpt3-13b": 40,
     "gpt3-175b": 96,
 }
-"""Table II."""
+"""Activations by model, from table II [MiB]."""
 
 
 def accumulation(param_bytes: float, flop_per_s: float, *, width: int = WIDTH, tokens: int = TOKENS) -> float:
-    """C, as a real number; at least so many minibatches are needed."""
+    """C as a real number: at least so many minibatches hide the loading."""
     return param_bytes * flop_per_s / (2 * tokens * LOAD_BYTES_PER_S * (1 + tokens / (6 * width)))
 
 
 def params() -> float:
-    """Two blocks and the (shared) embedding."""
+    """Parameters of two blocks and the (shared) embedding."""
     return 12.0 * BLOCKS * WIDTH**2 + VOCAB * WIDTH
 
 
 def minibatch_s() -> float:
-    """Forward and backward of one sequence on a GPU that never waits [s]."""
+    """Seconds of one sequence, forward and backward, on a GPU that never waits."""
     return 3 * (2 * params() * TOKENS + BLOCKS * 4 * TOKENS**2 * WIDTH) / FP32_FLOP_PER_S
 
 
 def speed_over(schedule: str, *, shared: bool, relayed: bool = False) -> float:
-    """ATOM's GPU time a minibatch over the baseline's, on four GPUs at 400 Mb/s. ``relayed``: each transfer by way of
-    the client."""
+    """ATOM's GPU time per minibatch over the baseline's, on four GPUs at 400 Mb/s. ``relayed``: the client relays
+    each transfer."""
     order = {"GPipe": gpipe, "PipeDream": one_f_one_b}[schedule](GPUS, MINIBATCHES)
     stage = StageTime(minibatch_s() / GPUS / 3, minibatch_s() / GPUS * 2 / 3)
     sent = 4.0 * TOKENS * WIDTH * (2 if relayed else 1)
@@ -71,7 +71,7 @@ def speed_over(schedule: str, *, shared: bool, relayed: bool = False) -> float:
 
 
 def lockstep_over_gpipe(links_busy: int) -> float:
-    """The same if every one of GPipe's slots lasted as long as a stage and two transfers at a ``links_busy``-th of the
+    """The same if each of GPipe's slots lasted as long as a stage and two transfers at a ``links_busy``-th of the
     link."""
     transfer_s = links_busy * 4.0 * TOKENS * WIDTH / THROTTLED_BYTES_PER_S
     slots = MINIBATCHES + GPUS - 1
@@ -79,7 +79,7 @@ def lockstep_over_gpipe(links_busy: int) -> float:
 
 
 def reproduce() -> Reproduction:
-    """ATOM: C, "up to 20 x", and the sizes around them."""
+    """Reproduce ATOM: C, "up to 20 x", and the sizes around them."""
     cases = (
         ("fp32", 4, FP32_FLOP_PER_S, 1),
         ("fp16", 2, FP16_FLOP_PER_S, 2),

@@ -301,7 +301,7 @@ def _hops_after(
 ) -> float:
     """Rest of ``room`` after the changed hops; negative as soon as it is used up."""
     stages, width = groups.at.shape
-    for c in range(changes):  # whoever joins has to reach somebody in time
+    for c in range(changes):  # each joining device must reach one in time
         for k in (new.stage[c] - 1, new.stage[c] + 1):
             if 0 <= k < stages:
                 nearest_s, row = np.inf, problem.link[new.joins[c]]

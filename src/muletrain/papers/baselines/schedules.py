@@ -22,7 +22,7 @@ Task = tuple[Kind, int]
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage computes for one microbatch [s]; recomputation belongs to the backward pass."""
+    """Seconds that one stage computes for one microbatch; recomputation counts as backward."""
 
     forward_s: float
     backward_s: float
@@ -30,8 +30,8 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Link:
-    """Between neighbours. ``ack_s``: from the arrival until the sender goes on, uniform between the two; ``shared``:
-    all transfers queue for one link."""
+    """A link between neighbours. ``ack_s``: from the arrival until the sender continues, uniform between the two;
+    ``shared``: all transfers queue for one link."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -64,8 +64,8 @@ def one_f_one_b(stages: int, microbatches: int) -> list[list[Task]]:
 def step_s(
     orders: Sequence[Sequence[Task]], times: Sequence[StageTime], sent_bytes: float, link: Link, *, seed: int = 0
 ) -> float:
-    """Until the last stage is done with its last task [s]. ``sent_bytes``: activations of a microbatch; its gradients
-    are as large."""
+    """Play a schedule; return when the last stage ends its last task [s]. ``sent_bytes``: of a microbatch's
+    activations; its gradients are as large."""
     draw = random.Random(seed)
     stages, transfer_s = len(orders), sent_bytes / link.bytes_per_s
     done = [0] * stages
@@ -97,7 +97,6 @@ def step_s(
 
 
 def steady_s(times: Sequence[StageTime], sent_bytes: float, link: Link, microbatches: int) -> float:
-    """PipeDream without flush: nobody waits for a step's end, so the slowest stage's time for so many microbatches
-    [s]."""
+    """Seconds of PipeDream without flush: nobody waits for the end of a step, so the slowest stage counts."""
     sending_s = 2 * (sent_bytes / link.bytes_per_s + link.latency_s + sum(link.ack_s) / 2)
     return microbatches * (max(t.forward_s + t.backward_s for t in times) + sending_s)

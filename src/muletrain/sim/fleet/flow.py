@@ -1,7 +1,7 @@
 """Flow fidelity: a run under churn on rates instead of messages, so that days with thousands of machines take seconds.
 
 Machines of a kind are alike, and everything flows at a constant rate (``rates``) between two events: a machine leaves,
-comes or moves. The policies that decide in production decide here too: where newcomers go (``machines.seat``), who
+comes or moves. The policies that decide in production decide here too: where newcomers go (``setting.seat``), who
 moves, and who fills a stage that lost all its peers (``strategies.swarm``).
 """
 
