@@ -22,10 +22,10 @@ from muletrain.events import Event, EventLog, PeerJoined, StepApplied, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.cost import service_s
 from muletrain.runtime.core.plan import Plan
-from muletrain.sim.fleet.actors import Actors
-from muletrain.sim.fleet.calibrate import calibrated, fit, observe
+from muletrain.sim.fleet.calibration import calibrated, fit, observe
 from muletrain.sim.fleet.flow import Weather
-from muletrain.sim.machines import run_cost, setting
+from muletrain.sim.fleet.protocol import Actors
+from muletrain.sim.setting import run_cost, setting
 
 TINY = (
     "model.width=64",
@@ -98,7 +98,7 @@ def played(folder: Path, costs: Costs, seconds: float = 60.0) -> None:
     scene = calibrated(setting(load_fleet(folder / "fleet.toml"), config, ModelSpec.from_config(config.model)), costs)
     actors = Recorded(scene, config, Weather(), seconds, trainers=2, seed=0)
     actors.folder = folder
-    for member in actors._genesis.members:
+    for member in actors.genesis.members:
         process = actors.process(member.name)
         write(folder, process, [joined(process, member.stage)])
     actors.play()

@@ -16,7 +16,7 @@ from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.fleet.simulation import Fidelity, simulate_fleet, weather
-from muletrain.sim.machines import seated, setting
+from muletrain.sim.setting import seated, setting
 from muletrain.sim.steps import steps
 from muletrain.sim.steps.steps import cast
 from muletrain.timeline import chrome_trace
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Fleet
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.sim.fleet.ledger import Outcome
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.fleet.accounts import Outcome
+    from muletrain.sim.setting import Setting
 
 AGREE = 0.05
 SETTINGS = (

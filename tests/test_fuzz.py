@@ -26,8 +26,9 @@ from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import draws, reference
-from muletrain.sim.world.draws import sizes
-from muletrain.sim.world.draws.base import draw
+from muletrain.sim.world.draws import large
+from muletrain.sim.world.draws.basic import draw
+from muletrain.sim.world.links import Links
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.shrink import as_code, shrunk
@@ -77,7 +78,7 @@ def test_thirty_seeds_keep_every_promise() -> None:
 
 def test_each_kind_is_drawn_in_twenty_of_a_thousand_seeds() -> None:
     drawn = Counter(kind for seed in range(1000) for kind in draws.draw(seed).kinds)
-    assert {kind for kind in (*draws.KINDS, *sizes.KINDS) if drawn[kind] < 20} == set()
+    assert {kind for kind in (*draws.KINDS, *large.KINDS) if drawn[kind] < 20} == set()
 
 
 def test_what_breaks_a_promise_is_made_smaller_until_nothing_can_be_left_out() -> None:

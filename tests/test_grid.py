@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from muletrain.sim.machines import Setting, seated
+from muletrain.sim.setting import Setting, seated
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "sim_grid"
 PACED = '[[machines]]\nname = "a"\ncount = 4\nforward_ms = 200\nbackward_ms = 400\n'

@@ -28,7 +28,7 @@ from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
 from muletrain.sim.world import reference
-from muletrain.sim.world.draws.base import draw
+from muletrain.sim.world.draws.basic import draw
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable

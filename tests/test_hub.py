@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning import allocate as front
-from muletrain.planning import hub_annealing, hybrid
+from muletrain.planning import hub_annealing, hub_clustering
 from muletrain.planning.allocate import SEARCHES
-from muletrain.planning.hub import HubStage, HubTask, evaluate
-from muletrain.planning.hub_annealing import State, _Chain, _with_layers
+from muletrain.planning.hub_annealing import State, Walk, with_layers
 from muletrain.planning.hub_pace import Group, Pace, fastest, smooth
+from muletrain.planning.hub_task import HubStage, HubTask, evaluate
 from muletrain.planning.partition import Capacity, Chain, partition_chain
 from muletrain.planning.pipelines import shortest_path
 
@@ -208,11 +208,11 @@ def test_a_search_knows_what_the_evaluator_says(seed: int) -> None:
     task = replace(task, chain=replace(task.chain, work=(2e12,) * 8))
     pace = Pace(task)
     state: State = (Group((0, 1, 2), (3, 4, 5), (6, 7, 8, 9)),)
-    chain = _Chain(task, pace, state, random.Random(seed), fixed=False)
+    chain = Walk(task, pace, state, random.Random(seed), fixed=False)
     seen = set[int]()
     for _ in range(600):
-        state = chain._propose(state) or state
-        stages = _with_layers(task, pace, state)
+        state = chain.propose(state) or state
+        stages = with_layers(task, pace, state)
         time_s, smooth_s = pace.of(state)
         assert time_s >= smooth_s * (1 - 1e-9)
         if stages is None:
@@ -263,7 +263,7 @@ def regions(sizes: list[int], far_ms: float, clients: int = 0) -> HubTask:
 
 def test_clusters_are_the_places() -> None:
     task = regions([2, 3, 1], 50.0)
-    levels = list(hybrid.levels(task, hybrid.distances(task)))
+    levels = list(hub_clustering.levels(task, hub_clustering.distances(task)))
     assert [len(level) for level in levels] == [1, 2, 3, 4, 5, 6]
     assert sorted(levels[2]) == [(0, 1), (2, 3, 4), (5,)]
     assert all(sorted(d for c in level for d in c) == list(range(6)) for level in levels)
@@ -271,7 +271,7 @@ def test_clusters_are_the_places() -> None:
 
 def test_in_one_place_clusters_are_of_equal_speed() -> None:
     task = replace(regions([6], 0.0), flops=(5e12, 1e12, 1e12, 1e12, 1e12, 1e12))
-    two = list(hybrid.levels(task, hybrid.distances(task)))[1]
+    two = list(hub_clustering.levels(task, hub_clustering.distances(task)))[1]
     assert sorted(two) == [(0,), (1, 2, 3, 4, 5)]
 
 
@@ -285,13 +285,13 @@ def test_the_paper_divides_until_transfers_cost_more_than_eq_3_gains() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_order_of_stages_is_the_best_there_is(seed: int) -> None:
     task = task_of(seed, 9, 0)
-    edges = hybrid.distances(task)
-    clusters = list(hybrid.levels(task, edges))[6]
-    ordered = hybrid.in_order(clusters, edges, np.random.default_rng(seed))
+    edges = hub_clustering.distances(task)
+    clusters = list(hub_clustering.levels(task, edges))[6]
+    ordered = hub_clustering.in_order(clusters, edges, np.random.default_rng(seed))
     assert sorted(ordered) == sorted(clusters)
-    weights = hybrid.coarse(ordered, edges)
+    weights = hub_clustering.coarse(ordered, edges)
     length = sum(weights[k, k + 1] for k in range(len(ordered) - 1))
-    assert length == pytest.approx(shortest_path(hybrid.coarse(clusters, edges))[0], rel=0.02)
+    assert length == pytest.approx(shortest_path(hub_clustering.coarse(clusters, edges))[0], rel=0.02)
 
 
 def test_servers_take_the_nearer_side_and_clients_the_nearest_stage() -> None:

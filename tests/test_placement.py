@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from muletrain.cli.main import app
 from muletrain.config.matrices import load_matrices, shipped
 from muletrain.errors import ConfigError
-from muletrain.papers import dtfm
+from muletrain.papers import dtfm_networks
 from muletrain.papers import dtfm_searches as paper
 from muletrain.planning import annealing, regrouping
-from muletrain.planning.dtfm import FastLinks, Groups, KernighanLin, evolve, random_placements
+from muletrain.planning.evolutionary import FastLinks, Groups, KernighanLin, evolve, random_placements
 from muletrain.planning.matching import bottleneck, bottlenecks, compiled, scratch
 from muletrain.planning.pipelines import shortest_path
 from muletrain.planning.place import SEARCHES, Placement, place
@@ -267,12 +267,12 @@ class State:
     """A placement that moves are tried on, and what it costs by what others say."""
 
     def __init__(self, task: Task, seed: int) -> None:
-        self.problem, self.rng = annealing._problem(task), np.random.default_rng(seed)
-        self.groups = annealing._Member(task, self.problem, self.rng).groups
+        self.problem, self.rng = annealing.problem_of(task), np.random.default_rng(seed)
+        self.groups = annealing.Walker(task, self.problem, self.rng).groups
         self.kept, self.new, self.scratch = regrouping.working(*self.groups.at.shape, len(self.problem.link))
 
     def settle(self, weight: float) -> None:
-        regrouping._settle(self.problem, self.groups, self.kept, self.scratch, weight)
+        regrouping.settle(self.problem, self.groups, self.kept, self.scratch, weight)
 
     def move(self, kind: Any, weight: float, room: float) -> bool:
         return bool(kind(self.problem, self.groups, self.kept, self.new, self.scratch, weight, room, self.rng))
@@ -291,20 +291,20 @@ class State:
 
     def kept_costs(self) -> tuple[float, float]:
         guide = self.kept.slowest.mean() + 2 * self.kept.guides.sum()
-        return regrouping._cost(self.kept), float(guide)
+        return regrouping.cost(self.kept), float(guide)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weight", [0.0, 0.4])
 @pytest.mark.parametrize("task", MOVES, ids=lambda task: str(task.replicas))
 def test_sums_kept_from_move_to_move_are_those_of_the_placement(task: Task, weight: float) -> None:
-    state, taken = State(task, 0), {regrouping._exchanged: 0, regrouping._reversed: 0}
+    state, taken = State(task, 0), {regrouping.swap_devices: 0, regrouping.reverse_stages: 0}
     state.settle(weight)
     for n in range(200):
-        kind = (regrouping._exchanged, regrouping._reversed)[n % 4 == 3]
+        kind = (regrouping.swap_devices, regrouping.reverse_stages)[n % 4 == 3]
         before, (cost_s, guide_s) = [part.copy() for part in state.groups], state.costs()
         room = float(state.rng.exponential(2.0))
-        moved = state.move(kind, weight, room if kind is regrouping._exchanged else room / 2)
+        moved = state.move(kind, weight, room if kind is regrouping.swap_devices else room / 2)
         taken[kind] += moved
         after_s, after_guide_s = state.costs()
         assert after_s + weight * after_guide_s <= cost_s + weight * guide_s + room + 1e-9
@@ -316,15 +316,17 @@ def test_sums_kept_from_move_to_move_are_those_of_the_placement(task: Task, weig
         for k, row in enumerate(state.groups.at.tolist()):
             m = int(state.problem.sizes[state.groups.size[k]])
             assert row == list(slots(row[:m], task.pipelines))
-    assert taken[regrouping._exchanged] > 15
-    assert taken[regrouping._reversed] > 3 or len(task.replicas) == 2, "two stages are the same the other way round"
+    assert taken[regrouping.swap_devices] > 15
+    assert taken[regrouping.reverse_stages] > 3 or len(task.replicas) == 2, (
+        "two stages are the same the other way round"
+    )
 
 
 @pytest.mark.parametrize("task", MOVES, ids=lambda task: str(task.replicas))
 def test_what_was_best_on_the_way_is_kept(task: Task) -> None:
     """Its cost is the sum of many changes: a wrong one would be lower than the truth, or never be found."""
-    problem, rng = annealing._problem(task), np.random.default_rng(0)
-    member = annealing._Member(task, problem, rng)
+    problem, rng = annealing.problem_of(task), np.random.default_rng(0)
+    member = annealing.Walker(task, problem, rng)
     (first_s, _), lowest_s = member.cool(0, 1.0, 0.0), math.inf
     for temperature, weight in ((1.0, 0.4), (0.3, 0.2), (0.1, 0.0)):
         best_s, last = member.cool(3000, temperature, weight)
@@ -344,21 +346,21 @@ def test_what_was_best_on_the_way_is_kept(task: Task) -> None:
 def test_members_that_do_well_are_continued_by_several() -> None:
     """As often as their weight says at the colder temperature."""
     task = task_of(1, (4, 4, 4))
-    population = annealing._Population(task, annealing._problem(task), 8, 0.3, np.random.default_rng(0))
-    costs = [cost_s for cost_s, _ in population._ends]
+    population = annealing.Population(task, annealing.problem_of(task), 8, 0.3, np.random.default_rng(0))
+    costs = [cost_s for cost_s, _ in population.ends]
 
     def resampled(colder: float) -> list[float]:
-        population._resample(colder, np.random.default_rng(0))
-        return [member.cool(0, 1.0, 0.0)[0] for member in population._members]
+        population.resample(colder, np.random.default_rng(0))
+        return [member.cool(0, 1.0, 0.0)[0] for member in population.walkers]
 
     assert resampled(0.0) == pytest.approx(costs), "no colder, no choice"
     assert resampled(1e6) == pytest.approx([min(costs)] * len(costs))
-    a, b = population._members[:2]
+    a, b = population.walkers[:2]
     assert not np.shares_memory(a.groups.at, b.groups.at), "each goes on by itself"
 
 
 def test_the_same_is_found_on_any_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(annealing, "_move_s", lambda task: 1e-3)  # time for few moves only
+    monkeypatch.setattr(annealing, "move_s", lambda task: 1e-3)  # time for few moves only
     task, found = task_of(1, (4,) * 6), []
     for cores in (1, 3):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
@@ -377,7 +379,8 @@ def test_what_is_at_the_bound_is_not_improved() -> None:
 
 @pytest.mark.parametrize("local", [FastLinks, KernighanLin])
 def test_local_searches_keep_the_sizes_of_groups(local: type[FastLinks] | type[KernighanLin]) -> None:
-    groups = Groups(task_of(3, (3, 3, 2), 2), np.random.default_rng(3))
+    task = task_of(3, (3, 3, 2), 2)
+    groups = Groups(task, np.random.default_rng(3))
     search, moved = local(groups), 0
     for _ in range(20):
         labels = groups.draw()
@@ -385,7 +388,7 @@ def test_local_searches_keep_the_sizes_of_groups(local: type[FastLinks] | type[K
         assert np.array_equal(np.bincount(better), groups.sizes)
         assert np.array_equal(better == 3, labels == 3), "those left out stay out"
         moved += not np.array_equal(labels, better)
-        assert groups.cost(better) == pytest.approx(evaluate(search._groups._task, groups.assignment(better)).cost_s)
+        assert groups.cost(better) == pytest.approx(evaluate(task, groups.assignment(better)).cost_s)
     assert moved > 5
 
 
@@ -462,7 +465,7 @@ def test_a_seed_is_honoured(search: str) -> None:
 @pytest.mark.parametrize("search", ["dtfm", "muletrain"])
 def test_the_time_limit_is_kept_and_told(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours by a machine that is a hundred times slower than the slowest it reckons with: it cools down all the same."""
-    monkeypatch.setattr(annealing, "_move_s", lambda task: 2e-8)
+    monkeypatch.setattr(annealing, "move_s", lambda task: 2e-8)
     task, started = paper.task_of("dtfm-case5"), time.monotonic()
     found = place(task, search, time_limit_s=1.0)
     assert time.monotonic() - started < 5
@@ -539,7 +542,7 @@ def test_the_proven_optimum_is_found(case: int, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_published_searches_end_where_they_did() -> None:
-    found = dtfm.reproduce()
+    found = dtfm_networks.reproduce()
     assert [str(b) for b in found.bars if not b.met] + [s.stated for s in found.statements if not s.holds] == []
 
 

@@ -1,4 +1,4 @@
-"""``muletrain plan FLEET.toml``: schedules and swapping by hand, predictions against the simulator, and errors that say
+"""``muletrain plan FLEET.toml``: averaging and swapping by hand, predictions against the simulator, and errors that say
 what to change."""
 
 from __future__ import annotations
@@ -26,14 +26,11 @@ from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
 from muletrain.planning.allocate import allocate
-from muletrain.planning.hub import evaluate
-from muletrain.planning.schedules import ORDERS, Station, pass_s, play
+from muletrain.planning.hub_task import evaluate
 from muletrain.planning.splits import (
     Member,
     Swapper,
     averaging_s,
-    pipeline_shares,
-    pipeline_split,
     recommend,
     shared_out,
     swap_split,
@@ -41,7 +38,6 @@ from muletrain.planning.splits import (
 from muletrain.planning.swapping import Layer, accumulation, held_bytes, round_s, swapping
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
-from muletrain.sim.machines import UPDATE_S
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
@@ -49,82 +45,11 @@ from muletrain.sim.plan.hub import segments
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import NoSteps, Settled, played_step_s, promising, settled
-from muletrain.strategies.pipeline import in_flight
+from muletrain.sim.setting import UPDATE_S
 
 ROOT = Path(__file__).parents[1]
-BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-TIMES = st.floats(0.1, 3.0)
 
-# --- schedules ---------------------------------------------------------------------------------------------------------
-
-
-@BOTH
-def test_equal_stages_without_links_have_the_textbook_s_bubble(schedule: Any) -> None:
-    """Huang et al. 2019, sec. 2.3: stages - 1 of microbatches + stages - 1 slots."""
-    stations = (Station(1.0, 2.0),) * 4
-    assert pass_s(schedule, stations, 8) == pytest.approx((8 + 4 - 1) * 3.0)
-
-
-def test_links_by_hand() -> None:
-    """One microbatch: there and back, the last stage does both at once; of two the second comes while the first
-    computes."""
-    first, last = Station(1.0, 2.0, on_s=0.5, on_delay_s=0.25), Station(1.0, 2.0, back_s=0.5, back_delay_s=0.25)
-    for schedule in ORDERS:
-        assert pass_s(schedule, (first, last), 1) == pytest.approx(1 + 0.75 + 3 + 0.75 + 2)  # type: ignore[arg-type]
-        assert pass_s(schedule, (first, last), 2) == pytest.approx(1 + 0.75 + 3 + 3 + 0.75 + 2)  # type: ignore[arg-type]
-
-
-def test_what_waits_goes_first_as_the_schedule_says() -> None:
-    """The first stage's forward passes, of 1 s, come before or between its backward passes, of 3 s."""
-    slow = (Station(1.0, 3.0), Station(0.1, 0.1))
-    assert pass_s("gpipe", slow, 3) == pytest.approx(3 + 3 * 3)
-    # one may wait behind the one that is computed, so the third forward comes after both of their backward passes
-    assert pass_s("1f1b", slow, 3) == pytest.approx(1 + 1 + 3 + 3 + 1 + 0.2 + 3)
-    assert pass_s("1f1b", (Station(1.0, 3.0), Station(5.0, 5.0)), 2) == pytest.approx(1 + 10 + 10 + 3)
-
-
-def test_a_send_slot_sends_one_thing_after_another() -> None:
-    narrow = (Station(1.0, 1.0, on_s=10.0), Station(1.0, 1.0, back_s=0.0))
-    assert pass_s("gpipe", narrow, 3) == pytest.approx(1 + 3 * 10 + 2 + 1)
-
-
-def test_an_uplink_and_a_downlink_are_shared_by_what_goes_both_ways() -> None:
-    """Gradients (2 s of the uplink) wait behind the second microbatch's activations (4 s), on paths of their own;
-    activations and gradients that come at the same time are taken one after the other."""
-    plain, sender = Station(1.0, 1.0), Station(1.0, 1.0, on_s=4.0, on_up_s=4.0, back_s=2.0, back_up_s=2.0)
-    assert pass_s("gpipe", (plain, sender, plain), 1) == pytest.approx(1 + 1 + 4 + 2 + 1 + 2 + 1)
-    assert pass_s("gpipe", (plain, sender, plain), 2) == pytest.approx(1 + 1 + 4 + 4 + 2 + 1 + 2 + 1)
-    ends = [
-        (Station(1, 1, on_s=3, on_down_s=down), plain, Station(1, 1, back_s=3, back_down_s=down)) for down in (0, 3)
-    ]
-    assert [pass_s("gpipe", stations, 3) for stations in ends] == pytest.approx([18, 21])
-
-
-@BOTH
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(TIMES, TIMES, TIMES, TIMES), min_size=1, max_size=5), st.integers(1, 9))
-def test_no_schedule_beats_its_busiest_slot(schedule: Any, times: list[tuple[float, ...]], microbatches: int) -> None:
-    stations = tuple(Station(f, b, on, 0.1, back, 0.1) for f, b, on, back in times)
-    end_s = pass_s(schedule, stations, microbatches)
-    assert end_s >= microbatches * max(s.forward_s + s.backward_s for s in stations) - 1e-9
-    once_s = sum(s.forward_s + s.backward_s + s.on_s + s.back_s + 0.2 for s in stations)
-    assert end_s <= microbatches * once_s + 1e-9
-
-
-@BOTH
-def test_what_is_extrapolated_is_what_would_be_played(schedule: Any) -> None:
-    stations = (Station(1.0, 2.0, 2.5, 0.4), Station(1.5, 2.2, 0.3, 0.4, 2.5, 0.4), Station(0.9, 2.0, 0, 0, 0.3, 0.4))
-    assert pass_s(schedule, stations, 500) == pytest.approx(play(schedule, stations, 500), rel=0.01)
-
-
-@BOTH
-def test_no_stage_owes_more_backwards_than_it_has_room_for(schedule: Any) -> None:
-    for stage, order in enumerate(ORDERS[schedule](4, 6)):
-        owed, most = 0, 0
-        for kind, _ in order:
-            owed += 1 if kind == "forward" else -1
-            most = max(most, owed)
-        assert most == in_flight(schedule, 4, stage, 6)
+# --- shares ------------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 500), st.lists(st.floats(0.01, 10), min_size=1, max_size=9))
@@ -132,15 +57,6 @@ def test_everything_is_shared_out_in_proportion(items: int, speeds: list[float])
     found = shared_out(items, speeds)
     assert sum(found) == items
     assert all(abs(n - items * v / sum(speeds)) < 1 + 1e-6 for n, v in zip(found, speeds, strict=True))
-
-
-def test_a_pipeline_s_step_by_hand() -> None:
-    """The slow pipeline gets a third; its 2 microbatches take 2 x 6 s, beside the other's 4 x 3 s."""
-    pipelines = [(Station(1.0, 2.0),), (Station(2.0, 4.0),)]
-    shares = pipeline_shares(pipelines, 6)
-    assert shares == (4, 2)
-    split = pipeline_split(pipelines, shares, "1f1b", 1.5)
-    assert (split.compute_s, split.bubble_s, split.pipeline_s, split.data_parallel_s) == pytest.approx((12, 0, 0, 1.5))
 
 
 def test_averaging_by_hand() -> None:
@@ -223,7 +139,7 @@ def test_a_hub_takes_what_the_paper_s_equations_say(tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(FLEET)
     run = load_config(None, [*TINY, "train.batch=64"])
     question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
-    task = plan_hub._task(question, run)
+    task = plan_hub.task_of(question, run)
     allocated = plan_hub.Allocated(question, run, task, allocate(task, seed=0, time_limit_s=0.1))
     split = allocated.split()
     assert split.compute_s + split.pipeline_s == pytest.approx(evaluate(task, allocated.found.stages).step_s)
@@ -415,13 +331,13 @@ def test_each_schedule_is_tried_on_the_layout_that_made_another_strategy_win(
     question = Question(
         load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages=2, microbatch=1
     )
-    whole = plan_pipeline._alike
+    whole = plan_pipeline.alike
 
     def narrow(*given: Any) -> list[Placed]:
         (found,) = whole(*given)
         return [replace(found, assignment=tuple(row[:1] for row in found.assignment))]
 
-    monkeypatch.setattr(plan_pipeline, "_alike", narrow)
+    monkeypatch.setattr(plan_pipeline, "alike", narrow)
     monkeypatch.setattr(plan_pipeline, "unequal", lambda *given: [])
     alone, swarm = plan_pipeline.predict(question, 0, 1.0), plan_swarm.predict(question)
     tried = plan_pipeline.tried_on(question, swarm, alone)

@@ -16,8 +16,8 @@ from muletrain.errors import ConfigError
 from muletrain.papers import INDEX, atom, dtfm_steps, hybrid, reproduce, swarm_rebalancing, swarm_systems
 from muletrain.papers import swarm_utilisation as utilisation
 from muletrain.papers.baselines import dedloc, megatron
-from muletrain.papers.baselines.pipeline import Link, StageTime, gpipe, one_f_one_b, steady_s, step_s
-from muletrain.papers.report import draw, write
+from muletrain.papers.baselines.schedules import Link, StageTime, gpipe, one_f_one_b, steady_s, step_s
+from muletrain.papers.rendering import draw, write
 from muletrain.papers.reproduction import Bar, Reproduction, Value
 
 INSTANT = Link(float("inf"))

@@ -25,7 +25,7 @@ from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.state import MAX_NUMBER
-from muletrain.sim.world.draws import base
+from muletrain.sim.world.draws import basic
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
@@ -142,7 +142,7 @@ def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() 
 def test_a_replica_that_left_the_step_to_others_is_waited_for_by_nobody() -> None:
     """Two companies, each of which waited for a member that had left the step to the other one. Found by 'muletrain
     fuzz'."""
-    outcome = play(base.draw(188))
+    outcome = play(basic.draw(188))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 60
 
@@ -150,14 +150,14 @@ def test_a_replica_that_left_the_step_to_others_is_waited_for_by_nobody() -> Non
 def test_a_step_that_one_of_two_replicas_did_alone_beyond_a_partition_is_taken_by_the_other() -> None:
     """It is at the next step by then, alone, and nobody can ask it any more what it had sealed. Found by 'muletrain
     fuzz'."""
-    outcome = play(base.draw(274))
+    outcome = play(basic.draw(274))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 120, "a wait for microbatches, unmeasured yet"
 
 
 def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
     """It has what the others miss, and no trainer runs that again while it says so. Found by 'muletrain fuzz'."""
-    outcome = play(base.draw(316))
+    outcome = play(basic.draw(316))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert said(outcome, "round_given_up")
     assert outcome.virtual_s < 60

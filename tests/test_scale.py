@@ -22,7 +22,7 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.machines import setting
+from muletrain.sim.setting import setting
 from tests.runners import runner_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from muletrain.runtime.core.plan import Plan
-    from muletrain.sim.fleet.ledger import Outcome
+    from muletrain.sim.fleet.accounts import Outcome
 
 
 def played(tmp_path: Path, peers: int, stages: int, batch: int, seconds: float) -> Outcome:

@@ -22,7 +22,7 @@ from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world import reference
-from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.injection import Injection
 from muletrain.sim.world.play import LIMIT_S
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import LEFT, Outcome, readable
@@ -42,7 +42,7 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
     """As ``play``, in a folder that stays."""
     outcome, history = Outcome(scenario), reference.history(scenario)
     world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
-    run_virtually(world.run(Faults(world).inject), LIMIT_S, outcome.violations)
+    run_virtually(world.run(Injection(world).inject), LIMIT_S, outcome.violations)
     assert outcome.violations == [], "\n".join(readable(outcome))
     return outcome
 

@@ -1,7 +1,8 @@
-"""Steps that are played without messages: against times by hand, and against the schedules of a single pipeline."""
+"""Steps that are played without messages: against times by hand, and against what slots and links allow."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -11,14 +12,15 @@ from hypothesis import strategies as st
 
 from muletrain.config.fleet import Link
 from muletrain.planning.cost import RunCost, StageCost, averages_at
-from muletrain.planning.schedules import Station, play
-from muletrain.sim.machines import Kind, Setting
+from muletrain.planning.splits import Station, roughly_s
+from muletrain.sim.setting import Kind, Setting
 from muletrain.sim.steps import steps
 from muletrain.sim.steps.steps import Cast, cast
 from muletrain.sim.steps.wires import Wires, without_links
 from muletrain.strategies.pipeline import Pipeline, Schedule
 
 MEBI = 2.0**20
+BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 KIND = Kind(
     name="a",
     region="x",
@@ -126,43 +128,86 @@ def test_a_narrow_uplink_is_shared_by_activations_and_gradients() -> None:
 TIMES = st.integers(1, 16).map(lambda n: n / 16)
 
 
-@settings(deadline=None, max_examples=60)
+def one_pipeline(every: Setting, schedule: Schedule) -> Cast:
+    """Machine ``s`` is of kind ``s`` where there are as many kinds as stages, else of kind 0."""
+    stages = len(every.cut)
+    names = tuple(f"p{s}" for s in range(stages))
+    strategy = Pipeline(tuple((name,) for name in names), (every.cost.microbatches,), schedule)
+    return Cast(tuple((s, s if len(every.kinds) == stages else 0) for s in range(stages)), (0,), strategy, names)
+
+
+def computing_s(every: Setting, schedule: Schedule) -> float:
+    return steps.play(every, one_pipeline(every, schedule)).computing_s
+
+
+@BOTH
+def test_equal_stages_without_links_have_the_textbook_s_bubble(schedule: Schedule) -> None:
+    """Huang et al. 2019, sec. 2.3: stages - 1 of microbatches + stages - 1 slots."""
+    equal = without_links(setting([[(1.0, 2.0)] * 4], microbatches=8))
+    assert computing_s(equal, schedule) == pytest.approx((8 + 4 - 1) * 3.0)
+
+
+@BOTH
+def test_links_by_hand(schedule: Schedule) -> None:
+    """One microbatch: there and back, the last stage does both at once; of two the second comes while the first
+    computes."""
+    one, two = (setting([[(1.0, 2.0)] * 2], 0.25, nbytes=1 << 19, microbatches=n) for n in (1, 2))
+    assert computing_s(one, schedule) == pytest.approx(1 + 0.75 + 3 + 0.75 + 2)
+    assert computing_s(two, schedule) == pytest.approx(1 + 0.75 + 3 + 3 + 0.75 + 2)
+
+
+def test_what_waits_goes_first_as_the_schedule_says() -> None:
+    """The first stage's forward passes, of 1 s, come before or between its backward passes, of 3 s."""
+    slow = without_links(setting([[(1.0, 3.0), (0.1, 0.1)]], microbatches=3))
+    assert computing_s(slow, "gpipe") == pytest.approx(3 + 3 * 3)
+    # one may wait behind the one that is computed, so the third forward comes after both of their backward passes
+    assert computing_s(slow, "1f1b") == pytest.approx(1 + 1 + 3 + 3 + 1 + 0.2 + 3)
+    slower = without_links(setting([[(1.0, 3.0), (5.0, 5.0)]], microbatches=2))
+    assert computing_s(slower, "1f1b") == pytest.approx(1 + 10 + 10 + 3)
+
+
+def test_a_send_slot_sends_one_thing_after_another() -> None:
+    narrow = setting([[(1.0, 1.0)] * 2], nbytes=10 << 20, microbatches=3)
+    narrow = replace(narrow, cost=replace(narrow.cost, backward_bytes=(0, 0)))
+    assert computing_s(narrow, "gpipe") == pytest.approx(1 + 3 * 10 + 2 + 1)
+
+
+def test_an_uplink_is_shared_by_what_goes_both_ways() -> None:
+    """Gradients (2 s of the uplink) wait behind the second microbatch's activations (4 s), on paths of their own."""
+    for microbatches, sending_s in (1, 4), (2, 4 + 4):
+        every = setting([[(1.0, 1.0)] * 3], nbytes=0, microbatches=microbatches, bytes_per_s=math.inf)
+        middle = replace(every.kinds[0], up_bytes_per_s=MEBI)
+        cost = replace(every.cost, forward_bytes=(0, 0, 4 << 20), backward_bytes=(0, 2 << 20, 0))
+        three = replace(
+            every, kinds=(every.kinds[0], middle, every.kinds[0]), links=(every.links[0] * 3,) * 3, cost=cost
+        )
+        assert computing_s(three, "gpipe") == pytest.approx(1 + 1 + sending_s + 2 + 1 + 2 + 1)
+
+
+@settings(deadline=None, max_examples=100)
 @given(
-    times_s=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=4),
+    times_s=st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=5),
     nbytes=st.integers(0, 3).map(lambda n: n << 18),
     delay_s=st.integers(0, 8).map(lambda n: n / 16),
-    microbatches=st.integers(1, 12),
+    microbatches=st.integers(1, 24),
     schedule=st.sampled_from(["gpipe", "1f1b"]),
 )
-def test_one_pipeline_takes_what_its_schedule_does(
+def test_one_pipeline_is_as_fast_as_its_slots_allow_and_about_as_fast_as_estimated(
     times_s: list[tuple[float, float]], nbytes: int, delay_s: float, microbatches: int, schedule: Schedule
 ) -> None:
-    """What plays schedules knows of no trainers, no seats and no end of a step."""
-    stages = len(times_s)
-    times_s = [
-        (f + 0.0007 * 2**0.5 * (s + 1), b + 0.0003 * 3**0.5 * (s + 2)) for s, (f, b) in enumerate(times_s)
-    ]  # no ties
-    chain = setting([times_s], delay_s, nbytes=nbytes, microbatches=microbatches)
-    sent_s = nbytes / MEBI
-    first, last = (lambda s: s == 0), (lambda s: s == stages - 1)
-    stations = tuple(
-        Station(
-            f,
-            b,
-            **({} if last(s) else {"on_s": sent_s, "on_delay_s": delay_s, "on_up_s": sent_s, "on_down_s": sent_s}),
-            **(
-                {}
-                if first(s)
-                else {"back_s": sent_s, "back_delay_s": delay_s, "back_up_s": sent_s, "back_down_s": sent_s}
-            ),
-        )
-        for s, (f, b) in enumerate(times_s)
+    chain, last, sent_s = (
+        setting([times_s], delay_s, nbytes=nbytes, microbatches=microbatches),
+        len(times_s) - 1,
+        nbytes / MEBI,
     )
-    names = tuple(f"p{s}" for s in range(stages))
-    strategy = Pipeline(tuple((name,) for name in names), (microbatches,), schedule)
-    who = Cast(tuple((s, 0) for s in range(stages)), (0,), strategy, names)
-    # what comes at (nearly) the same instant may take its turn in another order
-    assert steps.play(chain, who).computing_s == pytest.approx(play(schedule, stations, microbatches), rel=0.03)
+    on = {"on_s": sent_s, "on_delay_s": delay_s, "on_up_s": sent_s, "on_down_s": sent_s}
+    back = {"back_s": sent_s, "back_delay_s": delay_s, "back_up_s": sent_s, "back_down_s": sent_s}
+    stations = tuple(
+        Station(f, b, **(on if s < last else {}), **(back if s else {})) for s, (f, b) in enumerate(times_s)
+    )
+    took_s, once_s = computing_s(chain, schedule), sum(f + b for f, b in times_s) + 2 * last * (sent_s + delay_s)
+    assert microbatches * max(f + b for f, b in times_s) - 1e-9 <= took_s <= microbatches * once_s + 1e-9
+    assert roughly_s(schedule, stations, microbatches) == pytest.approx(took_s, rel=0.35)
 
 
 @settings(deadline=None, max_examples=40)

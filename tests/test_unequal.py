@@ -16,13 +16,12 @@ from muletrain.config.fleet import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.groups import Work, beginnings, counts_of_pipelines, pipelines, search
-from muletrain.planning.schedules import Station
-from muletrain.planning.splits import pipeline_shares
-from muletrain.sim.machines import takes_s
+from muletrain.planning.splits import Station, pipeline_shares
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import played_step_s
+from muletrain.sim.setting import takes_s
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,14 +30,14 @@ from muletrain.planning.devices import DEVICES, find_device
 from muletrain.policy.wiring import Wiring
 from muletrain.runtime.peer.service import Service
 from muletrain.sim import loop
-from muletrain.sim.fleet import actors, advice, pace
+from muletrain.sim.fleet import advice, pace, protocol
+from muletrain.sim.fleet.accounts import Outcome
 from muletrain.sim.fleet.advice import MOST, WORTH, Change, Suggestion, suggestions
 from muletrain.sim.fleet.flow import Weather
-from muletrain.sim.fleet.ledger import Outcome
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.fleet.simulation import EXAMPLE, Fidelity, by_rates, simulate_fleet, weather
-from muletrain.sim.machines import Setting, setting
+from muletrain.sim.setting import Setting, setting
 from muletrain.sim.steps import steps
 
 TINY = (
@@ -388,7 +388,7 @@ def test_who_gives_up_is_told_from_who_is_expelled(
 ) -> None:
     monkeypatch.setattr(Failing, "made", itertools.count())
     monkeypatch.setattr(Failing, "error", error)
-    monkeypatch.setattr(actors, "Service", Failing)
+    monkeypatch.setattr(protocol, "Service", Failing)
     scene, config = run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8")
     result = simulate_fleet(scene, config, Weather(), hours=0.02, fidelity="protocol")
     if isinstance(error, Expelled):
@@ -404,7 +404,7 @@ def test_peers_that_give_up_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
     monkeypatch.setattr(Failing, "made", itertools.count())
-    monkeypatch.setattr(actors, "Service", Failing)
+    monkeypatch.setattr(protocol, "Service", Failing)
     file = tmp_path / "fleet.toml"
     file.write_text(PACED)
     options = [*TINY, "train.batch=8", "fleet.stages=2"]

@@ -15,10 +15,10 @@ import scipy
 from rich.console import Console
 from rich.table import Table
 
-from muletrain.planning import hybrid
+from muletrain.planning import hub_clustering
 from muletrain.planning.allocate import Allocation, allocate
 from muletrain.planning.devices import find_device
-from muletrain.planning.hub import HubTask, evaluate
+from muletrain.planning.hub_task import HubTask, evaluate
 from muletrain.planning.partition import Chain
 
 HERE = Path(__file__).parent
@@ -80,8 +80,8 @@ def _cities(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarra
 def compare(kind: str, seed: int) -> dict[str, Any]:
     task = fleet(kind, seed)
     paper = allocate(task, "hybrid", seed=seed)
-    edges = hybrid.distances(task)
-    levels = [hybrid.assemble(task, ordered, edges) for ordered in hybrid.orders(task, edges, seed)]
+    edges = hub_clustering.distances(task)
+    levels = [hub_clustering.assemble(task, ordered, edges) for ordered in hub_clustering.orders(task, edges, seed)]
     best_level = min((evaluate(task, stages).step_s, len(stages)) for stages in levels)
     start = time.process_time()
     same = allocate(task, seed=seed, stages=len(paper.stages), time_limit_s=NO_LIMIT_S)

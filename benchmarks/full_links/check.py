@@ -18,10 +18,10 @@ from rich.console import Console
 from muletrain.config.fleet import Fleet, load_fleet
 from muletrain.events import Event, StepDone
 from muletrain.model.spec import ModelSpec
-from muletrain.sim.fleet.actors import Actors
 from muletrain.sim.fleet.flow import HOUR_S, Weather
+from muletrain.sim.fleet.protocol import Actors
 from muletrain.sim.fleet.rates import TRAINERS
-from muletrain.sim.machines import setting
+from muletrain.sim.setting import setting
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]

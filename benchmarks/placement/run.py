@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from muletrain.papers.dtfm_searches import CASES, DRAWS, SEED, task_of
-from muletrain.planning.dtfm import TRIALS, evolve, random_placements
+from muletrain.planning.evolutionary import TRIALS, evolve, random_placements
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task, evaluate, link_times
 

@@ -15,7 +15,7 @@ from muletrain.config.fleet import Machine, load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
-from muletrain.sim.machines import Setting, seated, setting
+from muletrain.sim.setting import Setting, seated, setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

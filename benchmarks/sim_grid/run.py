@@ -30,7 +30,7 @@ from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.fleet.simulation import simulate_fleet
-from muletrain.sim.machines import Setting, seated
+from muletrain.sim.setting import Setting, seated
 from muletrain.sim.steps.steps import cast, play
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -26,10 +26,10 @@ from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryNetwork
 from muletrain.sim.fleet.simulation import simulate_fleet, weather
-from muletrain.sim.machines import setting
+from muletrain.sim.setting import setting
 
 if TYPE_CHECKING:
-    from muletrain.sim.fleet.ledger import Outcome
+    from muletrain.sim.fleet.accounts import Outcome
     from muletrain.sim.fleet.simulation import Fidelity
 
 HERE = Path(__file__).parent

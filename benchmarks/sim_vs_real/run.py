@@ -26,12 +26,12 @@ from muletrain.config.schema import RunConfig
 from muletrain.events import Event, EventTail, Note, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.fleet import LocalFleet
-from muletrain.sim.fleet.calibrate import calibrated, fit, observe
-from muletrain.sim.fleet.churn import Change
+from muletrain.sim.fleet.accounts import Outcome
+from muletrain.sim.fleet.calibration import calibrated, fit, observe
 from muletrain.sim.fleet.flow import Weather
-from muletrain.sim.fleet.ledger import Outcome
 from muletrain.sim.fleet.simulation import Fidelity, simulate_fleet
-from muletrain.sim.machines import Setting, seat, setting
+from muletrain.sim.fleet.trace import Change
+from muletrain.sim.setting import Setting, seat, setting
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))

@@ -1,8 +1,8 @@
-"""The papers' tables and figures, held against what follows from what they say: a module per subject, ``baselines`` for
-the systems that they compare with, ``report`` for Markdown and pictures.
+"""The papers' tables and figures beside what our models compute: a module per subject, ``baselines`` for the systems
+that the papers compare with, ``rendering`` for Markdown and pictures.
 
-Every reproduction says which of its numbers are calibration (fitted to what they are compared with) and which
-prediction. Fits are made here, each time, by least squares; no fitted constant is written down.
+Every reproduction tells which of its numbers are calibration (fitted to what they are compared with) and which are
+predictions. Fits are made here each time, by least squares; no fitted constant is written down.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ INDEX = {
     "swarm-fig6": ("swarm_scaling", "figure_6", "throughput from 8 to 128 nodes"),
     "swarm-fig7": ("swarm_rebalancing", "figure_7", "rebalancing with 4 to 32 stages"),
     "atom": ("atom", "reproduce", "how many minibatches hide swapping; up to 20 x over GPipe"),
-    "dtfm": ("dtfm", "reproduce", "placements and steps on five networks, by four ways to place"),
+    "dtfm": ("dtfm_networks", "reproduce", "placements and steps on five networks, by four ways to place"),
     "hybrid-table2": ("hybrid", "table_2", "minutes a batch of four systems in four cases"),
 }
 """Name -> module, function, what it shows."""
 
 
 def reproduce(name: str) -> Reproduction:
-    """Raises ConfigError for an unknown name."""
+    """Reproduce one table or figure. Raises ConfigError for an unknown name."""
     if name not in INDEX:
         raise ConfigError(f"no reproduction {name!r}; there are {', '.join(INDEX)}")
     module, function, _ = INDEX[name]

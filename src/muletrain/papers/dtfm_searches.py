@@ -12,7 +12,7 @@ import numpy as np
 
 from muletrain.config.matrices import Matrices, load_matrices
 from muletrain.papers.reproduction import Statement, Value
-from muletrain.planning.dtfm import evolve, random_placements
+from muletrain.planning.evolutionary import evolve, random_placements
 from muletrain.planning.place import place
 from muletrain.planning.placement import Assignment, Task, evaluate
 

@@ -1,5 +1,5 @@
-"""What a reproduction says: published and ours side by side, what was calibrated, which bars it meets, what stays out
-of reach."""
+"""The content of a reproduction: published and our numbers side by side, calibrated ones, bars, and what is not
+reproduced."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Value:
 
     @property
     def difference(self) -> float:
-        """Ours less published: percentage points for shares, else per cent of what was published."""
+        """Our number minus the published one: percentage points for shares, else per cent of the published one."""
         apart = self.ours - self.published
         return apart if self.unit == POINTS else 100 * apart / self.published
 
@@ -40,7 +40,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Statement:
-    """What a paper states in words (or drew, and describes), and what we find."""
+    """A statement of the paper in words or pictures, and our result."""
 
     stated: str
     ours: str
@@ -49,7 +49,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a reproduction is held to. ``at_least``: else ``value`` may be ``limit`` at most."""
+    """A bound on a reproduction. ``at_least``: ``value`` must reach ``limit``, else it must not exceed it."""
 
     what: str
     value: float
@@ -67,7 +67,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that the paper does not give. ``origin``: what it was fitted to, or whence it was taken."""
+    """A number missing from the paper. ``origin``: its source, or what it was fitted to."""
 
     name: str
     value: float

@@ -1,8 +1,8 @@
 """SWARM's adaptive rebalancing on a trace of preemptions (sec. 4.4, app. I): table 5, figures 5 and 7, and our rule
 beside the paper's.
 
-The 32 hours of the paper were never published. Trace A (``sim/traces``) was fitted to table 5, is not unique, and
-stands in for them: table 5 is calibration by way of the trace, figure 7 and our rule's rows are predictions.
+The paper's 32 hours were never published. Trace A (``sim/fleet/traces``), fitted to table 5 and not unique, replaces
+them: table 5 is calibration through the trace; figure 7 and our rule's rows are predictions.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.papers.reproduction import POINTS, Bar, Reproduction, Statement, Value
-from muletrain.sim.fleet import churn
+from muletrain.sim.fleet.churn import HORIZON_S, Throughput, courses
+from muletrain.sim.fleet.trace import TRACE_A, Change, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from matplotlib.figure import Figure
 
-    from muletrain.sim.fleet.churn import Change, Rule, Throughput
+    from muletrain.sim.fleet.churn import Rule
 
 PEERS, STAGES = 340, 4
 RUNS, FEW_RUNS = 100, 10
-"""Of table 5 and figure 7; of figure 5, as in the paper."""
+"""Runs of table 5 and figure 7, and of figure 5, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,21 @@ DOWNTIME_S = 120.0
 MORE_STAGES = (4, 8, 16, 32)
 STUDY_FIGURE_7 = {"none": (81.8, 78.4, 76.2, 74.7), "T = 300 s": (95.8, 94.0, 92.8, 91.8)}
 UNBALANCED_AHEAD = 4.5
-"""App. I: for so much of the time the pipeline without rebalancing was ahead [%]."""
+"""App. I: share of the time in which the pipeline without rebalancing was ahead [%]."""
 
 
 def scaled(stages: int) -> tuple[tuple[Change, ...], int]:
-    """Trace A and its peers at the start for more stages, with as many peers each."""
+    """Trace A and its first peers, scaled to more stages."""
     factor = stages // STAGES
-    trace = tuple(churn.Change(c.time_s, c.peers * factor) for c in churn.read_trace(churn.TRACE_A))
+    trace = tuple(Change(c.time_s, c.peers * factor) for c in read_trace(TRACE_A))
     return trace, PEERS * factor
 
 
 def kept(rule: Rule, *, period_s: float = 60.0, downtime_s: float = 0.0, stages: int = STAGES, runs: int) -> Throughput:
-    """Of the optimum, on trace A."""
+    """Throughput kept on trace A."""
     trace, peers = scaled(stages)
-    return churn.simulate(
-        trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs
+    return Throughput.mean(
+        courses(trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs)
     )
 
 
@@ -133,14 +134,14 @@ def _draw_table_5(figure: Figure, found: Mapping[str, tuple[float, float, float]
 
 def figure_5(*, runs: int = FEW_RUNS) -> Reproduction:
     """SWARM figure 5: throughput over the 32 hours."""
-    times_s = np.arange(0.0, churn.HORIZON_S, 60.0)
+    times_s = np.arange(0.0, HORIZON_S, 60.0)
     trace, peers = scaled(STAGES)
     lines: dict[str, np.ndarray] = {}
     for name, rule, period_s in (
         *((m.name, m.rule, m.period_s) for m in METHODS),
         ("ours, T = 60 s", "muletrain", 60.0),
     ):
-        found = churn.courses(trace, peers=peers, stages=STAGES, rule=rule, period_s=period_s, runs=runs)
+        found = courses(trace, peers=peers, stages=STAGES, rule=rule, period_s=period_s, runs=runs)
         lines[name] = np.mean([course.at(times_s) for course in found], axis=0)
     present = peers + np.cumsum([c.peers for c in trace])
     until = np.searchsorted([c.time_s for c in trace], times_s, side="right")

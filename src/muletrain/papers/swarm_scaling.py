@@ -1,7 +1,7 @@
-"""SWARM's throughput by number of nodes (app. H, figure 6), with what ``muletrain simulate fleet`` simulates by.
+"""SWARM's throughput by number of nodes (app. H, figure 6), predicted by the models of ``muletrain simulate fleet``.
 
 The model of sec. 4.3: three stages of 16 layers that share their weights, width 4096, gated with four times the width,
-sequences of 2048, batches of 16384, on T4. The paper drew figure 6 and describes it; table 3 has one number of such a
+sequences of 2048, batches of 16384, on T4. The paper draws and describes figure 6; table 3 has one number of such a
 fleet, 400 T4.
 """
 
@@ -18,7 +18,7 @@ from muletrain.papers.reproduction import Constant, Reproduction, Statement, Val
 from muletrain.planning.devices import DEVICES
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
-from muletrain.sim.machines import setting
+from muletrain.sim.setting import setting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ MODEL = (
 
 @cache
 def samples_per_s(nodes: int, mbps: float) -> float:
-    """Of so many T4, each with this bandwidth, mean of half an hour in which nobody leaves."""
+    """Throughput of so many T4 with this bandwidth each, mean of half an hour without churn."""
     fleet = Fleet(machines=(Machine(name="node", count=nodes, device="T4", up_mbps=mbps, down_mbps=mbps),))
     run = load_config(None, MODEL)
     scene = setting(fleet, run, ModelSpec.from_config(run.model))

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from muletrain.papers.baselines import zero_offload
-from muletrain.papers.baselines.pipeline import Link, StageTime, gpipe, one_f_one_b, step_s
+from muletrain.papers.baselines.schedules import Link, StageTime, gpipe, one_f_one_b, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Value
 from muletrain.papers.swarm_utilisation import (
     BYTES_PER_S,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 STAGES = 4
 RUNS = 8
 SWARM_MICROBATCH = {GPT3.name: 1, XXLARGE.name: 4}
-"""Samples; as stated."""
+"""Samples of a microbatch, as stated."""
 LOW_S, HIGH_S = 0.050, 0.150
 """netem 'delay 100ms 50ms': each packet is late by its own uniform draw, each way."""
 PUBLISHED = {
@@ -50,7 +50,7 @@ ALL_REDUCE_S = {
     "GPipe and 1F1B": {GPT3.name: 403.0, XXLARGE.name: 44.17},
     "ZeRO-Offload": {GPT3.name: 1527.9, XXLARGE.name: 168.71},
 }
-"""Without latency."""
+"""Seconds of an all-reduce without latency."""
 CASES = ("no latency", "latency")
 SCHEDULES = {"GPipe": gpipe, "1F1B": one_f_one_b}
 _BLOCKING = Link(BYTES_PER_S, RACK_RTT_S / 2, (RACK_RTT_S / 2, RACK_RTT_S / 2))
@@ -62,12 +62,13 @@ LINKS = (
 
 
 def layer_s(row: Architecture) -> float:
-    """Forward, recomputation and backward of a sample: from the ZeRO-Offload row (calibration)."""
+    """Seconds of a layer and sample with recomputation, from the ZeRO-Offload row (calibration)."""
     return 1 / OFFLOAD_SAMPLES_PER_S[row.name] / OFFLOAD_LAYERS
 
 
 def pipeline_samples_per_s(system: str, row: Architecture, link: Link, count: int, *, runs: int = 1) -> float:
-    """Of four GPUs with a layer each, ``count`` microbatches of a sample in a step; mean over draws of the latency."""
+    """Samples/s of four GPUs with a layer each and ``count`` microbatches of one sample in a step; mean over draws
+    of the latency."""
     stage = StageTime(layer_s(row) / 4, layer_s(row) * 3 / 4)
     orders = SCHEDULES[system](STAGES, count)
     times = [step_s(orders, [stage] * STAGES, row.exchanged_bytes / 2, link, seed=k) for k in range(runs)]
@@ -76,8 +77,8 @@ def pipeline_samples_per_s(system: str, row: Architecture, link: Link, count: in
 
 @cache
 def microbatches() -> int:
-    """In a step of GPipe and 1F1B, which the paper does not tell: least squares on their four cells without latency
-    (relative)."""
+    """Microbatches in a step of GPipe and 1F1B, which the paper does not state: least squares on their four cells
+    without latency (relative)."""
 
     def error(count: int) -> float:
         cells = [(system, row) for system in SCHEDULES for row in (GPT3, XXLARGE)]
@@ -88,20 +89,20 @@ def microbatches() -> int:
 
 
 def _swarm_s(row: Architecture, latency: bool, constants: Sequence[float]) -> float:
-    """A microbatch: overhead x (compute, send and receive its samples) + a share of a round trip."""
+    """Seconds of a microbatch: overhead x (compute, send and receive its samples) + a share of a round trip."""
     samples = SWARM_MICROBATCH[row.name]
     moved = samples * (layer_s(row) + row.exchanged_bytes / BYTES_PER_S)
     return constants[0] * moved + constants[1] * (LOW_S + HIGH_S) * latency
 
 
 def swarm_samples_per_s(row: Architecture, latency: bool) -> float:
-    """Of four GPUs with a layer each."""
+    """Samples/s of four GPUs with a layer each."""
     return SWARM_MICROBATCH[row.name] / _swarm_s(row, latency, swarm_constants())
 
 
 @cache
 def swarm_constants() -> tuple[float, float]:
-    """Overhead, and how much of a round trip is not hidden: least squares on the four SWARM cells (relative)."""
+    """Overhead, and the part of a round trip that is not hidden: least squares on the four SWARM cells (relative)."""
 
     def errors(x: Sequence[float]) -> list[float]:
         return [
@@ -116,7 +117,7 @@ def swarm_constants() -> tuple[float, float]:
 
 @cache
 def line_share() -> float:
-    """Of 500 Mb/s that all-reduce reaches: least squares on the six all-reduce times without latency (logarithms)."""
+    """Share of 500 Mb/s that all-reduce reaches: least squares on the six times without latency (logarithms)."""
     ratios = [
         zero_offload.all_reduce_s(4 * row.params, layers(system), BYTES_PER_S) / ALL_REDUCE_S[system][row.name]
         for system in ALL_REDUCE_S
@@ -126,12 +127,12 @@ def line_share() -> float:
 
 
 def layers(system: str) -> int:
-    """Of which a member averages the gradients."""
+    """Layers whose gradients a member averages."""
     return OFFLOAD_LAYERS if system == "ZeRO-Offload" else 1
 
 
 def table_2(*, runs: int = RUNS) -> Reproduction:
-    """SWARM table 2: throughput and all-reduce of four systems, with and without latency."""
+    """Reproduce SWARM table 2: throughput and all-reduce of four systems, with and without latency."""
     throughput = [
         Value(
             f"{row.name}, {system}, {CASES[k]}",
@@ -156,10 +157,6 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
         for system in ALL_REDUCE_S
     ]
 
-    def worst(*words: str, among: Sequence[Value] = throughput) -> float:
-        return max(abs(v.difference) for v in among if all(word in v.what for word in words))
-
-    overhead, share = swarm_constants()
     return Reproduction(
         name="swarm-table2",
         title="SWARM, table 2: throughput and all-reduce of four systems",
@@ -168,44 +165,54 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
         "after 50 to 150 ms. The only constant in them is the number of microbatches, from the cells without latency: those with latency "
         "are predictions. SWARM's and all-reduce's are fits.",
         values=(*throughput, *reducing),
-        bars=(
-            Bar("GPipe and 1F1B, GPT-3: greatest error [%]", max(worst("GPT-3", s) for s in SCHEDULES), 4.0),
-            Bar(
-                "GPipe and 1F1B, xxlarge, no latency: greatest error [%]",
-                max(worst("xxlarge", s, "no latency") for s in SCHEDULES),
-                4.0,
-            ),
-            Bar(
-                "GPipe and 1F1B, xxlarge, latency: greatest error [%]",
-                max(worst("xxlarge", s, ", latency") for s in SCHEDULES),
-                15.0,
-            ),
-            Bar("SWARM: greatest error [%]", worst("SWARM"), 5.0),
-            Bar("all-reduce without latency: greatest error [%]", worst("all-reduce", among=reducing), 10.0),
-        ),
-        constants=(
-            Constant("GPT-3 layer and sample", layer_s(GPT3), "s", "from ZeRO-Offload's row"),
-            Constant("xxlarge layer and sample", layer_s(XXLARGE), "s", "from ZeRO-Offload's row"),
-            Constant(
-                "microbatches in a step",
-                microbatches(),
-                "",
-                "multiple of 4, fitted to GPipe's and 1F1B's cells without latency",
-            ),
-            Constant("SWARM's overhead on computing and moving", overhead, "", "fitted to SWARM's four cells"),
-            Constant(
-                "share of a 200 ms round trip that SWARM does not hide", share, "", "fitted to SWARM's four cells"
-            ),
-            Constant(
-                "share of 500 Mb/s that all-reduce reaches", line_share(), "", "fitted to the six times without latency"
-            ),
-        ),
+        bars=_bars(throughput, reducing),
+        constants=_constants(),
         not_reproduced=(
             "Microbatches of 4 for 'xxlarge' in GPipe and 1F1B: they would give about twice the published throughput.",
             "One setting of overlap for SWARM in tables 1 and 2: there computing hides the transfers, here both add up.",
             "All-reduce with latency: between 1 % (1F1B) and 50 % (ZeRO-Offload, xxlarge) longer, without a pattern in size or members.",
         ),
         draw=lambda figure: _draw(figure, throughput, reducing),
+    )
+
+
+def _bars(throughput: Sequence[Value], reducing: Sequence[Value]) -> tuple[Bar, ...]:
+    def worst(*words: str, among: Sequence[Value] = throughput) -> float:
+        return max(abs(v.difference) for v in among if all(word in v.what for word in words))
+
+    return (
+        Bar("GPipe and 1F1B, GPT-3: greatest error [%]", max(worst("GPT-3", s) for s in SCHEDULES), 4.0),
+        Bar(
+            "GPipe and 1F1B, xxlarge, no latency: greatest error [%]",
+            max(worst("xxlarge", s, "no latency") for s in SCHEDULES),
+            4.0,
+        ),
+        Bar(
+            "GPipe and 1F1B, xxlarge, latency: greatest error [%]",
+            max(worst("xxlarge", s, ", latency") for s in SCHEDULES),
+            15.0,
+        ),
+        Bar("SWARM: greatest error [%]", worst("SWARM"), 5.0),
+        Bar("all-reduce without latency: greatest error [%]", worst("all-reduce", among=reducing), 10.0),
+    )
+
+
+def _constants() -> tuple[Constant, ...]:
+    overhead, share = swarm_constants()
+    return (
+        Constant("GPT-3 layer and sample", layer_s(GPT3), "s", "from ZeRO-Offload's row"),
+        Constant("xxlarge layer and sample", layer_s(XXLARGE), "s", "from ZeRO-Offload's row"),
+        Constant(
+            "microbatches in a step",
+            microbatches(),
+            "",
+            "multiple of 4, fitted to GPipe's and 1F1B's cells without latency",
+        ),
+        Constant("SWARM's overhead on computing and moving", overhead, "", "fitted to SWARM's four cells"),
+        Constant("share of a 200 ms round trip that SWARM does not hide", share, "", "fitted to SWARM's four cells"),
+        Constant(
+            "share of 500 Mb/s that all-reduce reaches", line_share(), "", "fitted to the six times without latency"
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Finds an allocation of a hub, and checks it with the independent evaluator."""
+"""Find an allocation of a hub, and check it with the independent evaluator."""
 
 from __future__ import annotations
 
@@ -9,46 +9,45 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.planning import hub_annealing, hybrid
-from muletrain.planning.hub import HubCost, HubStage, HubTask, evaluate
+from muletrain.planning import hub_annealing, hub_clustering
+from muletrain.planning.hub_task import HubCost, HubStage, HubTask, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SEARCHES = ("muletrain", "hybrid")
-"""Ours, and the paper's."""
+"""Searches: ours and the paper's."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A solution, and what is known about it."""
+    """A solution and its quality."""
 
     stages: tuple[HubStage, ...]
     cost: HubCost
     lower_bound_s: float
-    """Of a step: all machines compute all the time."""
+    """Lower bound of a step [s]: all machines compute all the time."""
     idle: tuple[int, ...]
-    """Devices that are not used: they would hold up the others, or lack memory or links."""
+    """Unused devices, which would slow the others down, or lack memory or links."""
     tried: int
     complete: bool
-    """The search ended by itself: the same seed finds the same again. Else the time limit ended it."""
+    """True: the search ended by itself, and the same seed finds the same again; false: the time limit ended it."""
 
     @property
     def gap(self) -> float:
-        """How much slower than the best allocation it is at most, as a share of its step's time."""
+        """Bound on how much slower it is than the best allocation, as a share of its step."""
         return 1 - self.lower_bound_s / self.cost.step_s if self.cost.step_s else 0.0
 
 
 def allocate(
     task: HubTask, search: str = "muletrain", *, seed: int = 0, stages: int | None = None, time_limit_s: float = 30.0
 ) -> Allocation:
-    """The fastest step that ``search`` finds, with so many ``stages`` (None: as many as are best). "hybrid" is the
-    paper's heuristic; "muletrain" begins with its solution where it has one, and is never slower.
-
-    Raises ConfigError where nothing can be allocated, CapacityError where memory is the reason."""
+    """Find the fastest step with ``stages`` stages (None: any number). "hybrid" is the paper's heuristic;
+    "muletrain" begins with its solution, if there is one, and is never slower. Raises ConfigError if nothing can be
+    allocated, and CapacityError for lack of memory."""
     check(task, stages)
     if search == "hybrid":
-        found = hub_annealing.Found(tuple(hybrid.allocate(task, seed=seed, stages=stages)), 1, complete=True)
+        found = hub_annealing.Found(tuple(hub_clustering.allocate(task, seed=seed, stages=stages)), 1, complete=True)
     else:
         found = hub_annealing.search(task, seed=seed, stages=stages, time_limit_s=time_limit_s)
     cost = evaluate(task, found.stages)
@@ -64,8 +63,8 @@ def allocate(
 
 
 def check(task: HubTask, stages: int | None) -> None:
-    """Raises ConfigError for what cannot work whatever the search, CapacityError where no reliable device holds the
-    largest layer."""
+    """Check the task. Raises ConfigError if it is impossible for any search, and CapacityError if no reliable device
+    holds the largest layer."""
     count, servers, layers = len(task.flops), [d for d, r in enumerate(task.reliable) if r], len(task.chain.work)
     _check_numbers(task)
     if not servers:
@@ -114,7 +113,7 @@ def _check_numbers(task: HubTask) -> None:
 
 
 def _cut_off(task: HubTask, servers: Sequence[int]) -> list[int]:
-    """Reliable devices outside the fastest part of the network that hangs together."""
+    """Reliable devices outside the fastest connected part of the network."""
     gbps = np.asarray(task.bandwidth_gbps, dtype=float)
     linked = np.minimum(gbps, gbps.T) > 0
     left, parts = set(servers), []

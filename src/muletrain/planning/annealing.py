@@ -1,10 +1,9 @@
-"""Our search for a placement: populations of simulated annealing on the true objective (``placement``), with the best
-matching at every move (``regrouping``).
+"""Our search for a placement: populations of simulated annealing on the true objective (``placement``), with the
+best matching at every move (``regrouping``).
 
-Which regions a stage gets is settled early, while it is hot, and seldom changes later; it is a matter of luck. So a
-population is annealed together, and before it gets colder those that did well are continued by several, in place of
-others (``_Population._resample``); and there are several populations, each from new placements, the first ones short:
-easy tasks are done soon.
+The regions of a stage are settled early, while it is hot, partly by luck. So a population is annealed together: before
+it gets colder, good walkers are copied over bad ones (``Population.resample``). Several populations begin with new
+placements, the first ones short, because easy tasks are done soon.
 """
 
 from __future__ import annotations
@@ -31,44 +30,45 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 SMALLEST, LARGEST = 4, 16
-"""Population: the larger one where there is time for several rounds of it."""
+"""Sizes of a population: the larger one if there is time for several rounds."""
 HOT, COLD = 9e-3, 2e-4
-"""First and last temperature, over what the cheapest of the population costs above the lower bound."""
+"""First and last temperature, relative to the cheapest walker's cost above the lower bound."""
 FIRST_ROUND, LONGEST_ROUND = 250, 4000
-"""Moves of each of the first population, and the most, times devices; each round has twice as many as the one before.
-Several populations of some length end lower than a long one."""
+"""Moves per walker and device of the first round, and at most; each round has twice as many as the one before.
+Several short populations end lower than a long one."""
 GUIDES, GUIDED = (1.0, 0.3, 0.1), 0.7
-"""The guide's first weight, by round, in turn; and the share of a round after which it is none. Where slowest links are
-all alike, much of it is needed; else little is better."""
+"""First weights of the guide, by round in turn, and the share of a round after which it is 0. It helps most where
+the slowest links are equal."""
 AGREED = 3
-"""Rounds that end at the best cost before it is taken for the optimum."""
+"""Rounds that must end at the best cost before it counts as the optimum."""
 STEPS = 100
-"""Of a round, each colder than the one before."""
+"""Steps of a round, each colder than the one before."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The result of a search."""
 
     assignment: Assignment
     tried: int
-    """Placements whose cost was looked at."""
+    """Number of placements that were tried."""
     complete: bool
-    """It ended by itself, not by the time limit: the same seed finds the same again."""
+    """True: the search ended by itself, not by the time limit, so the same seed finds the same again."""
 
 
 def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float, float], None]) -> Found:
-    """Rounds until ``AGREED`` of them ended at the same best cost, or one at the lower bound, or the work is done that
-    the time limit allows on one slow core. So the same seed and limit find the same, however many cores there are; on a
-    slower machine yet, what is left is shortened (``Found.complete`` is false). ``watch`` hears now and then which
-    share of that work is done, and the best cost."""
+    """Run rounds until ``AGREED`` of them end at the same best cost, one reaches the lower bound, or the work is
+    done that the time limit allows on one slow core.
+
+    So the same seed and limit give the same result on any number of cores; an even slower machine shortens the rest
+    (``Found.complete`` is false). ``watch`` hears the share of the work done and the best cost."""
     rng = np.random.default_rng(seed)
-    problem = _problem(task)
-    _Member(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
+    problem = problem_of(task)
+    Walker(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
     deadline = time.monotonic() + time_limit_s
     bound_s = lower_bound_s(task)
     bound_s = bound_s if np.isfinite(bound_s) else 0.0  # links are missing
-    moves = time_limit_s / _move_s(task)
+    moves = time_limit_s / move_s(task)
     size = min(max(SMALLEST, int(moves / (4 * FIRST_ROUND * len(task.devices)))), LARGEST)
     budget = max(STEPS, int(moves / size))  # of each member
     best_s, best, tried = np.inf, np.empty((0, 0), np.int64), 0
@@ -78,7 +78,7 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
         while done < budget and agreed < AGREED and complete and best_s > bound_s * (1 + SAME):
             length = min(FIRST_ROUND << rounds, LONGEST_ROUND) * len(task.devices)
             length = length if budget - done >= 2 * length else budget - done
-            population, step_s = _Population(task, problem, size, GUIDES[rounds % len(GUIDES)], rng), 0.0
+            population, step_s = Population(task, problem, size, GUIDES[rounds % len(GUIDES)], rng), 0.0
             for step in range(STEPS):
                 began, moves = time.monotonic(), length * (step + 1) // STEPS - length * step // STEPS
                 left_s = (deadline - began) / (STEPS - step)
@@ -96,8 +96,8 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
     return Found(tuple(tuple(task.devices[d] for d in row) for row in rows), tried, complete)
 
 
-def _problem(task: Task) -> Problem:
-    """Of the devices that fit."""
+def problem_of(task: Task) -> Problem:
+    """Build the problem of the devices that fit."""
     pick = np.ix_(task.devices, task.devices)
     sizes = sorted(set(task.replicas))
     compute = np.array(task.compute_s)[list(task.devices)] if task.compute_s else np.zeros(len(task.devices))
@@ -109,8 +109,8 @@ def _problem(task: Task) -> Problem:
     )
 
 
-class _Member:
-    """One of a population: a placement, the best one it has come through, and its own random numbers."""
+class Walker:
+    """One walker of a population: a placement, its best one so far, and its own random numbers."""
 
     def __init__(self, task: Task, problem: Problem, rng: np.random.Generator) -> None:
         self._problem = problem
@@ -122,7 +122,7 @@ class _Member:
         self._working = working(len(replicas), task.pipelines, len(problem.link))
 
     def cool(self, moves: int, temperature: float, weight: float) -> tuple[float, float]:
-        """So many moves: the lowest cost among them, that of ``best``; and the last one, with the guide."""
+        """Make ``moves``; return the lowest cost so far and the last one with the guide."""
         return anneal(self._problem, self.groups, self._best, self._working, self._rng, moves, temperature, weight)
 
     @property
@@ -134,39 +134,39 @@ def _copied(groups: Groups) -> Groups:
     return Groups(*(part.copy() for part in groups))
 
 
-class _Population:
+class Population:
     def __init__(self, task: Task, problem: Problem, size: int, guide: float, rng: np.random.Generator) -> None:
         self._guide = guide
-        self._members = [_Member(task, problem, rng) for _ in range(size)]
-        self._ends = [member.cool(0, 1.0, 0.0) for member in self._members]
-        self.best_s, self.best = np.inf, self._members[0].best
+        self.walkers = [Walker(task, problem, rng) for _ in range(size)]
+        self.ends = [walker.cool(0, 1.0, 0.0) for walker in self.walkers]
+        self.best_s, self.best = np.inf, self.walkers[0].best
 
     def cool(self, step: int, moves: int, bound_s: float, rng: np.random.Generator, pool: ThreadPoolExecutor) -> None:
-        """One of ``STEPS``."""
-        cheapest_s = min(cost_s for cost_s, _ in self._ends)
+        """Run one of ``STEPS``."""
+        cheapest_s = min(cost_s for cost_s, _ in self.ends)
         scale_s = max(cheapest_s - bound_s, SAME * cheapest_s)
         before, now = (scale_s * HOT * (COLD / HOT) ** (s / STEPS) for s in (step - 1, step))
         weight = self._guide * max(0.0, 1 - step / STEPS / GUIDED)
         if step and now > 0:
-            self._resample(1 / now - 1 / before, rng)
-        self._ends = list(pool.map(lambda member: member.cool(moves, now, weight), self._members))
-        for member, (cost_s, _) in zip(self._members, self._ends, strict=True):
+            self.resample(1 / now - 1 / before, rng)
+        self.ends = list(pool.map(lambda walker: walker.cool(moves, now, weight), self.walkers))
+        for walker, (cost_s, _) in zip(self.walkers, self.ends, strict=True):
             if cost_s < self.best_s * (1 - SAME):
-                self.best_s, self.best = cost_s, member.best
+                self.best_s, self.best = cost_s, walker.best
 
-    def _resample(self, colder: float, rng: np.random.Generator) -> None:
-        """Population annealing (Hukushima and Iba 2003): before it gets colder, members are drawn from the same, each
-        as often as the colder distribution has it more often. colder: by how much one over the temperature grows
+    def resample(self, colder: float, rng: np.random.Generator) -> None:
+        """Population annealing (Hukushima and Iba 2003): before it gets colder, draw walkers in proportion to how
+        much more likely the colder distribution makes them. ``colder``: the increase of one over the temperature
         [1/s]."""
-        energies = np.array([energy for _, energy in self._ends])
+        energies = np.array([energy for _, energy in self.ends])
         shares = np.exp(-colder * (energies - energies.min())).cumsum()
         ticks = (rng.random() + np.arange(len(shares))) / len(shares)
         chosen = np.minimum(np.searchsorted(shares / shares[-1], ticks), len(shares) - 1).tolist()
-        copies = [_copied(self._members[k].groups) for k in chosen]
-        for member, groups in zip(self._members, copies, strict=True):
-            member.groups = groups
+        copies = [_copied(self.walkers[k].groups) for k in chosen]
+        for walker, groups in zip(self.walkers, copies, strict=True):
+            walker.groups = groups
 
 
-def _move_s(task: Task) -> float:
-    """What a move takes on a slow core, about."""
+def move_s(task: Task) -> float:
+    """Seconds of a move on a slow core, about."""
     return 1.2e-6 + 3e-8 * len(task.replicas) + 2.6e-8 * task.pipelines**2

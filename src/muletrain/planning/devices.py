@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of machine. ``accelerator``: it has memory of its own, and leaves optimizer copies to the machine's."""
+    """One device. ``accelerator``: it has its own memory, and optimizer copies stay in the machine's."""
 
     name: str
     flops: float
@@ -56,7 +56,7 @@ def find_device(name: str) -> Device | None:
 
 
 def closest_device(name: str) -> str | None:
-    """What ``name`` was probably meant to be."""
+    """The catalogue's closest name to ``name``."""
     keys = {_key(d.name): d.name for d in DEVICES}
     return next((keys[k] for k in difflib.get_close_matches(_key(name), list(keys), 1, 0.5)), None)
 

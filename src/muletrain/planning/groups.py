@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 Serving = tuple[tuple[int, ...], ...]
 """Machines by stage and kind."""
 LEVELS = 4
-"""Of room, that are told apart where the search begins."""
+"""Levels of room that the search begins with."""
 BEGUN = 3
-"""Choices that the search goes on from."""
+"""Choices that the search continues from."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What is to be shared out."""
+    """The task of the search."""
 
     takes_s: NDArray[np.float64]
-    """Forward and backward of a microbatch, by stage, kind and number of layers, (S, K, L + 1): inf where there is no
+    """Seconds of a microbatch, forward and backward, by stage, kind and number of layers, (S, K, L + 1); inf without
     room."""
     counts: tuple[int, ...]
     """Machines, by kind."""
 
     def cut(self, serving: Serving) -> tuple[float, Cut] | None:
-        """What the slowest stage takes for a microbatch, if its machines share them as they are fast; and its layers.
+        """Seconds of the slowest stage for a microbatch whose machines share the work by speed, and the layers;
         None: no room."""
         here = np.array(serving, dtype=float)[:, :, None]
         rates = (here / self.takes_s).sum(1)
@@ -61,7 +61,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to do it. ``cost_s``: as the search was told to count."""
+    """One choice of machines and layers; ``cost_s``: by the search's cost function."""
 
     cost_s: float
     serving: Serving
@@ -71,9 +71,8 @@ class Choice:
 def search(
     work: Work, cost_s: Callable[[Serving, Cut, float], float], *, seed: int, time_limit_s: float
 ) -> tuple[list[Choice], bool]:
-    """The best that was found from each of a few beginnings, the best first (none where no choice has room for all
-    layers), and whether the search ended by itself, not by the time limit. ``cost_s``: of machines by stage, a cut and
-    what the slowest stage takes."""
+    """Return the best choice from each of a few beginnings, the best first (none without room for all layers), and
+    whether the search ended by itself. ``cost_s``: of machines by stage, a cut, and the slowest stage's time."""
     known: dict[Serving, Choice | None] = {}
 
     def choice(serving: Serving) -> Choice | None:
@@ -101,7 +100,7 @@ def _descended(
     draw: random.Random,
     deadline: float,
 ) -> Choice:
-    """By one machine that goes elsewhere, or two that change places, until nothing helps or time is over."""
+    """Move one machine or swap two, until nothing helps or time is over."""
     improved = True
     while improved:
         improved = False
@@ -117,7 +116,7 @@ def _descended(
 
 
 def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:
-    """The row behind the last stage: who has no work."""
+    """Index of the row of idle machines."""
     rows = [*map(list, serving), [n - sum(here) for n, here in zip(counts, zip(*serving, strict=True), strict=True)]]
     places = [(s, k) for s, row in enumerate(rows) for k, n in enumerate(row) if n]
 
@@ -136,8 +135,8 @@ def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:
 
 
 def beginnings(work: Work) -> Iterator[Serving]:
-    """Every way to give so many stages to each level of room, from the first stage on and from the last. Machines of a
-    level that has no stage serve those of the next smaller one."""
+    """All ways to distribute stages over levels of room, from the first stage on and from the last. Machines of a
+    level without stages serve those of the next smaller one."""
     stages = len(work.takes_s)
     lengths = range(work.takes_s.shape[2])
     room = [max((n for n in lengths if np.isfinite(of[:, n]).any()), default=0) for of in work.takes_s.swapaxes(0, 1)]
@@ -157,8 +156,7 @@ def beginnings(work: Work) -> Iterator[Serving]:
 
 
 def _levels(kinds: Sequence[int], room: Sequence[int]) -> list[list[int]]:
-    """Kinds that have about as much room, the largest first: apart where the next one has least of it, in
-    proportion."""
+    """Group kinds by room, the largest first, split at the largest relative gaps."""
     order = sorted(kinds, key=lambda k: -room[k])
     gaps = sorted(range(1, len(order)), key=lambda i: room[order[i]] / room[order[i - 1]])
     apart = sorted(i for i in gaps[: LEVELS - 1] if room[order[i]] < room[order[i - 1]])
@@ -166,7 +164,7 @@ def _levels(kinds: Sequence[int], room: Sequence[int]) -> list[list[int]]:
 
 
 def _spread(work: Work, kinds: Sequence[int], stages: int) -> list[list[int]]:
-    """Their machines over so many stages: each where least is done yet, the fastest first."""
+    """Distribute machines over stages, the fastest first, each to the stage with least speed."""
     rows, speeds = [[0] * len(work.counts) for _ in range(stages)], [0.0] * stages
     speed = {k: 1 / float(work.takes_s[:, k][np.isfinite(work.takes_s[:, k])].min()) for k in kinds}
     for k in sorted(kinds, key=lambda k: -speed[k]):
@@ -183,11 +181,11 @@ def pipelines(
     link_s: Callable[[int, int], tuple[float, float]],
     count: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """So many pipelines through groups of machines: machines by stage and pipeline.
+    """Lay ``count`` pipelines through groups of machines; return machines by stage and pipeline. ``takes_s``: of a
+    machine at a stage, for a microbatch; ``link_s``: how long a microbatch keeps a path busy, and its delay.
 
-    ``takes_s``: of a machine at a stage, a microbatch; ``link_s``: how long a microbatch keeps the path between two
-    machines busy, and what it waits beside. Beginning with the largest group, each pipeline, the busiest first, goes on
-    to the machine that has least to do for all of its pipelines then, and among those to the nearest."""
+    Beginning with the largest group, each pipeline, the busiest first, continues to the machine with least work for its
+    pipelines, and among equals to the nearest."""
     begin = max(range(len(groups)), key=lambda s: len(groups[s]))
     slots = _seats([1 / takes_s(begin, d) for d in groups[begin]], count)
     first = [d for d, n in zip(groups[begin], slots, strict=True) for _ in range(n)]
@@ -200,7 +198,7 @@ def pipelines(
 
 
 def _seats(speeds: Sequence[float], count: int) -> list[int]:
-    """At least one each, in proportion beyond."""
+    """Share out in proportion, at least one each."""
     found = [1] * len(speeds)
     for _ in range(count - len(speeds)):
         found[max(range(len(speeds)), key=lambda i: speeds[i] / found[i])] += 1
@@ -227,7 +225,7 @@ def _joined(
 
 
 def counts_of_pipelines(sizes: Sequence[int], most: int) -> list[int]:
-    """That are worth a try for stages of so many machines: as many as the largest has, twice as many, and what all
-    sizes divide."""
+    """Numbers of pipelines worth a try: as many as the largest stage has machines, twice as many, and a common
+    multiple."""
     largest = max(sizes)
     return sorted({n for n in (largest, 2 * largest, math.lcm(*sizes)) if n == largest or n <= min(most, 4 * largest)})

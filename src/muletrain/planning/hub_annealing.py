@@ -1,10 +1,10 @@
-"""A hub by simulated annealing on the true objective (eq. 2 of HYBRID, see ``hub``): groups, order, roles, clients and
-layers together.
+"""Find a hub by simulated annealing on the true objective (eq. 2 of HYBRID, see ``hub_task``): groups, order, roles,
+clients and layers together.
 
-A state is the stages in order, each with its frontal and backward servers and its clients; who is in none is idle. The
-best layers for a state are found at once (``Pace.of``). The slowest stage alone would not tell which of the others
-could take layers off it, so what it would take if layers could be cut anywhere is added as a guide. Chains begin with
-HYBRID's solution for each number of stages; the best go on.
+A state is the ordered stages, each with frontal and backward servers and clients; the other machines are idle. The best
+layers of a state are found at once (``Pace.of``). The slowest stage alone would not tell which stage could relieve it,
+so the time with arbitrarily divisible layers is added as a guide. Chains begin with HYBRID's solution for each number
+of stages; the best continue.
 """
 
 from __future__ import annotations
@@ -17,42 +17,41 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from muletrain.errors import CapacityError
-from muletrain.planning import hybrid
-from muletrain.planning.hub import HubStage, HubTask, evaluate
+from muletrain.planning import hub_clustering
 from muletrain.planning.hub_pace import Group, Pace
+from muletrain.planning.hub_task import HubStage, HubTask, evaluate
 from muletrain.planning.partition import Capacity, partition_chain
 
 HOT, COLD = (0.03, 0.1), 2e-4
-"""First (by chain, in turns) and last temperature, as shares of the time."""
+"""First temperatures (by chain, in turn) and the last one, as shares of the time."""
 GUIDE = 1.0
 """Weight of the guide."""
 ROUNDS = ((12, 50), (4, 150), (2, 500))
-"""Chains of each round, and the moves of each, times devices."""
+"""Chains of each round, and moves per device of each chain."""
 LEAST = 4
-"""Chains of the first round: where there are fewer beginnings, several have the same."""
+"""Fewest chains of the first round; with fewer beginnings, several share one."""
 MOVE_S, PAIR_S = 1.5e-4, 2e-7
-"""What a move takes on a slow core, and what each pair of devices of a stage adds [s]: by this the moves are cut to the
-time limit."""
+"""Seconds of a move on a slow core, and per pair of devices of a stage; they limit the moves to the time limit."""
 PROGRESS = 50
-"""Moves between two looks at the clock."""
+"""Moves between two checks of the clock."""
 
 State = tuple[Group, ...]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """The result of a search."""
 
     stages: tuple[HubStage, ...]
     tried: int
-    """Allocations whose time was looked at."""
+    """Number of allocations that were tried."""
     complete: bool
-    """Its moves were done before the time limit."""
+    """True: all moves were made before the time limit."""
 
 
 def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float) -> Found:
-    """Never slower by eq. 2 than ``hybrid.allocate`` with the same seed and number of stages. Raises CapacityError
-    where no stages fit."""
+    """Search; never slower by eq. 2 than ``hub_clustering.allocate`` with the same seed and number of stages. Raises
+    CapacityError if no stages fit."""
     deadline = time.monotonic() + time_limit_s
     rng, pace = random.Random(seed), Pace(task)
     solutions = _heuristics(task, seed, stages)
@@ -66,36 +65,38 @@ def search(task: HubTask, *, seed: int, stages: int | None, time_limit_s: float)
         chains = sorted(chains, key=lambda state: pace.of(state)[0])[:count]
         annealed = []
         for n, state in enumerate(chains):
-            chain = _Chain(task, pace, state, rng, fixed=stages is not None)
+            chain = Walk(task, pace, state, rng, fixed=stages is not None)
             complete = complete and chain.run(int(share * moves * len(task.flops)), HOT[n % len(HOT)], deadline)
             tried += chain.moves
             annealed.append(chain.best)
         chains = annealed
-    solutions += [found for state in chains if (found := _with_layers(task, pace, state))]
+    solutions += [found for state in chains if (found := with_layers(task, pace, state))]
     best: list[HubStage] = min(solutions, key=lambda solution: evaluate(task, solution).step_s)
     return Found(tuple(best), tried, complete)
 
 
 def _affordable(task: HubTask, chains: list[State], time_limit_s: float) -> float:
-    """Which share of the moves there is time for. It depends on no clock: the same seed and limit find the same."""
+    """Share of the moves that fit into the time limit. It depends on no clock: the same seed and limit find the
+    same."""
     pairs = fmean(max(len(group.servers) + len(group.clients) for group in state) ** 2 for state in chains)
     moves = len(task.flops) * sum(min(count, len(chains)) * moves for count, moves in ROUNDS)
     return min(1.0, time_limit_s / (moves * (MOVE_S + PAIR_S * pairs)))
 
 
 def _heuristics(task: HubTask, seed: int, stages: int | None) -> list[list[HubStage]]:
-    """The paper's solution, and what it would be with other numbers of stages, if any are allowed."""
-    edges = hybrid.distances(task)
+    """The paper's solution, and those with other numbers of stages if allowed."""
+    edges = hub_clustering.distances(task)
     found = []
     with suppress(CapacityError):
-        found.append(hybrid.allocate(task, seed=seed, stages=stages))
+        found.append(hub_clustering.allocate(task, seed=seed, stages=stages))
     if stages is None:
-        found += [hybrid.assemble(task, ordered, edges) for ordered in hybrid.orders(task, edges, seed)]
+        found += [hub_clustering.assemble(task, ordered, edges) for ordered in hub_clustering.orders(task, edges, seed)]
     return found
 
 
 def _by_memory(task: HubTask, stages: int | None) -> State:
-    """Where the paper's way finds no room: as few stages as fit, a machine each, those with most memory."""
+    """Where the paper's method finds no room: the fewest stages that fit, of one machine each, those with most
+    memory."""
     servers = sorted((d for d, r in enumerate(task.reliable) if r), key=lambda d: (-task.memory_bytes[d], d))
     most = min(len(servers), len(task.chain.work))
     refused: CapacityError | None = None
@@ -109,8 +110,8 @@ def _by_memory(task: HubTask, stages: int | None) -> State:
     raise refused or CapacityError("no stages fit")
 
 
-def _with_layers(task: HubTask, pace: Pace, state: State) -> list[HubStage] | None:
-    """The state with its best layers, exactly. None: memory does not suffice."""
+def with_layers(task: HubTask, pace: Pace, state: State) -> list[HubStage] | None:
+    """Add the best layers to a state, exactly. None: memory does not suffice."""
     overheads, speeds, _ = pace.stages(state)
     memory = [
         min(task.memory_bytes[d] for d in g.servers + g.clients) if task.memory_bytes else math.inf for g in state
@@ -123,7 +124,7 @@ def _with_layers(task: HubTask, pace: Pace, state: State) -> list[HubStage] | No
     return [HubStage(*group, layers) for group, layers in zip(state, cut, strict=True)]
 
 
-class _Chain:
+class Walk:
     """One walk through the states."""
 
     def __init__(self, task: HubTask, pace: Pace, state: State, rng: random.Random, *, fixed: bool) -> None:
@@ -132,7 +133,7 @@ class _Chain:
         self.best, self.moves = state, 0
 
     def run(self, moves: int, hot: float, deadline: float) -> bool:
-        """Walks on from the best state. Whether there was time for all moves."""
+        """Walk from the best state; return whether there was time for all moves."""
         state, rng = self.best, self._rng
         best_s, smooth_s = self._pace.of(state)
         now = best_s + GUIDE * smooth_s
@@ -140,7 +141,7 @@ class _Chain:
             if move % PROGRESS == 0 and time.monotonic() > deadline:
                 return False
             self.moves += 1
-            other = self._propose(state)
+            other = self.propose(state)
             if other is None:
                 continue
             temperature = now * hot * (COLD / hot) ** (move / moves)
@@ -153,7 +154,7 @@ class _Chain:
                     best_s, self.best = time_s, state
         return True
 
-    def _propose(self, state: State) -> State | None:
+    def propose(self, state: State) -> State | None:
         kind = self._rng.random()
         if kind < 0.45:
             return self._move(state)
@@ -164,7 +165,7 @@ class _Chain:
         return self._merge(state) if self._rng.random() < 0.5 else self._split(state)
 
     def _move(self, state: State) -> State | None:
-        """A device goes to another stage, place or role, or is left out."""
+        """Move a device to another stage, place or role, or leave it out."""
         device, to = self._rng.randrange(self._count), self._rng.randrange(-1, len(state))
         left = [_without(group, device) for group in state]
         if to >= 0:
@@ -200,7 +201,7 @@ class _Chain:
         return tuple([Group(renamed(g.frontal), renamed(g.backward), tuple(sorted(renamed(g.clients)))) for g in state])
 
     def _reorder(self, state: State) -> State | None:
-        """Some stages in a row are turned round, with roles or without, or one goes elsewhere."""
+        """Reverse some consecutive stages, with or without roles, or move one."""
         if len(state) < 2:
             return None
         i, j = sorted(self._rng.sample(range(len(state)), 2))
@@ -245,7 +246,8 @@ class _Chain:
 
 
 def _without(group: Group, device: int) -> Group:
-    """No servers are left where it was the only one; the last of several in a role is replaced by one of the other."""
+    """Remove a device. None are left if it was the only server; the last of several in a role is replaced by one of
+    the other."""
     front, back, clients = group
     if device in clients:
         return Group(front, back, tuple(c for c in clients if c != device))

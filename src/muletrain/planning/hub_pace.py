@@ -1,5 +1,5 @@
-"""How fast a hub goes, for searches: the sums of ``hub.evaluate`` again, remembered by stage and by pair of neighbours,
-and the best layers for stages whose transfers are known. Times are of one microbatch [s]."""
+"""The speed of a hub, for searches: the sums of ``hub_task.evaluate`` again, remembered by stage and by pair of
+neighbours, and the best layers for known transfers. Times are of one microbatch [s]."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from muletrain.planning.partition import memory_table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.planning.hub import HubTask
+    from muletrain.planning.hub_task import HubTask
 
 Devices = tuple[int, ...]
 MEMO = 100_000
-"""So many times are remembered, of each kind."""
+"""Times of each kind that are remembered."""
 SAME = 1e-12
-"""Times nearer than that (relative) are equal."""
+"""Relative difference below which times are equal."""
 FIRST_STEP = 0.02
-"""By this share more time is tried where the next possible one was too short; then twice as much."""
+"""Relative increase of the time after one that was too short; then it doubles."""
 
 
 class Group(NamedTuple):
-    """Who serves a stage; a lone server is frontal and backward."""
+    """Machines of a stage; a single server is frontal and backward."""
 
     frontal: Devices
     backward: Devices
@@ -38,8 +38,8 @@ class Group(NamedTuple):
 
 
 class Pace:
-    """Looks up what allocations of one task take. Missing links count as a hundred times the slowest there is: what has
-    to use one is found out by ``evaluate``."""
+    """Times of allocations of one task. Missing links count as a hundred times the slowest one; ``evaluate`` finds
+    the allocations that need them."""
 
     def __init__(self, task: HubTask) -> None:
         gbps = np.asarray(task.bandwidth_gbps, dtype=float)
@@ -71,7 +71,7 @@ class Pace:
         return fastest(overheads, speeds, ends, self._work, smooth_s), smooth_s
 
     def stages(self, groups: Sequence[Group]) -> tuple[list[float], list[float], list[list[int]]]:
-        """By stage: transfers [s], speed, and how far its layers can go, by the first one."""
+        """By stage: transfers [s], speed, and the end of the longest run of layers by first layer."""
         overheads, speeds, ends = [], [], []
         for k, group in enumerate(groups):
             inside_s, speed, end = self._stage(group)
@@ -128,8 +128,8 @@ class Pace:
 
 
 def smooth(overheads: Sequence[float], speeds: Sequence[float], work: float) -> float:
-    """The time of the slowest stage where work can be cut anywhere, and a stage may have none: all that have some take
-    equally long."""
+    """Seconds of the slowest stage if work can be cut anywhere and a stage may have none: all others take equally
+    long."""
     time_s = math.inf
     speed = done = 0.0
     for overhead, own in sorted(zip(overheads, speeds, strict=True)):
@@ -148,10 +148,9 @@ def fastest(
     work: Sequence[float],
     low: float,
 ) -> float:
-    """The time of the slowest stage with the best cut; exact for layers that are alike, else no faster than that.
-
-    ``work``: of all layers before, (L + 1); ``ends``: see ``Pace.stages``; no cut is faster than ``low``. Bisects the
-    time: stages take as many layers as they can in it."""
+    """Seconds of the slowest stage with the best cut; exact for equal layers, else never too low. ``work``: of all
+    layers before, (L + 1); ``ends``: see ``Pace.stages``; no cut is faster than ``low``. Bisects the time; stages
+    take as many layers as fit into it."""
     stages, layers = len(speeds), len(work) - 1
     high, step = math.inf, 0.0
     low = max(low, *overheads)

@@ -1,5 +1,5 @@
-"""The matching of two stages' devices whose slowest link is fastest (DT-FM eq. 3); compiled by numba, as are the moves
-built on it (``regrouping``)."""
+"""The matching of two stages' devices with the fastest slowest link (DT-FM eq. 3), compiled by numba like the moves
+on top (``regrouping``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def compiled(function: Function) -> Function:
-    """To machine code, at the first call; kept on disk where that can be written. Lets other threads run."""
+    """Compile to machine code at the first call, cached on disk if possible. Other threads run meanwhile."""
     try:
         return cast("Function", njit(nogil=True, cache=True)(function))
     except RuntimeError:  # nowhere to keep it
@@ -28,13 +28,12 @@ def compiled(function: Function) -> Function:
 
 
 def part(function: Function) -> Function:
-    """Compiled as if it stood where it is called: to hand tables from function to function would take a third of the
-    time."""
+    """Compile inline: passing tables between functions would take a third of the time."""
     return cast("Function", njit(inline="always")(function))
 
 
 class Scratch(NamedTuple):
-    """Of a matching: by column, (P,)."""
+    """Working arrays of a matching, by column, (P,)."""
 
     owner: Ints
     nearest: Floats
@@ -43,25 +42,17 @@ class Scratch(NamedTuple):
 
 
 def scratch(width: int) -> Scratch:
-    """For matchings of so many with as many."""
+    """Make working arrays for ``width`` rows and columns."""
     return Scratch(np.zeros(width, np.int64), np.zeros(width), np.zeros(width, np.int64), np.zeros(width, np.bool_))
 
 
-@compiled
-def bottleneck(
-    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
-) -> tuple[float, float]:
-    """The slowest link of the best matching of devices ``here`` with those ``there``, (P,) each; inf if it and the
-    guide, so much weighted, are above ``at_most``. And the guide: the root mean square of each one's nearest on the
-    other side.
-
-    ``match`` becomes each row's column; where it is one already, what is as fast as that stays. No matching is below
-    the dearest of all rows' and columns' cheapest entries, which mostly is the answer; rows that find no column at that
-    are added one by one, each over the path whose slowest link is fastest."""
-    owner, nearest, before, seen = scratch
-    width, slowest, guide = len(here), 0.0, 0.0
+@part
+def _bound(link: Floats, here: Ints, there: Ints, nearest: Floats) -> tuple[float, float]:
+    """Return what the slowest link takes at least, and the sum of squares of all rows' and columns' cheapest entries;
+    ``nearest`` becomes the columns' cheapest entries."""
+    width, slowest, squares = len(here), 0.0, 0.0
     for j in range(width):
-        nearest[j], owner[j] = np.inf, -1
+        nearest[j] = np.inf
     for i in range(width):
         row, cheapest = link[here[i]], np.inf
         for j in range(width):
@@ -69,15 +60,72 @@ def bottleneck(
             cheapest = min(cheapest, time_s)
             nearest[j] = min(nearest[j], time_s)
         slowest = max(slowest, cheapest)
-        guide += cheapest * cheapest
+        squares += cheapest * cheapest
     for j in range(width):
         slowest = max(slowest, nearest[j])
-        guide += nearest[j] * nearest[j]
+        squares += nearest[j] * nearest[j]
+    return slowest, squares
+
+
+@part
+def _add(
+    link: Floats, here: Ints, there: Ints, i: int, slowest: float, at_most: float, match: Ints, scratch: Scratch
+) -> float:
+    """Give row ``i`` a column, over a path on which other rows pass theirs on; return the slowest link then. Stops where
+    that exceeds ``at_most``."""
+    owner, nearest, before, seen = scratch
+    width, row = len(here), link[here[i]]
+    for j in range(width):
+        nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
+    column = 0
+    while True:
+        column = -1
+        for j in range(width):
+            if not seen[j] and (
+                column < 0
+                or nearest[j] < nearest[column]
+                or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
+            ):
+                column = j
+        slowest = nearest[column]
+        if slowest > at_most:
+            return slowest
+        if owner[column] < 0:
+            break
+        seen[column] = True
+        row = link[here[owner[column]]]
+        for j in range(width):
+            time_s = max(slowest, row[there[j]])
+            if not seen[j] and time_s < nearest[j]:
+                nearest[j], before[j] = time_s, owner[column]
+    while column >= 0:  # each row of the path passes its column on
+        taker = before[column]
+        match[taker], owner[column], column = column, taker, match[taker]
+        if taker == i:
+            break
+    return slowest
+
+
+@compiled
+def bottleneck(
+    link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
+) -> tuple[float, float]:
+    """Return the slowest link of the best matching of devices ``here`` with devices ``there``, (P,) each, and the
+    guide: the root mean square of each device's nearest on the other side. The link is inf if it plus ``weight`` times
+    the guide exceeds ``at_most``.
+
+    ``match`` becomes each row's column; a pair that it names already stays if it is as fast. No matching is below the
+    dearest of all rows' and columns' cheapest entries, which mostly is the answer. Rows that find no column at that
+    price are added one by one, each over the path whose slowest link is fastest."""
+    slowest, squares = _bound(link, here, there, scratch.nearest)
+    guide, width, owner = 0.0, len(here), scratch.owner
     if weight > 0:
-        guide = math.sqrt(guide / (2 * width))
+        guide = math.sqrt(squares / (2 * width))
         at_most -= weight * guide
     if slowest > at_most:
         return np.inf, guide
+    for j in range(width):
+        owner[j] = -1
     for i in range(width):
         if match[i] >= 0 and owner[match[i]] < 0 and link[here[i], there[match[i]]] <= slowest:
             owner[match[i]] = i
@@ -91,43 +139,17 @@ def bottleneck(
             if owner[j] < 0 and row[there[j]] <= slowest:
                 owner[j], match[i] = i, j
                 break
-        if match[i] >= 0:
-            continue
-        for j in range(width):
-            nearest[j], before[j], seen[j] = max(row[there[j]], slowest), i, False
-        column = 0
-        while True:
-            column = -1
-            for j in range(width):
-                if not seen[j] and (
-                    column < 0
-                    or nearest[j] < nearest[column]
-                    or (nearest[j] == nearest[column] and owner[j] < 0 <= owner[column])
-                ):
-                    column = j
-            slowest = nearest[column]
+        if match[i] < 0:
+            slowest = _add(link, here, there, i, slowest, at_most, match, scratch)
             if slowest > at_most:
                 return np.inf, guide
-            if owner[column] < 0:
-                break
-            seen[column] = True
-            row = link[here[owner[column]]]
-            for j in range(width):
-                time_s = max(slowest, row[there[j]])
-                if not seen[j] and time_s < nearest[j]:
-                    nearest[j], before[j] = time_s, owner[column]
-        while column >= 0:  # each row of the path passes its column on
-            taker = before[column]
-            match[taker], owner[column], column = column, taker, match[taker]
-            if taker == i:
-                break
     return slowest, guide
 
 
 @compiled
 def bottlenecks(link: Floats, groups: Ints, scratch: Scratch) -> tuple[Floats, Ints]:
-    """Of each two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal; and
-    the column of each row in it, (K, K, P)."""
+    """For every two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal;
+    and each row's column in it, (K, K, P)."""
     stages, width = groups.shape
     slowest, match = np.zeros((stages, stages)), np.zeros((stages, stages, width), np.int64)
     for i in range(stages):

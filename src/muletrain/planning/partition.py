@@ -48,7 +48,7 @@ def partition(layer_costs: Sequence[float], stages: int, *, first_extra: float =
 
 @dataclass(frozen=True)
 class Shared:
-    """Weights that several layers use: a stage that has any of these layers holds them, once."""
+    """Weights that several layers share; a stage with any of these layers holds them once."""
 
     nbytes: float
     layers: tuple[int, ...]
@@ -56,14 +56,14 @@ class Shared:
 
 @dataclass(frozen=True)
 class Chain:
-    """What is to be cut: L layers in order. The embedding belongs to the first one, head and loss to the last."""
+    """L layers to be cut, in order. The embedding belongs to the first one, head and loss to the last."""
 
     work: tuple[float, ...]
     """By layer, in the unit of the stages' speed times seconds: FLOPs and FLOP/s, or seconds measured at speed 1."""
     state_bytes: tuple[float, ...] = ()
     """By layer: its own weights, their gradient and the optimizer's part; (): none."""
     activation_bytes: tuple[float, ...] = ()
-    """By layer: what is kept of one microbatch until its backward; (): nothing."""
+    """By layer: bytes of one microbatch kept until its backward; (): none."""
     shared: tuple[Shared, ...] = ()
     """What layers have in common, weights, gradient and optimizer; not in their ``state_bytes``."""
 
@@ -79,30 +79,29 @@ class Chain:
             raise ValueError(f"shared weights name a layer that is not there; layers are 0 to {layers - 1}")
 
     def memory_bytes(self, first: int, end: int, in_flight: float = 1.0) -> float:
-        """What a machine needs that serves the layers from ``first`` to before ``end``."""
+        """Bytes that a machine needs for the layers from ``first`` to before ``end``."""
         own = sum(self.state_bytes[first:end]) + in_flight * sum(self.activation_bytes[first:end])
         return own + sum(s.nbytes for s in self.shared if any(first <= layer < end for layer in s.layers))
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Of whoever serves a stage."""
+    """Speed and memory of a stage's machines."""
 
     speed: float = 1.0
-    """Work a second of all its machines together."""
+    """Work per second of all its machines."""
     memory_bytes: float = math.inf
-    """Of the smallest of its machines: each holds the whole stage."""
+    """Bytes of its smallest machine: each holds the whole stage."""
     in_flight: float = 1.0
     """Microbatches whose activations it keeps at the same time (GPipe: all of a step; 1F1B: the stages from it to the
     last)."""
     overhead_s: float = 0.0
-    """What it takes for a microbatch however many layers it has: its transfers, where they do not overlap with its
-    work."""
+    """Seconds per microbatch that do not depend on its layers, such as transfers that do not overlap."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut, and what comes of it, by stage."""
+    """A cut with times and memory by stage."""
 
     cut: Cut
     time_s: tuple[float, ...]
@@ -200,7 +199,7 @@ def _best(costs: Floats, combine: np.ufunc) -> tuple[float, Cut]:
 
 
 def _too_little(chain: Chain, stages: Sequence[Capacity], costs: Floats) -> str:
-    """Why no cut fits, with numbers, and what to do."""
+    """Explain why no cut fits, with numbers, and what to do."""
     layers, remedy = len(chain.work), "machines with more memory, smaller microbatches or another optimizer"
     alone = np.isfinite(np.diagonal(costs, 1, 1, 2))  # (K, L): whether the stage holds this one layer
     if not alone.any(0).all():

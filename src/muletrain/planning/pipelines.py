@@ -1,5 +1,5 @@
-"""The best pipelines through given groups of devices (DT-FM sec. 3.3): whom each device talks to in the next stage (eq.
-3), and the order of the stages (eq. 4)."""
+"""Find the best pipelines through given groups of devices (DT-FM sec. 3.3): each device's partner in the next stage
+(eq. 3), and the order of the stages (eq. 4)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EXACT_STAGES = 12
-"""Up to so many the order is the best there is: 2^stages subsets are looked at. Beyond, it is the given order, or a
-greedy one, improved until no 2-opt move helps."""
+"""Number of stages up to which the order is optimal (2^stages subsets); with more, 2-opt moves improve the given or
+a greedy one."""
 
 Group = tuple[int, ...]
-"""Devices of a stage by pipeline, sorted; one that serves several pipelines as often."""
+"""Devices of a stage by pipeline, sorted; repeated if they serve several."""
 
 
 def shortest_path(weights: NDArray[np.float64]) -> tuple[float, tuple[int, ...]]:
-    """The cheapest way through all stages, each once, from any to any (eq. 4): its cost and order. weights: (K, K),
-    symmetric."""
+    """The cheapest path through all stages (eq. 4): its cost and order. ``weights``: (K, K), symmetric."""
     stages = len(weights)
     if stages > EXACT_STAGES:
         starts = (list(range(stages)), _greedy(weights))
@@ -66,7 +65,7 @@ def _greedy(weights: NDArray[np.float64]) -> list[int]:
 
 
 def _two_opt(weights: NDArray[np.float64], order: list[int]) -> tuple[float, tuple[int, ...]]:
-    """Reverses parts of the path while that makes it cheaper."""
+    """Reverse parts of the path while that makes it cheaper."""
     w, n = weights.tolist(), len(order)
 
     def step(i: int, j: int) -> float:
@@ -85,7 +84,7 @@ def _two_opt(weights: NDArray[np.float64], order: list[int]) -> tuple[float, tup
 
 
 class Threader:
-    """Finds the best pipelines through groups. link: (N, N), all finite, symmetric."""
+    """Finds the best pipelines through groups. ``link``: (N, N), finite, symmetric."""
 
     def __init__(self, link: NDArray[np.float64]) -> None:
         self._link = link

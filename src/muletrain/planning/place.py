@@ -1,4 +1,4 @@
-"""Finds a placement, by one of several searches, and checks it with the independent evaluator."""
+"""Find a placement by one of several searches, and check it with the independent evaluator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import ConfigError
-from muletrain.planning import annealing, dtfm
+from muletrain.planning import annealing, evolutionary
 from muletrain.planning.placement import Cost, evaluate, link_times, lower_bound_s
 
 if TYPE_CHECKING:
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 SEARCHES: Mapping[str, Search] = {
     "muletrain": annealing.search,
-    "dtfm": dtfm.evolve,
-    "kernighan-lin": partial(dtfm.evolve, kernighan_lin=True),
-    "random": dtfm.random_search,
+    "dtfm": evolutionary.evolve,
+    "kernighan-lin": partial(evolutionary.evolve, kernighan_lin=True),
+    "random": evolutionary.random_search,
 }
-"""Each takes a task, ``seed``, ``time_limit_s`` and ``watch``."""
+"""Searches; each takes a task, ``seed``, ``time_limit_s`` and ``watch``."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A solution, and what is known about it."""
+    """A solution and its quality."""
 
     assignment: Assignment
     cost: Cost
     lower_bound_s: float
     spares: tuple[int, ...]
-    """Devices that are not used."""
+    """Unused devices."""
     tried: int
     complete: bool
-    """The search ended by itself: the same seed finds the same again. Else the time limit ended it."""
+    """True: the search ended by itself, and the same seed finds the same again; false: the time limit ended it."""
 
     @property
     def gap(self) -> float:
-        """How much dearer than the best placement it is at most, as a share of its cost."""
+        """Bound on how much dearer it is than the best placement, as a share of its cost."""
         return max(0.0, 1 - self.lower_bound_s / self.cost.cost_s) if self.cost.cost_s else 0.0
 
     @property
     def matching(self) -> list[list[tuple[int, int]]]:
-        """For each two neighbouring stages the pairs of devices that talk to each other."""
+        """Pairs of devices that talk to each other, by neighbouring stages."""
         return [list(zip(a, b, strict=True)) for a, b in zip(self.assignment, self.assignment[1:], strict=False)]
 
 
@@ -61,7 +61,7 @@ def place(
     time_limit_s: float = 30.0,
     watch: Callable[[float, float], None] = lambda share, best_s: None,
 ) -> Placement:
-    """``watch`` hears which share of the work is done, and the best cost so far [s]. Raises ConfigError where nothing
+    """Place a task. ``watch`` hears the share of the work done and the best cost [s]. Raises ConfigError if nothing
     can be placed."""
     check(task)
     found = SEARCHES[search](task, seed=seed, time_limit_s=time_limit_s, watch=watch)
@@ -77,7 +77,8 @@ def place(
 
 
 def check(task: Task) -> None:
-    """Raises ConfigError where there are too few devices, too little memory, or too few that can reach each other."""
+    """Check a task. Raises ConfigError for too few devices, too little memory, or too few devices that can reach
+    each other."""
     places, total = sum(task.replicas), len(task.delay_ms)
     if total < places:
         raise ConfigError(

@@ -36,26 +36,24 @@ Assignment = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is to be placed, and on what. N devices; delays [ms] and bandwidths [Gbit/s] from row to column, (N, N),
-    diagonals unused."""
+    """The task: N devices; delays [ms] and bandwidths [Gbit/s] from row to column, (N, N), diagonals unused."""
 
     delay_ms: NDArray[np.float64]
     bandwidth_gbps: NDArray[np.float64]
     replicas: tuple[int, ...]
-    """How many devices each stage has; which of the stages has how many is up to the search. The largest is the number
-    of pipelines."""
+    """Numbers of devices of the stages, in any order. The largest is the number of pipelines."""
     activation_bytes: float
-    """Of one macro-batch, from a stage to the next; its gradient on the way back is as large."""
+    """Bytes of one macro-batch from a stage to the next; its gradient is as large."""
     gradient_bytes: float
     """Of one stage."""
     compute_s: tuple[float, ...] = ()
-    """By device: forward and backward of one macro-batch of any stage; (): not counted."""
+    """By device: seconds of one macro-batch at any stage, forward and backward; (): not counted."""
     fits: tuple[bool, ...] = ()
     """By device: whether its memory holds a stage; (): all do."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Those that may be used."""
+        """Devices that may be used."""
         every = range(len(self.delay_ms))
         return tuple(d for d in every if self.fits[d]) if self.fits else tuple(every)
 
@@ -79,10 +77,8 @@ class Cost:
 
 
 def evaluate(task: Task, assignment: Assignment) -> Cost:
-    """The objective, from its definition: every solution of every search goes through here, and no search does its sums
-    with it.
-
-    Raises ValueError for what is not a placement."""
+    """Evaluate a placement from the definition. Every solution of every search passes through here, and no search
+    uses it for its own sums. Raises ValueError for an invalid placement."""
     _check(task, assignment)
     data_parallel_s = 0.0
     for stage in assignment:
@@ -125,8 +121,7 @@ def _check(task: Task, assignment: Assignment) -> None:
 
 
 def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
-    """What ``nbytes`` take between two devices [s], (N, N): inf where there is no link, 0 on the diagonal. For
-    searches."""
+    """Seconds of ``nbytes`` between two devices, (N, N); inf without a link, 0 on the diagonal. For searches."""
     delay_ms, gbps = (np.asarray(m, dtype=float) for m in (task.delay_ms, task.bandwidth_gbps))
     there = np.minimum(gbps, gbps.T) > 0
     mean = np.where(there, (gbps + gbps.T) / 2, 1.0)
@@ -136,17 +131,16 @@ def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
 
 
 def finite(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Missing links as ones a hundred times slower than the slowest there is: what has to use one is then found out by
-    ``evaluate``."""
+    """Replace missing links by ones a hundred times slower than the slowest; ``evaluate`` finds the placements that
+    need them."""
     known = times[np.isfinite(times)]
     return np.where(np.isfinite(times), times, 100 * (known.max(initial=0.0) or 1.0))
 
 
 def lower_bound_s(task: Task) -> float:
-    """What no placement can cost less than: each term by itself at its best, in O(N^2 log N) [s].
-
-    Each device exchanges its shares over no better links than its nearest; each hop has no better link than the nearest
-    of any device that takes part in it, and the h worst hops are all that 2 h P devices can take part in."""
+    """Lower bound of any placement's cost [s], in O(N^2 log N): each term at its best by itself. Each device
+    exchanges its shares over links no better than its nearest. Each hop has no better link than the nearest of any
+    device in it, and the h worst hops include 2 h P devices."""
     usable = list(task.devices)
     used, stages = sum(task.replicas), len(task.replicas)
 
@@ -168,5 +162,5 @@ def lower_bound_s(task: Task) -> float:
 
 
 def slots(members: Sequence[int], pipelines: int) -> tuple[int, ...]:
-    """The devices of a stage by pipeline, where it has fewer of them: the first ones serve one more."""
+    """Devices of a stage by pipeline; of fewer devices the first ones serve one more."""
     return tuple(members[i % len(members)] for i in range(pipelines))

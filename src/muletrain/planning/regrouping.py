@@ -1,12 +1,12 @@
-"""Simulated annealing of which devices a stage has, each hop with its best matching at every move; compiled by numba.
+"""Simulated annealing of the devices of each stage, with the best matching of each hop at every move; compiled by
+numba.
 
-Given the devices of neighbouring stages, who talks to whom is a bottleneck matching (DT-FM eq. 3), each hop by itself.
-So moves that only change the matching need not be tried, and a state is as good as its groups are. Three kinds of
-moves: two devices change places; so do two runs of devices, each side by side in one pipeline, which keeps the fast
-links inside both; the order of some neighbouring stages is reversed.
+For given devices of two neighbouring stages the best partners are a bottleneck matching (DT-FM eq. 3). So moves that
+only change the matching need not be tried. There are three kinds of moves: swap two devices; swap two runs of devices,
+each along one pipeline, which keeps the fast links inside both; reverse the order of some neighbouring stages.
 
-Arrays: K stages, P pipelines, n devices, S sizes that stages have. Slot p of a stage of m devices is served by its
-device p mod m, so that devices of a smaller stage serve several pipelines. All times in seconds.
+Arrays: K stages, P pipelines, n devices, S sizes of stages. Slot p of a stage of m devices is served by its device p
+mod m, so devices of a smaller stage serve several pipelines. All times in seconds.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 LONGEST_RUN = 4
 SINGLE, REVERSALS = 0.6, 0.02
-"""Shares of moves that exchange two devices, and that reverse stages; the others exchange runs."""
+"""Shares of moves that swap two devices, and that reverse stages; the others swap runs."""
 SAME = 1e-9
-"""Times nearer than that (relative) are equal."""
+"""Relative difference below which times are equal."""
 LOOK = 1024
-"""Moves until everything is summed anew, so that rounding errors do not add up."""
+"""Moves after which all sums are computed anew, to limit rounding errors."""
 
 
 class Problem(NamedTuple):
-    """What is asked for."""
+    """The task."""
 
     link: Floats
-    """What activations take between two devices, (n, n), symmetric, finite."""
+    """Seconds of activations between two devices, (n, n), symmetric, finite."""
     exchange: Floats
-    """By size of the stage, what two devices of it take to exchange their gradients, there and back, (S, n, n)."""
+    """Seconds in which two devices exchange gradients, there and back, by size of the stage, (S, n, n)."""
     compute: Floats
     """(n,)"""
     sizes: Ints
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """A placement, less its matchings."""
+    """A placement without its matchings."""
 
     at: Ints
     """The device of each slot, (K, P)."""
@@ -58,7 +58,7 @@ class Groups(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is kept of a placement from move to move."""
+    """Sums of a placement that are kept from move to move."""
 
     sums: Floats  # what each device exchanges with its stage, (n,)
     slowest: Floats  # by stage, the most of these, (K,)
@@ -69,7 +69,7 @@ class Sums(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """A device leaves a stage and another one takes its place, so many times; and what that leads to."""
+    """A move: devices that leave stages and those that take their places, and the resulting sums."""
 
     stage: Ints
     member: Ints
@@ -88,7 +88,7 @@ Working = tuple[Sums, Proposal, Scratch]
 
 
 def working(stages: int, pipelines: int, devices: int) -> Working:
-    """Room for what ``anneal`` keeps."""
+    """Allocate the arrays of ``anneal``."""
     changes = 2 * LONGEST_RUN
 
     def ints(*shape: int) -> Ints:
@@ -121,8 +121,8 @@ def working(stages: int, pipelines: int, devices: int) -> Working:
 
 
 @part
-def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
-    """All sums anew."""
+def settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
+    """Compute all sums anew."""
     stages = len(groups.at)
     for k in range(stages):
         row, members = groups.at[k], problem.sizes[groups.size[k]]
@@ -142,7 +142,7 @@ def _settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weig
 
 
 @part
-def _cost(kept: Sums) -> float:
+def cost(kept: Sums) -> float:
     slowest = others = 0.0
     for k in range(len(kept.slowest)):
         slowest = max(slowest, kept.slowest[k])
@@ -169,10 +169,10 @@ def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> 
 
 
 @part
-def _reversed(
+def reverse_stages(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
-    """The order of some stages is reversed, if all hops together then take no more than ``room`` longer."""
+    """Reverse the order of some stages, if their hops together then take at most ``room`` longer."""
     stages, width = groups.at.shape
     first, last = int(rng.random() * stages), int(rng.random() * stages)
     if first > last:
@@ -207,8 +207,8 @@ def _reversed(
 
 @part
 def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any) -> tuple[int, int, int, int]:
-    """Two devices or runs to change places become ``new``: the first stages of both, how long they are, and which spare
-    the other one is, -1 if none. Length 0: there is nothing to change."""
+    """Draw two devices or runs to swap into ``new``; return the first stages of both, their length, and the spare
+    device's index or -1. Length 0: no change."""
     stages, width = groups.at.shape
     longest, length, spare = min(stages, len(new.stage)) // 2, 1, -1
     if longest > 1 and rng.random() >= SINGLE:
@@ -258,7 +258,7 @@ def _stages_after(
     weight: float,
     room: float,
 ) -> float:
-    """What is left of ``room`` after what stages exchange and compute then; less than 0 as soon as it is too much."""
+    """Rest of ``room`` after the stages' exchange and compute; negative as soon as it is used up."""
     stages, slowest, before = len(groups.at), 0.0, 0.0
     for k in range(stages):
         before = max(before, kept.slowest[k])
@@ -299,9 +299,9 @@ def _hops_after(
     weight: float,
     room: float,
 ) -> float:
-    """What is left of ``room`` after those that are touched; less than 0 as soon as it is too much."""
+    """Rest of ``room`` after the changed hops; negative as soon as it is used up."""
     stages, width = groups.at.shape
-    for c in range(changes):  # whoever joins has to reach somebody in time
+    for c in range(changes):  # each joining device must reach one in time
         for k in (new.stage[c] - 1, new.stage[c] + 1):
             if 0 <= k < stages:
                 nearest_s, row = np.inf, problem.link[new.joins[c]]
@@ -323,10 +323,10 @@ def _hops_after(
 
 
 @part
-def _exchanged(
+def swap_devices(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
-    """Two devices, or runs of them, change places, if the cost then is no more than ``room`` higher."""
+    """Swap two devices or runs, if the cost rises by at most ``room``."""
     stages, width = groups.at.shape
     f, g, length, spare = _drawn(problem, groups, kept, new, rng)
     if length == 0:
@@ -374,26 +374,26 @@ def anneal(
     temperature: float,
     weight: float,
 ) -> tuple[float, float]:
-    """Metropolis' rule at one temperature [s], on the cost and, so much weighted, the guide, which is smoother: for the
-    hops, see ``bottleneck``; and the mean over the stages' data-parallel costs. ``groups`` becomes the last placement,
-    ``best`` the cheapest there was; the cost of that, and the first with the guide. rng: numpy's Generator."""
+    """Anneal at one temperature [s] by Metropolis' rule, on the cost plus ``weight`` times the smoother guide: for
+    hops see ``bottleneck``, for stages the mean data-parallel cost. ``groups`` becomes the last placement, ``best``
+    the cheapest one; return the cost of ``best``, and the last cost with the guide. ``rng``: numpy's Generator."""
     kept, new, scratch = working
     best_s = cost_s = np.inf
     moved = True
     for move in range(moves + 1):
         if move % LOOK == 0 or move == moves:
-            _settle(problem, groups, kept, scratch, weight)
+            settle(problem, groups, kept, scratch, weight)
         if moved:
-            cost_s = _cost(kept)
+            cost_s = cost(kept)
             if cost_s < best_s * (1 - SAME):
                 best_s = cost_s
                 _copy(groups, best)
         if move < moves:
             room = temperature * -math.log(1.0 - rng.random())
             if rng.random() < REVERSALS:
-                moved = _reversed(problem, groups, kept, new, scratch, weight, room / 2, rng)
+                moved = reverse_stages(problem, groups, kept, new, scratch, weight, room / 2, rng)
             else:
-                moved = _exchanged(problem, groups, kept, new, scratch, weight, room, rng)
+                moved = swap_devices(problem, groups, kept, new, scratch, weight, room, rng)
     energy = cost_s
     for k in range(len(kept.hops)):
         energy += weight * (kept.slowest[k] / len(kept.hops) + 2 * kept.guides[k])

@@ -1,25 +1,25 @@
-"""What a step takes under strategies with planned membership, in pure numbers; and which strategy to recommend.
+"""Estimate steps of strategies with planned membership in pure numbers, split a step into its parts, and recommend a
+strategy.
 
-``pipeline``: stages and pipelines as placed, GPipe or 1F1B (``schedules``); ``swap``: every machine computes the whole
-model (``swapping``). What strategy ``swarm`` does, and what whole steps of ``pipeline`` take, is the simulator's to say
-(``sim.steps.steps``).
+Strategy ``pipeline``: one estimate of a pipeline (``roughly_s``) ranks placements; ``sim.steps`` plays the best ones.
+Strategy ``swap``: every machine computes the whole model (``swapping``).
 
-Parts of a step are told apart by what would be gone without them: a step without links and without averaging is compute
-(the busiest machine's) and bubble; what links between stages add is pipeline; what a step's end adds is data-parallel.
+A part of a step is the time that would be saved without it. A step without links and averaging is compute (the busiest
+machine's) and bubble; links between stages add the pipeline part; the end of a step adds the data-parallel part.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from muletrain.config.plan import Split
 from muletrain.planning.cost import all_reduce_s, makespan_s
-from muletrain.planning.schedules import Station, pass_s, unlinked
 from muletrain.planning.swapping import round_s
+from muletrain.strategies.pipeline import in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,24 +30,61 @@ if TYPE_CHECKING:
     from muletrain.strategies.pipeline import Schedule
 
 ENDING_DELAYS = 4
-"""One after the other at the end of a step: all is through, seals, shards, means (``sim.fleet.rates``)."""
+"""Messages one after another at the end of a step: a trainer's last word, seals, shards, means
+(``sim.fleet.rates``)."""
 
 
 ALIKE = 0.01
-"""Throughputs that differ by less are the same."""
+"""Relative difference below which two throughputs count as equal."""
+
+
+@dataclass(frozen=True)
+class Station:
+    """One stage of one pipeline, and how long it takes for a microbatch [s].
+
+    ``on_*`` is the transfer of activations to the next stage, ``back_*`` that of gradients to the stage before. The
+    path between two machines carries one transfer after another for ``on_s`` each, which arrives ``on_delay_s`` later.
+    ``on_up_s`` is the time on this machine's uplink and ``on_down_s`` on the receiver's downlink, which all transfers
+    share."""
+
+    forward_s: float
+    backward_s: float
+    on_s: float = 0.0
+    on_delay_s: float = 0.0
+    back_s: float = 0.0
+    back_delay_s: float = 0.0
+    on_up_s: float = 0.0
+    on_down_s: float = 0.0
+    back_up_s: float = 0.0
+    back_down_s: float = 0.0
+
+    def slowed(self, by: float) -> Station:
+        """The same stage on a machine that also does other work, which leaves the paths alone."""
+        return replace(
+            self,
+            forward_s=by * self.forward_s,
+            backward_s=by * self.backward_s,
+            on_up_s=by * self.on_up_s,
+            back_up_s=by * self.back_up_s,
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds for which a microbatch occupies the busiest slot."""
+        return max(self.forward_s + self.backward_s, self.on_s, self.back_s, self.on_up_s + self.back_up_s)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A replica of a stage: its own links [bytes/s], both directions."""
+    """One replica of a stage: its own links, both directions [bytes/s]."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
 
 
 def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, delay_s: float) -> float:
-    """A stage's gradient among its replicas [s]. ``bandwidth``: of the narrowest path between two of them [bytes/s];
-    ``delay_s``: of the longest, one way."""
+    """Seconds to average a stage's gradient. ``bandwidth``: of the narrowest path between two replicas [bytes/s];
+    ``delay_s``: of the longest path, one way."""
     if len(members) < 2:
         return 0.0
     narrowest = min(min(m.up_bytes_per_s, m.down_bytes_per_s) for m in members)
@@ -55,8 +92,8 @@ def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, dela
 
 
 def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """``items`` in proportion to ``speeds``, in whole ones; the largest remainders get one more, the first of
-    equals."""
+    """Share out ``items`` in proportion to ``speeds``, in whole numbers; the largest remainders get one more, the
+    first of equal ones."""
     total = sum(speeds)
     exact = [items * v / total for v in speeds]
     found = [math.floor(x) for x in exact]
@@ -68,9 +105,11 @@ def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
 def pipeline_shares(
     pipelines: Sequence[tuple[Station, ...]], microbatches: int, machines: Sequence[Sequence[int]] = ()
 ) -> tuple[int, ...]:
-    """Of a step's microbatches, by pipeline. ``machines``: by stage and pipeline, where some serve several pipelines;
-    default: each one. One after the other goes where the busiest machine has least to do then, and among those where
-    all have; which is the least that can be where each machine serves one."""
+    """Share out a step's microbatches over pipelines. ``machines``: by stage and pipeline, if some serve several
+    pipelines.
+
+    Each microbatch goes to the pipeline whose busiest machine then has least to do, and among equals to the one with
+    the least work in all. If each machine serves one pipeline, the result is optimal."""
     if not machines:
         machines = np.arange(len(pipelines) * len(pipelines[0])).reshape(len(pipelines[0]), -1).tolist()
     at, busy_s = np.array(machines), np.array([[s.busy_s for s in stations] for stations in pipelines]).T
@@ -84,26 +123,9 @@ def pipeline_shares(
     return tuple(shares)
 
 
-def pipeline_split(
-    pipelines: Sequence[tuple[Station, ...]], shares: Sequence[int], schedule: Schedule, ending_s: float
-) -> Split:
-    """Of a step of GPipe or 1F1B, which ends when the slowest pipeline has flushed and all stages have averaged
-    (``ending_s``)."""
-    given = [(p, m) for p, m in zip(pipelines, shares, strict=True) if m]
-    linked_s = max(pass_s(schedule, p, m) for p, m in given)
-    free_s = max(pass_s(schedule, unlinked(p), m) for p, m in given)
-    compute_s = max(m * max(s.forward_s + s.backward_s for s in p) for p, m in given)
-    return Split(
-        compute_s=compute_s,
-        pipeline_s=max(0.0, linked_s - free_s),
-        data_parallel_s=ending_s,
-        bubble_s=max(0.0, free_s - compute_s),
-    )
-
-
 def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> Split:
-    """Of a step of ``step_s``, which computes for ``linked_s``, without links for ``free_s``, and if nobody waited
-    ``compute_s``."""
+    """Split a step of ``step_s`` that computes for ``linked_s``, without links for ``free_s``, and without waiting
+    for ``compute_s``."""
     linked_s = min(linked_s, step_s)
     free_s = min(free_s, linked_s)
     compute_s = min(compute_s, free_s)
@@ -115,10 +137,20 @@ def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> S
     )
 
 
-def roughly_s(stations: Sequence[Station], microbatches: int) -> float:
-    """Of one pipeline, without playing it: the busiest slot all the time, and each other one once [s]."""
-    filling_s = sum(s.forward_s + s.backward_s + s.on_s + s.on_delay_s + s.back_s + s.back_delay_s for s in stations)
-    return filling_s + (microbatches - 1) * max(s.busy_s for s in stations)
+def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int) -> float:
+    """Estimate how long one pipeline computes [s].
+
+    One microbatch passes through alone. The others follow at the pace of the busiest slot, or at that of a stage whose
+    microbatches in flight all wait for the last stage and back (Little's law)."""
+    last, through_s = len(stations) - 1, 0.0
+    rest_s = (microbatches - 1) * max(s.busy_s for s in stations)
+    for s, station in reversed(list(enumerate(stations))):
+        through_s += station.forward_s + station.backward_s + station.on_s + station.on_delay_s
+        if s < last:
+            through_s += stations[s + 1].back_s + stations[s + 1].back_delay_s
+            room = in_flight(schedule, len(stations), s, microbatches)
+            rest_s = max(rest_s, through_s * (microbatches - room) / room)
+    return through_s + rest_s
 
 
 @dataclass(frozen=True)
@@ -133,7 +165,7 @@ class Swapper:
 
     @property
     def busy_s(self) -> float:
-        """A minibatch, without waiting for weights."""
+        """Seconds of a minibatch without waiting for weights."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     @property
@@ -142,7 +174,7 @@ class Swapper:
 
 
 def swap_split(swappers: Sequence[Swapper], microbatches: int, ending_s: float) -> Split:
-    """Of a step in which each machine computes minibatches until all together have so many, and then averages the whole
+    """Split a step in which machines compute minibatches until all together have enough, and then average the whole
     model (ATOM sec. III-E)."""
     compute_s = microbatches / sum(1 / s.busy_s for s in swappers)
     usual = sum(s.accumulate for s in swappers) / len(swappers)

@@ -1,12 +1,11 @@
-"""Who is measured with whom, and when: every pair once, and nobody in two pairs at a time, which would halve what each
-sees."""
+"""Order measurements between pairs: every pair once, and no peer in two at a time, which would halve both results."""
 
 from __future__ import annotations
 
 
 def rounds(players: int) -> list[list[tuple[int, int]]]:
-    """Of 0 .. ``players`` - 1, by the circle method of round-robin tournaments: one stays in its place, the others go
-    round. As few as can be: ``players`` - 1, or ``players`` where that is odd, for one pauses in each then."""
+    """Rounds of pairs of 0 .. ``players`` - 1 by the circle method of round-robin tournaments, as few as possible:
+    ``players`` - 1, or ``players`` if that is odd, because one pauses in each."""
     seats = [*range(players), *([-1] if players % 2 else [])]
     half = len(seats) // 2
     found = []

@@ -1,5 +1,5 @@
-"""An event loop whose time is virtual: when nothing is ready, it jumps to the next timer. Nothing in it waits for the
-wall clock; clocks of virtual machines may run faster or slower than it."""
+"""An event loop with virtual time: if nothing is ready, it jumps to the next timer. It never waits for the wall
+clock; clocks of virtual machines may run faster or slower."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 RESOLUTION_S = 1e-9
-"""Timers that are as close together are due at the same time."""
+"""Timers closer together than this [s] are due at the same time."""
 FEW_TIMERS = 100
-"""So many are looked through for those that were cancelled only when they are due."""
+"""Number of timers from which cancelled ones are removed before they are due."""
 LOOK_UP_S = 0.1
-"""Of real time, between two calls of ``VirtualLoop.look_up``."""
+"""Real seconds between two calls of ``VirtualLoop.look_up``."""
 GARBAGE = 200_000
-"""Objects between two looks for what holds on to itself."""
+"""New objects between two collections of garbage."""
 
 
 class Hang(MuletrainError):
-    """Nothing can happen any more, or nothing came to an end within the time allowed."""
+    """Nothing can happen any more, or the time limit is over."""
 
 
 class _Call:
-    """What is to be called next, as asyncio's ``Handle``: without what that keeps for debugging, for a message is some
-    twenty of them."""
+    """A call, as asyncio's ``Handle`` without its debugging: one message takes some twenty."""
 
     __slots__ = ("args", "callback", "context")
 
@@ -57,7 +56,7 @@ class _Call:
 
 
 class _Timer(float):
-    """When, and what then: compared as the number that it is."""
+    """A timer, compared by its time."""
 
     __slots__ = ("args", "callback", "context", "loop")
     args: tuple[Any, ...]
@@ -80,8 +79,8 @@ class _Timer(float):
 
 
 class _Task(asyncio.Task[T]):
-    """Sets of tasks (a TaskGroup's) have an order that depends on which of a loop's tasks they are, not on where they
-    are in memory: a seed plays out alike whatever was played before it."""
+    """A task hashed by its number in the loop, so that sets of tasks (a TaskGroup's) keep their order: a seed
+    replays whatever was played before."""
 
     def __init__(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], number: int, **options: Any) -> None:
         self._number = number
@@ -92,20 +91,18 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """``time()`` is the sum of the jumps [s]. There are no threads: a job for an executor is done at once, whichever it
-    is, and whoever waits for it goes on in the next pass, as if a thread had done it meanwhile.
-
-    There is nothing to select, and much to call: queues and passes are asyncio's, in the same order, without all that
-    is of no use here."""
+    """A loop whose ``time()`` is the sum of its jumps [s]. A job for an executor runs at once, and its caller goes
+    on in the next pass, as if a thread had done it. Queues and passes are asyncio's, in the same order, without
+    selectors and threads."""
 
     def __init__(self, limit_s: float, look_up: Callable[[], None] | None = None) -> None:
-        """Raises Hang out of ``run_until_complete`` after ``limit_s`` seconds of virtual time. Between two passes
-        ``look_up`` is called, every ``LOOK_UP_S`` of real time."""
+        """Raises Hang from ``run_until_complete`` after ``limit_s`` virtual seconds. ``look_up`` is called between
+        passes, every ``LOOK_UP_S`` of real time."""
         self._look_up, self._looks_up_s = look_up, time.monotonic()
         self._virtual_s = 0.0
         self._limit_s = limit_s
         self.cancelled = 0
-        """Timers in the queue that were."""
+        """Cancelled timers in the queue."""
         self._timers: list[_Timer] = []
         self._calls: deque[_Call | _Timer] = deque()
         self._numbers = itertools.count()
@@ -155,7 +152,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """What ``func`` returns or raises, in the next pass."""
+        """Run ``func`` now; its result or error comes in the next pass."""
         done: asyncio.Future[T] = self.create_future()
         try:
             self.call_soon(_unless_done, done, done.set_result, func(*args))
@@ -164,7 +161,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
     def _run_once(self) -> None:
-        """One pass: what is due, and all that was to be called before it began."""
+        """Run one pass: due timers, and the calls made before it began."""
         if self._look_up is not None and (now := time.monotonic()) >= self._looks_up_s:
             self._looks_up_s = now + LOOK_UP_S
             self._look_up()
@@ -207,13 +204,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _unless_done(future: asyncio.Future[Any], end: Callable[[Any], None], value: Any) -> None:
-    """Whoever waited may have been cancelled."""
+    """The caller may have been cancelled meanwhile."""
     if not future.done():
         end(value)
 
 
 class SkewedClock(LoopClock):
-    """A machine's own: it says ``offset_s`` + ``rate`` times the loop's time."""
+    """A machine's own clock: ``offset_s`` + ``rate`` times the loop's time."""
 
     def __init__(self, rate: float, offset_s: float) -> None:
         self._rate, self._offset_s = rate, offset_s
@@ -230,7 +227,7 @@ class SkewedClock(LoopClock):
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """A large fleet is millions of objects that stay: the garbage collector does not look at them over and over."""
+    """Let the garbage collector skip the millions of lasting objects of a large fleet."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(GARBAGE, *before[1:])
@@ -244,8 +241,8 @@ def seldom_collected() -> Iterator[None]:
 def run_virtually(
     work: Coroutine[Any, Any, T], limit_s: float, problems: list[str], look_up: Callable[[], None] | None = None
 ) -> T:
-    """``work`` to its end on a loop of its own. What goes wrong in tasks that nobody awaits is added to ``problems``.
-    ``look_up``: see ``VirtualLoop``. Raises Hang."""
+    """Run ``work`` to its end on a new loop. Errors of tasks that nobody awaits go to ``problems``. ``look_up``: see
+    ``VirtualLoop``. Raises Hang."""
     loop = VirtualLoop(limit_s, look_up)
     loop.set_exception_handler(lambda _, context: problems.append(_described(context)))
     try:

@@ -11,13 +11,13 @@ from rich.table import Table
 from muletrain.cli.show.console import make_console
 from muletrain.config.costs import Costs, explained
 from muletrain.errors import ConfigError
-from muletrain.sim.fleet.calibrate import fit, observe
+from muletrain.sim.fleet.calibration import fit, observe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from muletrain.sim.fleet.calibrate import Fit, Sample
+    from muletrain.sim.fleet.calibration import Fit, Sample
 
 CONSTANTS = {
     "call_ms": "a forward or backward, beyond what the fleet file says",

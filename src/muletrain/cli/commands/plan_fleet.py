@@ -19,7 +19,7 @@ from muletrain.config.load import load_config, located
 from muletrain.errors import ConfigError
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.splits import title
-from muletrain.sim.fleet.calibrate import with_speeds
+from muletrain.sim.fleet.calibration import with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE
 from muletrain.sim.plan.planner import confirmed, plan
 from muletrain.sim.plan.question import Question

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.cli.show.console import make_console
 from muletrain.errors import ConfigError
 from muletrain.papers import INDEX, reproduce
-from muletrain.papers.report import draw, mark, number, write
+from muletrain.papers.rendering import draw, mark, number, write
 
 if TYPE_CHECKING:
     from rich.console import Console

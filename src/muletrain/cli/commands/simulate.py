@@ -75,20 +75,23 @@ def rebalance(
     from rich.table import Table
 
     from muletrain.cli.show.console import make_console
-    from muletrain.sim.fleet.churn import TRACE_A, read_trace, simulate
+    from muletrain.sim.fleet.churn import Throughput, courses
+    from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
     changes = read_trace(trace or TRACE_A)
     console, results = make_console(), {}
     for rule in track(policy or list(Policy), "simulating", console=console, transient=True, disable=json):
-        results[rule.value] = simulate(
-            changes,
-            peers=peers,
-            stages=stages,
-            rule=rule.value,
-            period_s=period,
-            downtime_s=downtime,
-            runs=runs,
-            seed=seed,
+        results[rule.value] = Throughput.mean(
+            courses(
+                changes,
+                peers=peers,
+                stages=stages,
+                rule=rule.value,
+                period_s=period,
+                downtime_s=downtime,
+                runs=runs,
+                seed=seed,
+            )
         )
     if json:
         for name, result in results.items():

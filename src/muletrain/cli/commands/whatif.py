@@ -21,9 +21,9 @@ from muletrain.config.load import load_config, located
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet.advice import WORTH, suggestions
-from muletrain.sim.fleet.calibrate import calibrated, with_speeds
+from muletrain.sim.fleet.calibration import calibrated, with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
-from muletrain.sim.machines import mixed, once_mixed, seated, setting, stages_for
+from muletrain.sim.setting import mixed, once_mixed, seated, setting, stages_for
 from muletrain.timeline import check_trace, write_trace
 from muletrain.units import format_bytes, format_count, format_duration
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
+    from muletrain.sim.fleet.accounts import Outcome
     from muletrain.sim.fleet.advice import Change, Suggestion
-    from muletrain.sim.fleet.ledger import Outcome
     from muletrain.sim.fleet.simulation import Fidelity
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 LINKS = 10
 """Pairs of regions in the table; '--json' has all."""

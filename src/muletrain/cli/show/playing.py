@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Playing:
     """Shows on standard error how much of ``horizon_s`` was played: as a bar, or where there is no terminal as a line
     now and then (``quiet``: neither). The first Ctrl-C (or SIGTERM) ends the play in order, a second one the program.
-    Use it in a ``with``, and call it as a play asks whether it goes on (``sim.fleet.ledger.GoesOn``)."""
+    Use it in a ``with``, and call it as a play asks whether it goes on (``sim.fleet.accounts.GoesOn``)."""
 
     def __init__(self, what: str, horizon_s: float, *, quiet: bool) -> None:
         self._what, self._horizon_s, self._quiet = what, horizon_s, quiet

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.papers.baselines.pipeline import one_f_one_b, step_s
+from muletrain.papers.baselines.schedules import one_f_one_b, step_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.papers.baselines.pipeline import Link, StageTime
+    from muletrain.papers.baselines.schedules import Link, StageTime
 
 
 def batch_s(times: Sequence[StageTime], sent_bytes: float, link: Link, microbatches: int) -> float:

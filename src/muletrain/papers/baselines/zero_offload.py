@@ -5,7 +5,7 @@ from __future__ import annotations
 
 
 def samples_per_s(layer_s: float, layers: int) -> float:
-    """Of one GPU: ``layers`` one after the other, nothing on the network."""
+    """Samples/s of one GPU that computes ``layers`` one after another without network."""
     return 1 / (layer_s * layers)
 
 

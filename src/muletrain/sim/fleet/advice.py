@@ -1,5 +1,4 @@
-"""What would make a run faster: single changes of its configuration, each played by rates while machines come and go as
-the file says."""
+"""Suggest single changes of a run's configuration that make it faster, each played by rates under the file's churn."""
 
 from __future__ import annotations
 
@@ -16,24 +15,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from muletrain.config.schema import RunConfig
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 WORTH = 0.05
-"""Smaller gains are not told: predictions err by as much."""
+"""Smallest gain that is suggested: predictions err by as much."""
 MOST = 3
 HOURS, MACHINE_HOURS = 8.0, 1000.0
-"""Each change is played for so long, and large fleets for less, but for an hour at least."""
+"""Hours for which each change is played, less for large fleets (machine-hours), but at least one."""
 SEEDS, MANY = 3, 100
-"""Of who leaves and when, for a mean; of more machines than ``MANY`` one play has enough that leave."""
+"""Seeds of churn that are averaged; of more machines than ``MANY`` one play is enough."""
 COUNTLESS = 1000
-"""Of more machines nobody leaves here: it would take minutes, and each stage has so many that it does not lose its last
-one."""
+"""Above this many machines churn is ignored: it would take minutes, and no stage loses its last peer."""
 BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8}
 
 
 @dataclass(frozen=True)
 class Change:
-    """``text``: for ``--set``. ``training``: what becomes of the training itself; empty: nothing."""
+    """A changed setting. ``training``: what changes in the training itself; empty: nothing."""
 
     field: str
     value: str
@@ -46,7 +44,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """``gain``: 0.2 for 20 % more tokens/s. ``stages``: of the run with that change."""
+    """A change worth making. ``gain``: 0.2 for 20 % more tokens/s; ``stages``: of the changed run."""
 
     change: Change
     gain: float
@@ -54,8 +52,8 @@ class Suggestion:
 
 
 def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> list[Suggestion]:
-    """The best ones, at most one for each field. ``changed``: the run with a change, or (None) as it is; raises
-    MuletrainError for a change that cannot work, as more stages than there are machines."""
+    """Return the best changes, at most one for each field. ``changed``: the run with a change, or (None) as it is;
+    raises MuletrainError for an impossible change, such as more stages than machines."""
     setting, run = changed(None)
     before, best = _tokens_per_s(setting, run, weather), dict[str, Suggestion]()
     for change in changes(run, paced=any(kind.declared for kind in setting.kinds)):
@@ -70,8 +68,8 @@ def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], w
 
 
 def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
-    """What a run may be changed to; not all of it fits. ``paced``: the fleet file says what a stage takes, however
-    large it is, so that nothing is known of stages and microbatches of other sizes."""
+    """List the changes to try, not all of which fit. ``paced``: the fleet file declares a stage's times whatever its
+    size, so other sizes cannot be predicted."""
     batch, microbatch, stages = run.train.batch, run.train.microbatch, run.fleet.stages
     yield Change("train.batch", str(2 * batch), f"each step has {2 * batch} sequences instead of {batch}")
     if not run.optimizer.delayed:

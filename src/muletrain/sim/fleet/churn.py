@@ -1,22 +1,20 @@
-"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on rates instead of
-messages.
+"""Rebalancing on a trace of peers that come and go: the production rules (``policy.rebalance``) on counts of equal
+peers.
 
-Peers are equal, a stage does what its peers do, the pipeline what its smallest stage does, and the best that could be
-is all peers spread evenly (SWARM 4.4, app. D, I). A departure takes a peer of a stage drawn at random; an arrival goes
-to a stage drawn at random where nothing rebalances, else to the smallest. A stage that lost all its peers is adopted,
-as in every run (``policy.assignment``); the steps that the run then goes back by are not counted.
+A stage is as fast as the number of its peers, the pipeline as its smallest stage; the optimum is all peers spread
+evenly (SWARM 4.4, app. D, I). A departure takes a peer of a random stage. An arrival goes to the smallest stage, or
+without rebalancing to a random one. A stage that lost all its peers is adopted as in every run (``policy.assignment``);
+the steps that such a run rolls back are not counted.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
@@ -32,69 +30,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from muletrain.sim.fleet.trace import Change
+
 _Decision = Callable[[tuple[int, ...]], tuple[tuple[int, int], ...]]
-"""Peers by stage (those on their way there included) -> moves (source, target)."""
-TRACE_A = Path(__file__).parent / "traces" / "a.csv"
-"""Fitted to SWARM's table 5."""
+"""Peers by stage, including those on their way, -> moves (source, target)."""
 Rule = Literal["none", "swarm", "muletrain"]
 HORIZON_S = 32 * 3600.0
-"""SWARM's trace lasts 32 hours."""
+"""Duration of SWARM's trace."""
 HOUR_S = 3600.0
 ADOPT_AFTER_S = 30.0
-"""The default of ``fleet.adopt_after``: a stage may be empty for so long before another one gives it a peer."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """At ``time_s``, ``peers`` come (> 0) or go (< 0)."""
-
-    time_s: float
-    peers: int
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """What the pipeline did, in % of all its peers spread evenly over the stages; moves of peers an hour. Means over
-    runs."""
-
-    overall: float
-    first_hour: float
-    last_hour: float
-    moves_per_hour: float
-
-
-def read_trace(path: Path) -> tuple[Change, ...]:
-    """A CSV file with the columns ``time_s`` [s since the start] and ``change`` [peers]; sorted by time. Raises
-    DataError with the line."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames is None or not {"time_s", "change"} <= set(rows.fieldnames):
-                raise DataError(
-                    f"{path}: line 1: a churn trace has the columns time_s,change; here are {rows.fieldnames}"
-                )
-            changes = [_change(row, f"{path}: line {rows.line_num}") for row in rows]
-    except (OSError, UnicodeDecodeError, csv.Error) as e:
-        raise DataError(f"{path}: cannot be read as a churn trace: {e}") from None
-    return tuple(sorted(changes, key=lambda c: c.time_s))
-
-
-def _change(row: dict[str, str | None], where: str) -> Change:
-    try:
-        time_s, peers = float(row["time_s"] or ""), int(row["change"] or "")
-    except ValueError:
-        raise DataError(
-            f"{where}: expected seconds and a whole number of peers, got {row['time_s']!r}, {row['change']!r}"
-        ) from None
-    if not (math.isfinite(time_s) and time_s >= 0):
-        raise DataError(f"{where}: the time is {time_s} s; it counts from the start of the run, 0 or later")
-    return Change(time_s, peers)
+"""Seconds until an empty stage gets a peer of another one: the default of ``fleet.adopt_after``."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """One run over time: from ``begin_s`` of a step until that of the next, the smallest stage served ``slowest``
-    microbatches at a time, and all peers spread evenly would have served ``best``."""
+    """One run over time: from each ``begin_s`` to the next one, the smallest stage served ``slowest`` microbatches
+    at a time, and all peers spread evenly would have served ``best``."""
 
     begin_s: NDArray[np.float64]
     slowest: NDArray[np.float64]
@@ -102,45 +53,39 @@ class Course:
     moves: int
 
     def share(self, begin_s: float, end_s: float) -> float:
-        """Of the optimum, between these times [%]; 100 where there was nobody."""
+        """Share of the optimum between two times [%]; 100 if nobody was present."""
         ends_s = np.append(self.begin_s[1:], HORIZON_S)
         seconds = np.clip(np.minimum(ends_s, end_s) - np.maximum(self.begin_s, begin_s), 0, None)
         optimum = float(seconds @ self.best)
         return 100 * float(seconds @ self.slowest) / optimum if optimum else 100.0
 
     def at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What the smallest stage served at these times."""
+        """Microbatches that the smallest stage served at these times."""
         return self.slowest[np.searchsorted(self.begin_s, times_s, side="right") - 1]
 
 
-def simulate(
-    trace: Sequence[Change],
-    *,
-    peers: int,
-    stages: int,
-    rule: Rule,
-    period_s: float = 60.0,
-    downtime_s: float = 0.0,
-    runs: int = 100,
-    seed: int = 0,
-) -> Throughput:
-    """Mean over ``runs`` that draw other stages for those that come and go. ``downtime_s``: a peer that moves serves
-    nobody for so long.
+@dataclass(frozen=True)
+class Throughput:
+    """What the pipeline did, in % of all its peers spread evenly over the stages, and the moves of peers per hour."""
 
-    Raises DataError where the trace takes more peers than there are.
-    """
-    results = [
-        Throughput(
-            overall=course.share(0.0, HORIZON_S),
-            first_hour=course.share(0.0, HOUR_S),
-            last_hour=course.share(HORIZON_S - HOUR_S, HORIZON_S),
-            moves_per_hour=course.moves / (HORIZON_S / HOUR_S),
-        )
-        for course in courses(
-            trace, peers=peers, stages=stages, rule=rule, period_s=period_s, downtime_s=downtime_s, runs=runs, seed=seed
-        )
-    ]
-    return Throughput(*(fmean(getattr(r, name) for r in results) for name in Throughput.__dataclass_fields__))
+    overall: float
+    first_hour: float
+    last_hour: float
+    moves_per_hour: float
+
+    @classmethod
+    def mean(cls, runs: Iterable[Course]) -> Throughput:
+        """Average over ``courses``."""
+        rows = [
+            (
+                course.share(0.0, HORIZON_S),
+                course.share(0.0, HOUR_S),
+                course.share(HORIZON_S - HOUR_S, HORIZON_S),
+                course.moves / (HORIZON_S / HOUR_S),
+            )
+            for course in runs
+        ]
+        return cls(*map(fmean, zip(*rows, strict=True)))
 
 
 def courses(
@@ -154,8 +99,8 @@ def courses(
     runs: int = 100,
     seed: int = 0,
 ) -> Iterator[Course]:
-    """The runs that ``simulate`` takes the mean of, one by one. Raises DataError where the trace takes more peers than
-    there are."""
+    """Play ``runs`` that draw other stages for the peers that come and go. A peer that moves serves nobody for
+    ``downtime_s``. Raises DataError if the trace takes more peers than there are."""
     present = peers
     for change in trace:
         present += change.peers
@@ -170,8 +115,7 @@ def courses(
 
 
 def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decision:
-    """The production rule over a view of equal peers; what it says depends on the counts alone, and most of them come
-    again."""
+    """The production rule on a view of equal peers, remembered by counts, which recur."""
     work, state = (1.0,) * stages, (downtime_s,) * stages
 
     @cache
@@ -190,7 +134,7 @@ def _rule(rule: Rule, stages: int, period_s: float, downtime_s: float) -> _Decis
 
 
 class _Run:
-    """One run: peers by stage, and those on their way from one to another."""
+    """One run: peers by stage, serving or on their way from one to another."""
 
     def __init__(
         self,
@@ -207,10 +151,10 @@ class _Run:
         self._draw = draw
         self._serving = [peers // stages + (s < peers % stages) for s in range(stages)]
         self._moving = [0] * stages
-        """On their way, by destination."""
+        """Peers on their way, by destination."""
         self._moves = 0
         self._empty: dict[int, float] = {}
-        """Stages without a peer, and since when."""
+        """Stages without a peer, and since when [s]."""
         self._arrivals: list[tuple[float, int]] = []
         """Heap: (time, stage)."""
         self._steps: list[tuple[float, int, int]] = []
@@ -249,7 +193,7 @@ class _Run:
         return Course(begin_s, slowest, present / len(self._serving), self._moves)
 
     def _rebalance(self, decide: _Decision, now_s: float) -> bool:
-        """Whether the rule wanted anything."""
+        """Move peers as the rule says; return whether it wanted anything."""
         moves = decide(tuple(a + b for a, b in zip(self._serving, self._moving, strict=True)))
         for source, target in moves:
             if self._serving[source]:  # else all of them are on their way here
@@ -266,7 +210,7 @@ class _Run:
             self._serving[target] += 1
 
     def _adoption_s(self, now_s: float) -> float:
-        """When somebody moves to a stage that has been empty for long; never where no stage can spare a peer."""
+        """When the next empty stage is adopted [s]; inf if no stage can spare a peer."""
         counts = map(sum, zip(self._serving, self._moving, strict=True))
         self._empty = {s: self._empty.get(s, now_s) for s, n in enumerate(counts) if not n}
         if not self._empty or max(self._serving) < 2:
@@ -274,7 +218,8 @@ class _Run:
         return max(now_s, min(self._empty.values()) + ADOPT_AFTER_S)
 
     def _adopt(self, now_s: float) -> None:
-        """Every empty stage, as one step back fills them all; who is on the way to a stage counts there, and stays."""
+        """Fill all empty stages at once, as a rollback does; peers on their way count at their destination and stay
+        there."""
         loads = {f"{s:04}.{k:06}": Load(s) for s, n in enumerate(self._serving) for k in range(n)}
         loads |= {f"{s:04}.coming": Load(s, targets=frozenset()) for s, n in enumerate(self._moving) if n}
         for move in filled(View(loads, (1.0,) * len(self._serving), stopped=True)):

@@ -1,38 +1,39 @@
 """Flow fidelity: a run under churn on rates instead of messages, so that days with thousands of machines take seconds.
 
-Machines of a kind are alike, and between two events (one leaves, comes, moves) everything flows at a constant rate
-(``rates``). What is decided is decided by the policies that decide in production: where newcomers go
-(``machines.seat``), who moves and who fills a stage that lost all its peers (``strategies.swarm``).
+Machines of a kind are alike, and everything flows at a constant rate (``rates``) between two events: a machine leaves,
+comes or moves. The policies that decide in production decide here too: where newcomers go (``setting.seat``), who
+moves, and who fills a stage that lost all its peers (``strategies.swarm``).
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from muletrain.policy.assignment import Load, View
+from muletrain.policy.assignment import View
 from muletrain.policy.rebalance import Confirmed
 from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
-from muletrain.sim.fleet.ledger import Ledger, always
-from muletrain.sim.fleet.rates import Rate
-from muletrain.sim.machines import fetch_s, mortal, seat, seated
-from muletrain.strategies.base import capacity
+from muletrain.sim.fleet.accounts import always
+from muletrain.sim.fleet.membership import Membership, Moving, kind_of
+from muletrain.sim.fleet.progress import Progress
+from muletrain.sim.setting import fetch_s, seat
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from muletrain.policy.assignment import Move
-    from muletrain.sim.fleet.churn import Change
-    from muletrain.sim.fleet.ledger import GoesOn
+    from muletrain.sim.fleet.accounts import Accounts, GoesOn
     from muletrain.sim.fleet.rates import Counts, Rates
+    from muletrain.sim.fleet.trace import Change
 
 HOUR_S = 3600.0
-LASTING = 0.02
-"""Of all the time: memberships that are there for so long are worth a play of their own."""
+RETRY_S = 5.0
+"""Seconds between two looks at whether a lost stage is served again."""
 
 
 @dataclass(frozen=True)
@@ -48,326 +49,245 @@ class Weather:
 
 @dataclass(frozen=True)
 class Rules:
-    """What of a run's configuration decides under churn."""
+    """The settings of a run that decide under churn."""
 
     rebalance: Literal["off", "paper", "throughput"]
     period_s: float
     adopt_after_s: float
     checkpoint_every: int
-    """Steps; 0: none before the end."""
+    """Steps between checkpoints; 0: none before the end."""
 
 
-@dataclass(eq=False)
-class _Moving:
-    """On its way to ``target``; still at ``source`` until the step ends."""
+class Agenda:
+    """Actions and when they are due [s]; actions of one moment run in the order in which they were entered."""
 
-    kind: int
-    source: int | None
-    target: int
-
-
-@dataclass
-class Flow:
-    """One run of ``horizon_s``. ``play`` it once, then ask ``ledger``."""
-
-    rates: Rates
-    weather: Weather
-    rules: Rules
-    horizon_s: float
-    seed: int
-    ledger: Ledger = field(init=False)
-
-    def __post_init__(self) -> None:
-        setting = self.rates.setting
-        self._kinds, self._cost = setting.kinds, setting.cost
-        self._stages = len(setting.cut)
-        self._draw = random.Random(f"flow/{self.seed}")
-        self._serving: list[Counts] = seated(setting)
-        self._present = [kind.count for kind in self._kinds]
-        """By kind, serving or on the way."""
-        self._promised = [0] * self._stages
-        """Newcomers that are on their way there."""
-        self._moving: list[_Moving] = []
-        self._gone: deque[int] = deque()
-        """Kinds of machines that a trace may bring back."""
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+    def __init__(self) -> None:
+        self.now_s = 0.0
         self._entered = 0
-        self._now, self._again_s = 0.0, 0.0
-        self._since_s, self._lasting = 0.0, False
-        """Since when everyone is where they are, and whether that was found to last."""
-        """``_again_s``: what died with a peer is computed again for so long yet, and nothing else."""
-        self._lost: set[int] = set()
-        """Stages without peers that nobody has adopted yet."""
-        self._leaving = 0
-        """Counts redrawn times of departure: older ones are void."""
-        self._confirmed = Confirmed()
-        self._restless = True
-        self._work = tuple(s.forward_flops for s in self._cost.stages)
-        self._mortal = mortal(setting)
-        self._rate = self._rated()
-        self.ledger = Ledger(self.rates, self.horizon_s, self._serving, self._present)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        self._entered += 1
+        heappush(self._heap, (time_s, self._entered, action))
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.now_s + seconds, action)
 
     @property
-    def serving(self) -> list[Counts]:
-        """By stage and kind, now."""
-        return list(self._serving)
+    def next_s(self) -> float:
+        """When the next action is due; inf: there is none."""
+        return self._heap[0][0] if self._heap else math.inf
 
-    # Time -------------------------------------------------------------------------------------------------------------
+    def run_next(self) -> None:
+        self.now_s, _, action = heappop(self._heap)
+        action()
 
-    def play(self, goes_on: GoesOn = always) -> Ledger:
-        for change in self.weather.trace:
-            self._at(change.time_s, lambda peers=change.peers: self._trace(peers))  # type: ignore[misc]
-        self._draw_leaving()
+
+class _Comings(Protocol):
+    """Carries out what the weather decides."""
+
+    def lose(self) -> int | None: ...
+
+    def come(self, kind: int) -> None: ...
+
+
+class _Churn:
+    """When machines leave and come back, by one ``weather``."""
+
+    def __init__(
+        self, weather: Weather, agenda: Agenda, draw: random.Random, members: Membership, fleet: _Comings
+    ) -> None:
+        self._weather, self._agenda, self._draw = weather, agenda, draw
+        self._members, self._fleet = members, fleet
+        self._gone: deque[int] = deque()
+        """Kinds of machines that a trace may bring back."""
+        self._version = 0
+        """Counts redrawn times of departure: older ones are void."""
+
+    def begin(self) -> None:
+        for change in self._weather.trace:
+            self._agenda.at(change.time_s, partial(self._trace, change.peers))
+        self.redraw()
         self._draw_burst()
-        if self.rules.rebalance != "off":
-            self._at(self.rules.period_s, self._tick)
-        whole = goes_on(self._now, self.ledger.steps)
-        while whole and self._agenda and self._agenda[0][0] < self.horizon_s:
-            time_s, _, action = heappop(self._agenda)
-            self._until(time_s)
-            action()
-            whole = goes_on(self._now, self.ledger.steps)
-        if whole:
-            self._until(self.horizon_s)
-        self.ledger.close(partial=not whole)
-        return self.ledger
 
-    def _at(self, time_s: float, action: Callable[[], None]) -> None:
-        self._entered += 1
-        heappush(self._agenda, (time_s, self._entered, action))
-
-    def _until(self, time_s: float) -> None:
-        if not self._lasting and not self._lost and time_s - self._since_s >= LASTING * self.horizon_s:
-            self._lasting, self._rate = True, self.rates.lasts(self._serving)
-        again_s = min(self._again_s, time_s - self._now)
-        if again_s > 0:
-            self.ledger.pass_time(again_s, self._rate, again=True)
-            self._again_s -= again_s
-        self.ledger.pass_time(time_s - self._now - max(0.0, again_s), self._rate, again=False)
-        self._now = time_s
-
-    def _step_end_s(self) -> float:
-        """Until the step that is under way is over."""
-        if self._rate.throughput <= 0:
-            return 0.0
-        left = 1.0 - self.ledger.steps % 1.0
-        return self._again_s + left * self._cost.microbatches / self._rate.throughput
-
-    # Who is there -----------------------------------------------------------------------------------------------------
-
-    def _add(self, stage: int, kind: int, peers: int) -> None:
-        counts = list(self._serving[stage])
-        counts[kind] += peers
-        self._serving[stage] = tuple(counts)
-
-    def _changed(self) -> None:
-        self._restless = True
-        self._since_s, self._lasting = self._now, False
-        self._rate = self._rated()
-        self.ledger.change(self._serving, self._present, self._rate)
-
-    def _rated(self) -> Rate:
-        rate = self.rates.of(self._serving)
-        return Rate(rate.even, 0.0, 0.0, 0.0, 0.0) if self._lost else rate
-
-    # Churn ------------------------------------------------------------------------------------------------------------
-
-    def _draw_leaving(self) -> None:
-        self._leaving += 1
-        present = self._present
-        rate = self.weather.leave_per_s * sum(present[k] for k in self._mortal)
-        if rate > 0:
-            version = self._leaving
-            self._at(self._now + self._draw.expovariate(rate), lambda: self._leaves(version))
+    def redraw(self) -> None:
+        """Draw the next departure anew, for as many machines as there are."""
+        self._version += 1
+        if (rate := self._weather.leave_per_s * self._members.may_leave) > 0:
+            self._agenda.after(self._draw.expovariate(rate), partial(self._leaves, self._version))
 
     def _leaves(self, version: int) -> None:
-        if version == self._leaving:
-            self._replace(self._take_any())
-            self._draw_leaving()
+        if version == self._version:
+            self._replace(self._fleet.lose())
+            self.redraw()
 
     def _draw_burst(self) -> None:
-        if self.weather.bursts_per_s > 0:
-            self._at(self._now + self._draw.expovariate(self.weather.bursts_per_s), self._burst)
+        if self._weather.bursts_per_s > 0:
+            self._agenda.after(self._draw.expovariate(self._weather.bursts_per_s), self._burst)
 
     def _burst(self) -> None:
-        present = self._present
-        for _ in range(round(self.weather.burst_share * sum(present[k] for k in self._mortal))):
-            self._replace(self._take_any())
+        for _ in range(round(self._weather.burst_share * self._members.may_leave)):
+            self._replace(self._fleet.lose())
         self._draw_burst()
-        self._draw_leaving()
+        self.redraw()
 
     def _replace(self, kind: int | None) -> None:
         if kind is not None:
-            self._at(self._now + self._draw.expovariate(1 / self.weather.away_s), lambda: self._come(kind))
+            self._agenda.after(self._draw.expovariate(1 / self._weather.away_s), partial(self._fleet.come, kind))
 
     def _trace(self, peers: int) -> None:
         for _ in range(-peers):
-            if (kind := self._take_any()) is not None:
+            if (kind := self._fleet.lose()) is not None:
                 self._gone.append(kind)
         for _ in range(peers):
-            self._come(self._gone.popleft() if self._gone else self._draw.choice(self._mortal))
+            self._fleet.come(self._gone.popleft() if self._gone else self._draw.choice(self._members.mortal))
 
-    def _take_any(self) -> int | None:
-        """One of those that may go, all with the same chance; None: there is none."""
-        present = self._present
-        number = sum(present[k] for k in self._mortal)
-        if not number:
+
+class Flow:
+    """One run of ``horizon_s``, played once."""
+
+    def __init__(self, rates: Rates, weather: Weather, rules: Rules, horizon_s: float, seed: int) -> None:
+        self._setting, self._rules, self._horizon_s = rates.setting, rules, horizon_s
+        self._draw = random.Random(f"flow/{seed}")
+        self._agenda = Agenda()
+        self._members = Membership(rates)
+        self._progress = Progress(rates, self._members, horizon_s)
+        self._churn = _Churn(weather, self._agenda, self._draw, self._members, self)
+        self._confirmed = Confirmed()
+        self._restless = True
+        """Somebody came, went or moved since nobody wanted to move."""
+        self._work = tuple(s.forward_flops for s in self._setting.cost.stages)
+
+    @property
+    def serving(self) -> list[Counts]:
+        """Peers that serve now, by stage and kind."""
+        return list(self._members.serving)
+
+    def play(self, goes_on: GoesOn = always) -> Accounts:
+        self._churn.begin()
+        if self._rules.rebalance != "off":
+            self._agenda.at(self._rules.period_s, self._tick)
+        accounts = self._progress.accounts
+        whole = goes_on(0.0, accounts.steps)
+        while whole and self._agenda.next_s < self._horizon_s:
+            self._progress.until(self._agenda.next_s)
+            self._agenda.run_next()
+            whole = goes_on(self._agenda.now_s, accounts.steps)
+        if whole:
+            self._progress.until(self._horizon_s)
+        accounts.close(partial=not whole)
+        return accounts
+
+    def _changed(self) -> None:
+        self._restless = True
+        self._progress.changed()
+
+    # Machines leave and come ------------------------------------------------------------------------------------------
+
+    def lose(self) -> int | None:
+        """A machine leaves; return its kind. None: none may leave."""
+        drawn = self._members.drawn(self._draw)
+        if drawn is None:
             return None
-        chosen = self._draw.randrange(number)
-        kind = next(k for k in self._mortal if (chosen := chosen - present[k]) < 0)
-        places = [n[kind] for n in self._serving]
-        fetching = [m for m in self._moving if m.kind == kind and m.source is None]
-        at = self._draw.randrange(sum(places) + len(fetching))
-        for stage, n in enumerate(places):
-            if (at := at - n) < 0:
-                self._take(kind, stage)
-                return kind
-        self._stop(fetching[at])
-        self._present[kind] -= 1
-        self.ledger.happened("left")
-        self._changed()
+        kind, where = drawn
+        if isinstance(where, Moving):
+            self._members.stops(where)
+            self._members.present[kind] -= 1
+            self._progress.accounts.happened("left")
+            self._changed()
+        else:
+            self._lose(kind, where)
         return kind
 
-    def _take(self, kind: int, stage: int) -> None:
-        """A machine that serves is gone, and what it held of the step with it."""
-        cost = self._cost
-        share = 1 / self.rates.service_s[stage][kind] / self._does(stage)
-        held = (self.ledger.steps % 1.0) * cost.microbatches * share
-        self._add(stage, kind, -1)
-        self._present[kind] -= 1
-        self.ledger.happened("left")
-        if not sum(self._serving[stage]):
-            self._lost.add(stage)
-            self.ledger.happened("stage lost")
-            self._at(self._now + self.rules.adopt_after_s, lambda: self._adopt(stage))
+    def _lose(self, kind: int, stage: int) -> None:
+        """A machine that serves leaves, and its part of the step is lost."""
+        share, accounts = self._members.share(stage, kind), self._progress.accounts
+        held = self._progress.held(share)
+        self._members.add(stage, kind, -1)
+        self._members.present[kind] -= 1
+        accounts.happened("left")
+        if not sum(self._members.serving[stage]):
+            self._progress.lost.add(stage)
+            accounts.happened("stage lost")
+            self._agenda.after(self._rules.adopt_after_s, partial(self._adopt, stage))
         self._changed()
-        self._run_again(stage, held + min(capacity(self._stages) // 2, cost.microbatches * share))
+        self._progress.repeat(stage, share, held)
 
-    def _does(self, stage: int) -> float:
-        """Microbatches/s of its peers together."""
-        return sum(n / s for n, s in zip(self._serving[stage], self.rates.service_s[stage], strict=True))
+    def come(self, kind: int) -> None:
+        (stage,) = seat(self._setting, [kind], self._members.serving, self._members.promised)
+        self._members.present[kind] += 1
+        self._fetch(Moving(kind, None, stage), "joined")
+        self._churn.redraw()
 
-    def _run_again(self, stage: int, microbatches: float) -> None:
-        """Beside the rest of the step, as far as the stage has time to spare for it."""
-        self.ledger.repeated += microbatches
-        if self._rate.throughput <= 0:
-            return
-        does = self._does(stage)
-        rest_s = (1.0 - self.ledger.steps % 1.0) * self._cost.microbatches / self._rate.throughput
-        stalled_s = max(0.0, microbatches / does - rest_s * max(0.0, 1 - self._rate.throughput / does))
-        self._again_s += stalled_s
-        self.ledger.stalled(stalled_s)
+    # Peers on their way -----------------------------------------------------------------------------------------------
 
-    def _come(self, kind: int) -> None:
-        (stage,) = seat(self.rates.setting, [kind], self._serving, self._promised)
-        self._present[kind] += 1
-        self._fetch(_Moving(kind, None, stage), "joined")
-        self._draw_leaving()
-
-    # On the way -------------------------------------------------------------------------------------------------------
-
-    def _fetch(self, moving: _Moving, what: str) -> None:
-        """The state of its new stage; it serves from the end of the step on in which it has it."""
-        moving.source = None
-        if moving not in self._moving:
-            self._moving.append(moving)
-        self._promised[moving.target] += 1
-        self.ledger.happened(what)
+    def _fetch(self, moving: Moving, what: str) -> None:
+        """A peer fetches the state of its new stage, which it serves from the end of the present step on."""
+        kind, target = moving.kind, moving.target
+        self._members.fetches(moving)
+        self._progress.accounts.happened(what)
         self._restless = True
-        self.ledger.change(self._serving, self._present, self._rate)
-        nbytes = self._cost.stages[moving.target].state_bytes
-        self.ledger.fetched(moving.kind, self._serving[moving.target], nbytes)
-        takes_s = fetch_s(self.rates.setting, moving.kind, moving.target, self._serving[moving.target])
-        self._at(self._now + takes_s, lambda: self._has_state(moving))
+        self._progress.noted()
+        donors = self._members.serving[target]
+        self._progress.accounts.fetched(kind, donors, self._setting.cost.stages[target].state_bytes)
+        self._agenda.after(fetch_s(self._setting, kind, target, donors), partial(self._has_state, moving))
 
-    def _has_state(self, moving: _Moving) -> None:
-        if moving in self._moving:
-            self._at(self._now + self._step_end_s(), lambda: self._serves(moving))
+    def _has_state(self, moving: Moving) -> None:
+        if moving in self._members.moving:
+            self._agenda.after(self._progress.step_end_s, partial(self._serves, moving))
 
-    def _serves(self, moving: _Moving) -> None:
-        if moving in self._moving:
-            self._stop(moving)
-            self._add(moving.target, moving.kind, 1)
+    def _serves(self, moving: Moving) -> None:
+        if moving in self._members.moving:
+            self._members.stops(moving)
+            self._members.add(moving.target, moving.kind, 1)
             self._changed()
 
-    def _stop(self, moving: _Moving) -> None:
-        """It fetches nothing any more."""
-        self._moving.remove(moving)
-        self._promised[moving.target] -= 1
-
-    def _departs(self, moving: _Moving) -> None:
-        """Between two steps, and never as a stage's last."""
-        if moving not in self._moving or moving.source is None:
+    def _departs(self, moving: Moving) -> None:
+        """A peer leaves its stage between two steps, and never as the last one."""
+        if moving not in self._members.moving or moving.source is None:
             return
-        if sum(self._serving[moving.source]) < 2 or not self._serving[moving.source][moving.kind]:
-            self._moving.remove(moving)
+        here = self._members.serving[moving.source]
+        if sum(here) < 2 or not here[moving.kind]:
+            self._members.moving.remove(moving)
             return
-        self._add(moving.source, moving.kind, -1)
+        self._members.add(moving.source, moving.kind, -1)
         self._changed()
         self._fetch(moving, "moved")
 
     # Decisions --------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        if self._restless and not self._lost:
-            for move in self._decided():
-                moving = _Moving(int(move.peer.split(".")[1]), move.source, move.target)
-                self._moving.append(moving)
-                self._at(self._now + self._step_end_s(), lambda moving=moving: self._departs(moving))  # type: ignore[misc]
-        self._at(self._now + self.rules.period_s, self._tick)
-
-    def _decided(self) -> Sequence[Move]:
-        horizon_s = HORIZON_PERIODS * self.rules.period_s
-        state_bytes = [s.state_bytes for s in self._cost.stages]
-        wanted = SWARM.assign(
-            View(self._loads(), self._work, state_bytes, rule=self.rules.rebalance, horizon_s=horizon_s)
-        )
-        self._restless = bool(wanted)  # the same view leads to the same moves
-        return self._confirmed.of(wanted)
-
-    def _loads(self) -> dict[str, Load]:
-        """What peers would announce: those alike together; requests wait where little is done."""
-        leaving = Counter((m.source, m.kind) for m in self._moving if m.source is not None)
-        coming = Counter((m.target, m.kind) for m in self._moving)
-        loads = {}
-        for s, counts in enumerate(self._serving):
-            does = self._does(s)
-            queue = 1 / does / max(1, sum(counts)) if does else 0.0
-            for k, n in enumerate(counts):
-                kind, staying = self._kinds[k], n - leaving[s, k]
-                if staying > 0:
-                    loads[f"{s:04}.{k:03}"] = Load(
-                        s, queue, {s: 1 / self.rates.service_s[s][k]}, targets=kind.fits, alike=staying
-                    )
-        for (s, k), n in sorted(coming.items()):
-            loads[f"{s:04}.{k:03}.coming"] = Load(s, 0.0, {}, targets=frozenset(), alike=n)
-        return loads
+        if self._restless and not self._progress.lost:
+            view = View(
+                self._members.loads(),
+                self._work,
+                [s.state_bytes for s in self._setting.cost.stages],
+                rule=self._rules.rebalance,
+                horizon_s=HORIZON_PERIODS * self._rules.period_s,
+            )
+            wanted = SWARM.assign(view)
+            self._restless = bool(wanted)  # the same view leads to the same moves
+            for move in self._confirmed.of(wanted):
+                moving = Moving(kind_of(move.peer), move.source, move.target)
+                self._members.moving.append(moving)
+                self._agenda.after(self._progress.step_end_s, partial(self._departs, moving))
+        self._agenda.after(self._rules.period_s, self._tick)
 
     def _adopt(self, stage: int) -> None:
-        """The run steps back to its newest checkpoint; if nobody came meanwhile, a peer of the stage that has most left
-        serves it."""
-        if stage not in self._lost:
+        """The run rolls back to its newest checkpoint. If nobody came to the lost stage meanwhile, a peer of the stage
+        with most peers serves it."""
+        if stage not in self._progress.lost:
             return
-        if not sum(self._serving[stage]) and not any(m.target == stage for m in self._moving):
-            loads = {
-                f"{s:04}.{k:03}.{i:06}": Load(s, targets=self._kinds[k].fits - {s})
-                for s, counts in enumerate(self._serving)
-                for k, n in enumerate(counts)
-                for i in range(n)
-            }
-            for move in SWARM.assign(View(loads, self._work, stopped=True)):
-                kind = int(move.peer[5:8])
-                self._add(move.source, kind, -1)
+        members, accounts = self._members, self._progress.accounts
+        if not sum(members.serving[stage]) and not any(m.target == stage for m in members.moving):
+            for move in SWARM.assign(View(members.each(), self._work, stopped=True)):
+                members.add(move.source, kind_of(move.peer), -1)
                 self._changed()
-                self._fetch(_Moving(kind, None, move.target), "adopted")
-        if not sum(self._serving[stage]):
-            self._at(self._now + RETRY_S, lambda: self._adopt(stage))
+                self._fetch(Moving(kind_of(move.peer), None, move.target), "adopted")
+        if not sum(members.serving[stage]):
+            self._agenda.after(RETRY_S, partial(self._adopt, stage))
             return
-        self._lost.discard(stage)
-        every = self.rules.checkpoint_every
-        self.ledger.step_back(self.ledger.steps // every * every if every else 0.0)
+        self._progress.lost.discard(stage)
+        every = self._rules.checkpoint_every
+        accounts.step_back(accounts.steps // every * every if every else 0.0)
         self._changed()
-
-
-RETRY_S = 5.0
-"""Between two looks at whether a lost stage is served again."""

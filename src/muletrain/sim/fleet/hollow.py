@@ -1,4 +1,4 @@
-"""Compute that computes nothing, for virtual fleets: tensors are tiny, all of them alike, and there at once."""
+"""A ``Compute`` that computes nothing: in a virtual fleet all tensors are tiny, equal and ready at once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 WIDTH, TOKENS, VOCAB = 2, 1, 256
 BLOCKS, CHUNK = 512, 8
-"""Of the hollow gradient: in all, and in a chunk. Shards are nearly equal, as those of a large stage are, and have
-several chunks."""
+"""Blocks of the hollow gradient, and of a chunk: shards are nearly equal and have several chunks, as in a large
+stage."""
 PARAMS = BLOCKS * BLOCK
 
 
 class HollowCompute:
-    """Computes nothing, at once, so that no call waits for its turn; see ``Compute``. Every microbatch has the same
-    gradient. ``ending_s``: see ``StageCost``."""
+    """Computes nothing, and never waits for its slot; see ``Compute``. Every microbatch has the same gradient.
+    ``ending_s``: see ``StageCost``."""
 
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
         self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed
@@ -78,7 +78,7 @@ class HollowCompute:
         pass
 
     async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
-        """All activations are the same, and what is done to them has the same result."""
+        """Reuse the result of ``fn``: all activations are the same."""
         if id(args[0]) not in _SAME:
             return fn(*args)
         if (key := (fn, *map(id, args))) not in _RESULTS:
@@ -92,11 +92,11 @@ class HollowCompute:
 
 
 ACTIVATIONS = torch.ones(1, TOKENS, WIDTH)
-"""Of every microbatch, and their gradients."""
+"""The activations of every microbatch, and their gradients."""
 _SAME: dict[int, object] = {id(ACTIVATIONS): ACTIVATIONS}
-"""Those, encoded and decoded, by identity."""
+"""The same tensor, encoded and decoded, by identity."""
 _RESULTS: dict[tuple[object, ...], tuple[object, Any]] = {}
-"""By function and identity of what it was given (which stays, so that nothing else can have it)."""
+"""Results by function and identity of its arguments, which are kept so that no other object gets the same identity."""
 
 
 class HollowTokens:

@@ -1,11 +1,9 @@
-"""How fast a fleet goes: rates (``rates``), put right by steps that are played (``steps``). ``plan`` and ``simulate``
-predict with it.
+"""Predict how fast a fleet goes: ``rates``, corrected by played ``steps``. ``plan`` and ``simulate`` use it.
 
-Rates take a stage for one queue from which each of its peers takes work. In fact each sender chooses by what it has
-under way itself, so that requests meet at one peer while another has none: on 40 T4 and four A100 in three stages a
-step takes 13 to 60 % longer than by rates, and as long as played (both held against the production code:
-tests/test_fidelities.py). Under churn memberships change too often to play each. A membership is as much slower than
-its rates as the nearest one that was played.
+Rates treat a stage as one queue that all its peers take work from. In fact each sender chooses by its own requests, so
+some requests queue at one peer while another is idle: with 40 T4 and four A100 in three stages a step takes 13 to 60 %
+longer than by rates, and as long as played (both compared with the production code: tests/test_fidelities.py). Under
+churn memberships change too often to play each, so a membership gets the correction of the nearest one that was played.
 """
 
 from __future__ import annotations
@@ -20,27 +18,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from muletrain.sim.fleet.rates import Counts
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
-"""Of a core: the longest play; all plays of one run after the first, and as much again for memberships that last."""
+"""Core seconds: the longest play; and all plays of one run after the first, and again as much for lasting
+memberships."""
 MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
-"""Of a core, of a play: a microbatch at a stage, each receiver that its sender looks at, and what one replica sends
-another."""
+"""Core seconds that a play takes per microbatch and stage, per receiver that its sender considers, and per shard."""
 NEAR = 0.05
-"""Share of what all machines could compute that two memberships may have elsewhere, for one to be as much slower than
-its rates as the other."""
+"""Two memberships share a correction if they place at most this part of all compute elsewhere."""
 
 
 class Slower(NamedTuple):
-    """Shares of the rates that are left: while microbatches are computed, and of whole steps."""
+    """Parts of the rates that remain: while microbatches are computed, and over whole steps."""
 
     computing: float
     whole: float
 
 
 class Pace(Rates):
-    """Rates of one setting, of which some are played."""
+    """Rates of one setting, corrected by played steps."""
 
     def __init__(self, setting: Setting, *, trainers: int, delayed: bool) -> None:
         super().__init__(setting, trainers=trainers, delayed=delayed)
@@ -61,7 +58,7 @@ class Pace(Rates):
         return Rate(rate.even, rate.slowest, linked, windowed, throughput)
 
     def lasts(self, serving: Sequence[Counts]) -> Rate:
-        """Of a membership that is worth a play of its own."""
+        """Rate a membership that lasts long enough to be played."""
         known, effort_s = tuple(serving), effort_of(self.setting, serving)
         if (
             self._playable
@@ -74,14 +71,14 @@ class Pace(Rates):
         return self.of(serving)
 
     def step(self, serving: Sequence[Counts]) -> Took:
-        """Played; by rates, where that would take too long."""
+        """Play a step; use rates if a play would take too long."""
         if effort_of(self.setting, serving) <= PLAYABLE_S:
             return play(self.setting, cast(self.setting, serving, self._trainers), delayed=self._delayed)
         rate, microbatches = super().of(serving), self.setting.cost.microbatches
         return Took(microbatches / rate.throughput, microbatches / rate.windowed)
 
     def _slower(self, serving: tuple[Counts, ...], rate: Rate) -> Slower | None:
-        """None: of such a fleet nothing is played."""
+        """Find the correction; None: such a fleet is too large to play."""
         if self._playable is None:
             self._playable = effort_of(self.setting, serving) <= PLAYABLE_S
         if not self._playable or serving in self._found:
@@ -100,7 +97,7 @@ class Pace(Rates):
         return self._found.setdefault(serving, left)
 
     def _apart(self, one: Sequence[Counts], other: Sequence[Counts]) -> float:
-        """Microbatches/s that machines could do which are at a stage in one of them and not in the other; a move counts
+        """Microbatches/s of the machines that one membership has at a stage and the other has not; a move counts
         once."""
         more = less = 0.0
         for here, there in zip(one, other, strict=True):
@@ -110,7 +107,7 @@ class Pace(Rates):
 
 
 def effort_of(setting: Setting, serving: Sequence[Counts]) -> float:
-    """Of a core, to play it [s]."""
+    """Core seconds that a play takes."""
     peers, microbatches = list(map(sum, serving)), setting.cost.microbatches
     step_s = microbatches * sum(MICROBATCH_S + RECEIVER_S * n for n in peers) + SHARD_S * sum(n * n for n in peers)
     return (1 + steps_of(setting, SWARM)) * step_s

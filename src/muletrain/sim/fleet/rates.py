@@ -1,15 +1,13 @@
-"""How fast a pipeline of stages goes, from who serves them: the flow fidelity's model of a step.
+"""Predict how fast a pipeline of stages goes from the peers that serve them: the closed form behind fidelity 'flow'.
 
-A stage does what its peers do, each as fast as its compute and its links allow; the pipeline what its slowest stage
-does, and no more than the trainers' window lets under way (Little's law). A step is the longest of: what lies before a
-stage, there and back, and that stage's share of all microbatches, in whole ones; and at its end gradients are averaged
-and the record is agreed on. Where few microbatches are under way, some of them wait elsewhere while the slowest stage
-has none (``circulating``). Nothing in it is fitted; what real runs take beside that comes with the setting
-(``calibrate``).
+A stage is as fast as its peers together, each limited by its compute and its links. The pipeline is as fast as its
+slowest stage, and has no more microbatches in flight than the trainers' window allows (Little's law). The computing
+part of a step lasts as long as the slowest stage needs for all microbatches, plus the way there. At its end gradients
+are averaged and the record is agreed on. With few microbatches in flight, the slowest stage is idle while all of them
+are elsewhere (``circulating``). No constant is fitted; measured overheads come with the setting (``calibration``).
 
-A stage's peers are one queue here, and links are not shared with averaging: on 44 machines of unequal speed that is 13
-to 60 % too fast. What ``simulate`` says is put right by steps that are played (``pace``); rates alone seat machines,
-and choose what is played.
+A stage counts as one queue here, and averaging does not slow links down, so on 44 unequal machines rates are 13 to 60 %
+too high. ``pace`` corrects them by played steps; uncorrected rates only seat machines and choose what is played.
 """
 
 from __future__ import annotations
@@ -24,23 +22,23 @@ from muletrain.strategies.base import capacity
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 Counts = tuple[int, ...]
-"""Peers of each kind at one stage."""
+"""Peers of each kind that serve one stage."""
 TRAINERS = 2
 FEW = 4
-"""Microbatches under way, times stages: of more it is rare that none waits at the slowest stage."""
+"""Microbatches in flight per stage; with more, the slowest stage is rarely idle."""
 AGREEMENT_HOPS = 2
-"""Messages one after the other before averaging: all is through, seals."""
+"""Messages one after another before averaging: a trainer's last word, seals."""
 
 
 class Rate(NamedTuple):
-    """Microbatches/s. What is lost from one to the next: to uneven stages, to links, to the bound on what is under way,
-    to the ends of steps."""
+    """Microbatches/s after each kind of loss: uneven stages, links, the bound on microbatches in flight, ends of
+    steps."""
 
     even: float
-    """If what serves were spread evenly."""
+    """With all serving peers spread evenly."""
     slowest: float
     linked: float
     windowed: float
@@ -48,8 +46,8 @@ class Rate(NamedTuple):
 
 
 class Rates:
-    """Of one setting. ``delayed``: a step is averaged while the next one is computed. Remembers the fleet it was asked
-    about last, for in a large one little changes from one moment to the next."""
+    """Rates of one setting. ``delayed``: a step is averaged while the next one computes. The stages of the last
+    fleet are remembered, because few of them change from one call to the next."""
 
     def __init__(self, setting: Setting, *, trainers: int = TRAINERS, delayed: bool = False) -> None:
         self.setting = setting
@@ -58,19 +56,19 @@ class Rates:
         self.service_s = [[kind.service_s(s) for kind in self._kinds] for s in range(len(setting.cut))]
         self.whole_per_s = [kind.whole_per_s for kind in self._kinds]
         self.places = _places(setting)
-        """Kinds that are linked alike."""
+        """Kinds with the same region and links."""
         self._serving: list[Counts | None] = [None] * len(setting.cut)
         self._stages: list[_Stage | None] = [None] * len(setting.cut)
         self._known: dict[tuple[str, int], tuple[tuple[Counts, ...], float]] = {}
         self.flowing = 0.0
-        """Microbatches/s of the fleet that was asked about last, by rates alone: nothing of it is left to chance."""
+        """Microbatches/s of the fleet in the last call, without corrections."""
         self._limited = any(
             min(k.up_bytes_per_s, k.down_bytes_per_s, *(link.bandwidth_bytes_per_s for link in row)) < math.inf
             for k, row in zip(self._kinds, self._links, strict=True)
         )
 
     def of(self, serving: Sequence[Counts]) -> Rate:
-        """Of a whole fleet, by stage and kind."""
+        """Rate a whole fleet. ``serving``: peers by stage and kind."""
         even = sum(n * v for n, v in zip(map(sum, zip(*serving, strict=True)), self.whole_per_s, strict=True))
         if not all(map(any, serving)):
             return Rate(even, 0.0, 0.0, 0.0, 0.0)
@@ -100,11 +98,11 @@ class Rates:
         return Rate(even, slowest, linked, windowed, self.flowing)
 
     def lasts(self, serving: Sequence[Counts]) -> Rate:
-        """Of a membership that is there for long."""
+        """Rate a membership that lasts."""
         return self.of(serving)
 
     def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
-        """What changed since the last time is computed anew, and its neighbours with it."""
+        """Update the stages that changed since the last call, and their neighbours."""
         last = len(serving) - 1
         changed = [s for s, counts in enumerate(serving) if counts is not self._serving[s]]
         for s in sorted({n for c in changed for n in (c - 1, c, c + 1) if 0 <= n <= last}):
@@ -131,15 +129,15 @@ class Rates:
         )
 
     def _unless_known(self, what: str, find: Callable[..., float], stage: int, *peers: Counts) -> float:
-        """What changes next to a stage changes less than half of what is asked about it."""
+        """Look up a value of one stage that depends on these peers only."""
         known = self._known.get((what, stage))
         if known is None or known[0] != peers:
             known = self._known[what, stage] = peers, find(stage, *peers)
         return known[1]
 
     def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
-        """What the links of a peer of kind ``k`` take for a microbatch [s]: its own, and all paths to a neighbouring
-        stage together."""
+        """Seconds that the links of a peer of kind ``k`` are busy with a microbatch: its own links, and all paths to
+        a neighbouring stage together."""
         cost, own = self._cost, self._kinds[k]
         on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
         longest_s = max(
@@ -157,8 +155,8 @@ class Rates:
         return [[link.bandwidth_bytes_per_s for link in row] for row in self._links]
 
     def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
-        """From the stage before and back, as often as each pair is on the way. To the first from trainers, who are of
-        it themselves, and prefer what goes nowhere."""
+        """Seconds from the stage before and back, averaged over the pairs that talk. Trainers send to the first
+        stage; they belong to it and prefer themselves."""
         ways = self._ways_s[stage]
         path_s = sum(
             share * way_s
@@ -173,7 +171,7 @@ class Rates:
 
     @cached_property
     def _ways_s(self) -> list[list[list[float]]]:
-        """By stage, sender's and receiver's place: there and back."""
+        """Seconds there and back, by stage, sender's place and receiver's place."""
         firsts = [place[0] for place in self.places]
         return [[[self._way_s(s, a, b) for b in firsts] for a in firsts] for s in range(len(self._stages))]
 
@@ -183,9 +181,9 @@ class Rates:
         return there.delay_s + back.delay_s + sent_s + self._cost.backward_bytes[stage] / back.bandwidth_bytes_per_s
 
     def shares(self, stage: int, senders: Counts, receivers: Counts) -> list[list[float]]:
-        """Of the microbatches that go from ``stage - 1`` to ``stage``: how many from each place to each place; sums to
-        1. Each sender prefers receivers that answer soon, but none gets more than its part of what the stage
-        computes."""
+        """Shares of the microbatches between ``stage - 1`` and ``stage``, by sender's and receiver's place; the sum
+        is 1. Senders prefer receivers that answer soon, but no receiver gets more than its share of the stage's
+        speed."""
         if len(self.places) == 1:
             return [[1.0]]
         there, takes = self._by_place(receivers, self.service_s[stage])
@@ -212,14 +210,13 @@ class Rates:
         return rows
 
     def _by_place(self, counts: Counts, service_s: Sequence[float]) -> tuple[list[int], list[float]]:
-        """Peers, and microbatches/s."""
+        """Peers and microbatches/s of each place."""
         peers = [sum(counts[k] for k in place) for place in self.places]
         return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
 
     def _ending_s(self, stage: int, here: Counts) -> float:
-        """Averaging, what is said beside it (the stage's longest delay counts), and what was measured of the rest. A
-        peer sends its shards, and the mean of its own once the others' shards have come: those of fast links are there
-        before a slow one has sent its own."""
+        """Seconds from the last microbatch to the applied step. The stage's longest delay counts for messages. A
+        peer sends the mean of its shard when all parts have arrived, so fast links wait for slow ones."""
         kinds, links, cost = self._kinds, self._links, self._cost.stages[stage]
         there, peers = [k for k, n in enumerate(here) if n], sum(here)
         if peers < 2:
@@ -241,18 +238,18 @@ class Rates:
         return averaging_s + hops * delay_s + cost.ending_s
 
     def ending_s(self, serving: Sequence[Counts]) -> float:
-        """Averaging and what is agreed on at the end of a step, in the stage where that takes longest."""
+        """Seconds at the end of a step in the slowest stage."""
         return max(self._ending_s(stage, here) for stage, here in enumerate(serving))
 
     def pause_s(self, serving: Sequence[Counts]) -> float:
-        """From the last gradient of a step to the first forward of the next one."""
+        """Seconds from the last gradient of a step to the first forward of the next one."""
         return self.ending_s(serving) + self._path_s(0, serving[0], serving[0]) / 2
 
 
 class _Stage(NamedTuple):
-    """Of one stage in its place. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage before,
-    and back; ``service_s``: a microbatch in it; ``makespan_s``: all of a step's; ``ending_s``: its part of a step's
-    end."""
+    """One stage between its neighbours. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage
+    before and back; ``service_s``: one microbatch; ``makespan_s``: all microbatches of a step; ``ending_s``: the end
+    of a step."""
 
     peers: int
     computes: float
@@ -272,4 +269,4 @@ def _places(setting: Setting) -> tuple[tuple[int, ...], ...]:
 
 
 ROUNDS, EPSILON = 4, 1e-9
-"""Of fitting what senders prefer to what receivers can take; all shares sum to 1."""
+"""Rounds that fit senders' preferences to receivers' speeds, and the share that may be left over."""

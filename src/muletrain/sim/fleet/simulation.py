@@ -1,16 +1,15 @@
-"""What would happen: a fleet file and a run's configuration, played at either fidelity: as rates, or with every
-message."""
+"""Simulate a fleet file with a run's configuration: as rates, or with every message of the production code."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from muletrain.sim.fleet.churn import TRACE_A, read_trace
+from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.flow import HOUR_S, Flow, Rules, Weather
-from muletrain.sim.fleet.ledger import always
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,16 +17,17 @@ if TYPE_CHECKING:
     from muletrain.config.fleet import Churn
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.sim.fleet.actors import Planned
-    from muletrain.sim.fleet.ledger import GoesOn, Outcome
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.fleet.accounts import GoesOn, Outcome
+    from muletrain.sim.fleet.protocol import Planned
+    from muletrain.sim.setting import Setting
 
 Fidelity = Literal["flow", "protocol"]
 EXAMPLE = Path(__file__).parent / "fleets" / "spot-t4.toml"
 
 
 def weather(churn: Churn, folder: Path) -> Weather:
-    """``folder``: where the fleet file is, from which its trace is named. Raises DataError with the trace's line."""
+    """Read a fleet file's churn. ``folder``: the file's, to which a trace's path is relative. Raises DataError with
+    the trace's line."""
     trace = () if churn.trace is None else read_trace(TRACE_A if churn.trace == "a" else folder / churn.trace)
     return Weather(
         trace=trace,
@@ -50,13 +50,14 @@ def simulate_fleet(
     planned: Planned | None = None,
     goes_on: GoesOn = always,
 ) -> Outcome:
-    """Strategy ``swarm`` for so many hours; with ``planned`` membership ``pipeline`` (fidelity 'protocol'). The same
-    seed gives the same outcome. ``watch`` is told of every event of the peers, what their slots do among them (fidelity
-    'protocol'). ``goes_on`` hears how far it is, every tenth of a real second or more often, and may end it. Raises
-    CapacityError where a stage gets no machine."""
+    """Play strategy ``swarm`` for ``hours``, or ``pipeline`` with ``planned`` membership (fidelity 'protocol').
+
+    The same seed gives the same outcome. ``watch`` hears every event of the peers and their slots (fidelity
+    'protocol'). ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError
+    if a stage gets no machine."""
     horizon_s, trainers = HOUR_S * hours, config.fleet.trainers or TRAINERS
     if fidelity == "protocol":
-        from muletrain.sim.fleet.actors import Actors
+        from muletrain.sim.fleet.protocol import Actors
 
         actors = Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned)
         return actors.play(goes_on)
@@ -65,8 +66,7 @@ def simulate_fleet(
 
 
 def by_rates(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
-    """As fidelity 'flow', but no step is played to put rates right: milliseconds instead of seconds, to compare many
-    runs."""
+    """Play fidelity 'flow' on uncorrected rates: milliseconds instead of seconds, to compare many runs."""
     rates = Rates(setting, trainers=config.fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
     return Flow(rates, weather, _rules(config), HOUR_S * hours, seed).play().outcome()
 

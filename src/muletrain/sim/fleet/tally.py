@@ -1,4 +1,4 @@
-"""What a fleet of production peers did, from the events that they emit: the same ``Outcome`` as the flow fidelity's."""
+"""Tally what a fleet of production peers did from their events, into the ``Outcome`` that the flow fidelity has too."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections import Counter, defaultdict, deque
 from statistics import median
 from typing import TYPE_CHECKING
 
-from muletrain.sim.fleet.ledger import RECOVERED, GaveUp, Outcome, Point
+from muletrain.sim.fleet.accounts import RECOVERED, GaveUp, Outcome, Point
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from muletrain.events import StepApplied, TrafficClass
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 CLASSES: dict[str, str] = {"activation": "activations", "gradient": "gradients", "averaging": "averaging"}
-"""What travels otherwise is control; states take their time, but are not frames of their true size."""
+"""Other frames are control; states take their time, but not frames of their true size."""
 USUAL_STEPS = 5
-"""Whose share of the optimum, in the median, is what a fleet does when nothing disturbs it."""
+"""Steps whose median share of the optimum is the fleet's undisturbed one."""
 
 
 class Tally:
-    """Told of the events of all peers, and of who is there. ``idle`` has what a peer's own clock tells apart: averaging
-    with all that is agreed on, and waiting for something to compute."""
+    """Adds up events of all peers, and who is present. ``idle`` has the parts that a peer's own clock can tell
+    apart: averaging with agreement, and waiting for work."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -39,16 +39,16 @@ class Tally:
         self._curve: list[Point] = []
         self._now, self._optimum, self._possible = 0.0, 0.0, 0.0
         self._before = 0.0
-        """Possible until the last step's end."""
+        """Microbatches possible until the end of the last step."""
         self._shares: deque[float] = deque(maxlen=USUAL_STEPS)
         self._left_s: float | None = None
-        """When the first machine left since the last step's end, or since a recovery that goes on."""
+        """When the first machine left since the last step or during a recovery [s]."""
         self._outage: tuple[float, float] | None = None
         self._recoveries_s: list[float] = []
         self._peers: tuple[int, ...] = ()
 
     def present(self, now: float, serving: Sequence[Sequence[int]]) -> None:
-        """From now on these are there, by stage and kind."""
+        """These are present from now on, by stage and kind."""
         self._pass_time(now)
         kinds = self._setting.kinds
         self._optimum = sum(n * kinds[k].whole_per_s for counts in serving for k, n in enumerate(counts))
@@ -69,7 +69,7 @@ class Tally:
         self.happened("gave up")
 
     def done(self, now: float, step: int) -> None:
-        """``step`` steps are done; several may say so."""
+        """``step`` steps are done; several peers may report it."""
         if step <= self.steps:
             return
         took_s = now - self._ends[-1]
@@ -84,8 +84,8 @@ class Tally:
         self._before = self._possible
 
     def _look(self, share: float, begin_s: float) -> None:
-        """A step that began at ``begin_s`` made so much of the optimum. A fleet recovers from when a machine left until
-        the last step that was slower for it has ended."""
+        """A step from ``begin_s`` on used this share of the optimum. A fleet has recovered at the end of the last
+        slower step after a departure."""
         if (
             self._outage is None
             and self._left_s is not None
@@ -101,7 +101,7 @@ class Tally:
             self._shares.append(share)
 
     def step_back(self, step: int, to: int) -> None:
-        """All who step back say so."""
+        """Count a rollback once, though all peers report it."""
         if (step, to) in self._back:
             return
         self._back.add((step, to))
@@ -110,7 +110,7 @@ class Tally:
         self.happened("stepped back")
 
     def applied(self, kind: int, event: StepApplied, sent: Sequence[tuple[int, Mapping[TrafficClass, int]]]) -> None:
-        """By one peer; ``sent``: by the receiver's kind."""
+        """One peer's bytes; ``sent``: by the receiver's kind."""
         kinds = self._setting.kinds
         self._repeated += event.recomputed
         self._averaging += (event.averaging_s + event.apply_s) * kinds[kind].whole_per_s

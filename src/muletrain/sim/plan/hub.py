@@ -1,5 +1,5 @@
 """Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
-clients; allocated by ``planning.allocate``, timed by the paper's eq. 1 and 2 (``planning.hub``).
+clients; allocated by ``planning.allocate``, timed by the paper's eq. 1 and 2 (``planning.hub_task``).
 
 Averaging runs beside the next step (delayed updates, sec. 3.3.1), so it counts where it takes longer than that.
 """
@@ -17,10 +17,10 @@ from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.allocate import allocate
-from muletrain.planning.hub import HubTask
+from muletrain.planning.hub_task import HubTask
 from muletrain.planning.splits import ENDING_DELAYS
-from muletrain.sim.machines import flops_of, offer_of, run_cost
 from muletrain.sim.plan.question import Bytes, fullest, matrices, traffic, with_haste
+from muletrain.sim.setting import flops_of, offer_of, run_cost
 from muletrain.strategies import find
 from muletrain.wire.codec import encoded_size
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muletrain.config.plan import Memory
     from muletrain.config.schema import RunConfig
     from muletrain.planning.allocate import Allocation
-    from muletrain.planning.hub import HubStage
+    from muletrain.planning.hub_task import HubStage
     from muletrain.planning.partition import Chain, Cut
     from muletrain.sim.plan.question import Question
 
@@ -41,7 +41,7 @@ NOTES = ("filling and draining are not counted (HYBRID eq. 2)", "delayed updates
 
 @dataclass(frozen=True)
 class Allocated:
-    """Machines by their index in ``Fleet.peers()``."""
+    """An allocation, with machines by index in ``Fleet.peers()``."""
 
     question: Question
     run: RunConfig
@@ -54,14 +54,14 @@ class Allocated:
 
     @cached_property
     def gradient_bytes(self) -> list[int]:
-        """By stage, as they travel."""
+        """Encoded gradient bytes by stage."""
         return [stage.averaged_bytes for stage in run_cost(self.run, self.question.spec, self.cut).stages]
 
     def link(self, a: int, b: int) -> Link:
         return self.question.fleet.link(a, b)
 
     def averaging_s(self) -> float:
-        """In the stage where it takes longest: everyone sends each server its shard, and gets its mean."""
+        """Seconds of averaging in the slowest stage: each machine sends every server its shard and gets the mean."""
         peers, longest_s = self.question.fleet.peers(), 0.0
         for stage, nbytes in zip(self.found.stages, self.gradient_bytes, strict=True):
             servers, devices = stage.servers, stage.devices
@@ -93,7 +93,7 @@ class Allocated:
 def predict(
     question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None] = lambda share: None
 ) -> Prediction:
-    """With the microbatch that does most; or why no hub is possible."""
+    """Predict the hub with the best microbatch, or why none is possible."""
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
@@ -104,7 +104,7 @@ def predict(
         train = question.run.train.model_copy(update={"microbatch": microbatch})
         run = question.run.model_copy(update={"train": train})
         try:
-            task = _task(question, run)
+            task = task_of(question, run)
             found = allocate(task, seed=seed, stages=question.stages, time_limit_s=time_limit_s / len(sizes))
             told = _told(Allocated(question, run, task, found))
             hurried |= not found.complete
@@ -127,7 +127,7 @@ def _problem(why: str) -> Prediction:
     return Prediction(strategy="hub", runnable=find("hub").runs, problem=why)
 
 
-def _task(question: Question, run: RunConfig) -> HubTask:
+def task_of(question: Question, run: RunConfig) -> HubTask:
     fleet, spec = question.fleet, question.spec
     peers, entries = fleet.peers(), [n for n, m in enumerate(fleet.machines) for _ in range(m.count)]
     flops = [flops_of(n, peer)[0] for n, peer in enumerate(question.firsts)]
@@ -149,7 +149,7 @@ def _task(question: Question, run: RunConfig) -> HubTask:
 
 
 def _room(device: int, alone: bool, whole: StageMemory) -> float:
-    """For what has to be on a device; where one memory holds everything, its part of that."""
+    """Memory for data that must be on a device; of one shared memory, a part."""
     return device * (whole.on_device / whole.total if alone else 1.0)
 
 
@@ -219,7 +219,7 @@ def _memory(a: Allocated) -> tuple[Memory, ...]:
 
 
 def _sent(a: Allocated) -> Bytes:
-    """Of a step, by entry of the fleet file."""
+    """Bytes of a step by entry of the fleet file."""
     entries = [n for n, m in enumerate(a.question.fleet.machines) for _ in range(m.count)]
     sent, nbytes = Bytes(), a.task.activation_bytes * a.task.microbatches
 
@@ -245,7 +245,7 @@ def _sent(a: Allocated) -> Bytes:
 
 
 def segments(senders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int, int, float]]:
-    """Who sends which share to whom, where both sides cut a microbatch into equal segments (HYBRID sec. 3.2.1)."""
+    """List (sender, receiver, share) if both sides cut a microbatch into equal segments (HYBRID sec. 3.2.1)."""
     found = []
     for i, sender in enumerate(senders):
         for j, receiver in enumerate(receivers):
@@ -259,7 +259,7 @@ def segments(senders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int
 
 
 def _inside(a: Allocated, stage: HubStage) -> list[tuple[int, int, int, float]]:
-    """Frontal server, who computes, backward server, and the share of a microbatch: as near ones as there are."""
+    """List (frontal server, computing machine, backward server, share of a microbatch), with the nearest servers."""
     speed = sum(a.task.flops[d] for d in stage.devices)
 
     def nearest(d: int, among: Sequence[int]) -> int:

@@ -1,10 +1,9 @@
-"""Strategy ``pipeline`` on a fleet: membership as planned (DT-FM), the schedules GPipe and 1F1B.
+"""Plan strategy ``pipeline`` on a fleet: planned membership (DT-FM), schedules GPipe and 1F1B.
 
-For each number of stages the placement search finds where stages and pipelines go (``planning.place``), where stages
-are alike, on machines that hold any of them; another search makes them unequal (``unequal``): in layers, machines, and
-how many pipelines a machine serves. Each looks once; schedules are tried on what they found with every microbatch that
-fits, and the best is kept, one of each schedule. Of the best few of each schedule whole steps are played (``steps``),
-with averaging and trainers; these times are what is predicted.
+For each number of stages two searches run once: one for equal stages on machines that hold any of them
+(``planning.place``), and one for unequal stages (``unequal``), in layers, machines, and pipelines per machine. Both
+schedules are tried on the results with every microbatch that fits, and ranked by an estimate. The best few of each
+schedule are played (``steps``) with averaging and trainers; these times are the prediction.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from muletrain.config.plan import Prediction, Split, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
-from muletrain.planning.splits import parted, pipeline_split, roughly_s
-from muletrain.sim.machines import seat, stash_room
+from muletrain.planning.splits import parted
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
+from muletrain.sim.setting import seat, stash_room
 from muletrain.sim.steps.steps import play
 from muletrain.sim.steps.wires import without_links
 from muletrain.strategies import find
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan import Memory
     from muletrain.planning.partition import Cut
-    from muletrain.sim.fleet.actors import Planned
-    from muletrain.sim.machines import Kind
+    from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.plan.question import Question, Scene
+    from muletrain.sim.setting import Kind
     from muletrain.strategies.pipeline import Schedule
 
 SHORTLIST, NEARLY = 3, 0.9
-"""Of which steps are played: at most so many, of which so much of the best one's speed is expected."""
+"""Layouts of a schedule that are played at most, and their least expected part of the best one's speed."""
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 STAND_IN = "nobody leaves: where a machine is lost, a spare or the others of its stage stand in"
 
@@ -49,13 +48,13 @@ STAND_IN = "nobody leaves: where a machine is lost, a spare or the others of its
 def predict(
     question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None] = lambda share: None
 ) -> list[Prediction]:
-    """One for each schedule."""
+    """Predict each schedule."""
     counts = question.stage_counts()
     best: dict[Schedule, list[tuple[float, Placed]]] = {schedule: [] for schedule in SCHEDULES}
     problem = ""
     too_full: dict[Schedule, str] = {}
     for n, stages in enumerate(counts):
-        for search in (_alike, unequal):
+        for search in (alike, unequal):
             try:
                 for first in search(question, stages, question.microbatches()[0], seed, time_limit_s / len(counts) / 2):
                     for schedule, fastest in _fastest(question, first, question.microbatches()).items():
@@ -96,8 +95,7 @@ def _step_s(found: tuple[Prediction, Placed]) -> float:
 
 
 def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
-    """Each of ``pipelines``, or what its schedule does with the machines and layers of ``swarm``'s stages, if that is
-    faster."""
+    """Improve each of ``pipelines`` by its schedule on ``swarm``'s machines and layers, if that is faster."""
     if swarm.problem:
         return list(pipelines)
     placed = laid_out(question, swarm)
@@ -111,21 +109,21 @@ def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Predicti
 
 
 def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
-    """Those that may be the fastest, by an estimate of each one's step [s]."""
+    """Select the layouts that may be the fastest, by estimated step times [s]."""
     near = sorted((pair for pair in found if pair[0] * NEARLY <= min(found, key=itemgetter(0))[0]), key=itemgetter(0))
     return [placed for _, placed in near[:SHORTLIST]]
 
 
-def _alike(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
-    """Stages of as many machines, cut evenly. Raises CapacityError and ConfigError."""
+def alike(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
+    """Search for equal stages, cut evenly. Raises CapacityError and ConfigError."""
     return [found(question, question.scene(stages, microbatch), seed, time_limit_s)]
 
 
 def _fastest(
     question: Question, first: Placed, microbatches: Iterable[int]
 ) -> dict[Schedule, tuple[float, Placed] | str]:
-    """By schedule: an estimate of a step, and where everything goes, with the fastest of the ``microbatches``; or which
-    machine lacks room. Where stages of ``first`` mix devices, the CPU updates the weights."""
+    """For each schedule, estimate a step with the fastest of the ``microbatches`` and return it with the layout, or
+    which machine lacks room. If stages of ``first`` mix devices, the CPU updates the weights."""
     best: dict[Schedule, tuple[float, Placed] | str] = {}
     cut, asked = first.scene.setting.cut, question.once_mixed(first.scene.setting, first.serving)
     for microbatch in microbatches:
@@ -141,16 +139,14 @@ def _fastest(
             if full := [row for row in _memory(question, placed, schedule) if not _fits(row)]:
                 best[schedule] = known or _too_full(full[0], schedule)
                 continue
-            stations, share = max(placed.given, key=lambda p: roughly_s(*p))
-            step_s = pipeline_split([stations], [share], schedule, placed.ending_s()).step_s
+            step_s = placed.roughly_s(schedule)
             if isinstance(known, str) or step_s < known[0]:
                 best[schedule] = step_s, placed
     return best
 
 
 def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: int) -> Scene:
-    """GPipe keeps the activations of a whole step: machines that have no room for them compute forward again before
-    each backward (but in the last stage, which does both at once)."""
+    """Let machines recompute that have no room for GPipe's activations of a whole step (but not in the last stage)."""
     if schedule != "gpipe" or question.run.compute.checkpointing != "auto":
         return scene
     needs, setting = question.needs(scene), scene.setting
@@ -170,12 +166,12 @@ def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: i
 
 
 def _able(scene: Scene) -> list[int]:
-    """Kinds that hold any stage."""
+    """Kinds that hold every stage."""
     return [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == len(scene.setting.cut)]
 
 
 def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> Placed:
-    """By the placement search. Raises CapacityError."""
+    """Run the placement search. Raises CapacityError."""
     setting = scene.setting
     every = [(k, name) for k in _able(scene) for name in question.names[setting.kinds[k].name]]
     stages = len(setting.cut)
@@ -234,7 +230,7 @@ def _too_full(row: Memory, schedule: Schedule) -> str:
 
 
 def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
-    """What ``placed`` is predicted to do."""
+    """Predict ``placed`` with a schedule."""
     setting, shares = placed.scene.setting, placed.shares
     split = _split(placed, schedule)
     stages = tuple(
@@ -283,7 +279,7 @@ def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
 
 
 def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
-    """Their cuts that are not the most even ones, and these from behind: newcomers are given the first stages first."""
+    """List the predictions' uneven cuts, and their mirror images: newcomers fill the first stages first."""
     cuts = [tuple(stage.layers for stage in p.stages) for p in predictions if not p.problem]
     layers = question.spec.layers
     both = [c for cut in cuts for c in (cut, tuple((layers - end, layers - first) for first, end in reversed(cut)))]
@@ -291,8 +287,8 @@ def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
 
 
 def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
-    """What the virtual world plays: everyone where ``chosen`` has them, and spares where a live run seats them."""
-    from muletrain.sim.fleet.actors import Planned  # torch takes seconds to load
+    """The membership that the virtual world plays: as in ``chosen``, with spares where a live run seats them."""
+    from muletrain.sim.fleet.protocol import Planned  # torch takes seconds to load
 
     setting, schedule = scene.setting, chosen.schedule
     assert schedule

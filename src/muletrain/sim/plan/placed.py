@@ -1,4 +1,4 @@
-"""Machines by stage and pipeline, strategy ``pipeline``: what its schedules, and its steps, are played with."""
+"""Layouts of strategy ``pipeline``: machines by stage and pipeline, to be estimated and played."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from muletrain.planning.cost import averages_at
-from muletrain.planning.schedules import Station
-from muletrain.planning.splits import Member, averaging_s, pipeline_shares
+from muletrain.planning.splits import Member, Station, averaging_s, pipeline_shares, roughly_s
 from muletrain.sim.fleet.rates import TRAINERS
-from muletrain.sim.machines import seat
+from muletrain.sim.setting import seat
 from muletrain.sim.steps.steps import Cast
 from muletrain.strategies.pipeline import Pipeline
 
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
     from muletrain.config.fleet import Link
     from muletrain.planning.placement import Assignment
-    from muletrain.sim.machines import Setting
     from muletrain.sim.plan.question import Scene
+    from muletrain.sim.setting import Setting
     from muletrain.strategies.pipeline import Schedule
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Machines by stage and pipeline; ``kinds``: of each machine (``Setting.kinds``), by its index."""
+    """A layout; ``kinds``: the kind of each machine (``Setting.kinds``)."""
 
     scene: Scene
     kinds: tuple[int, ...]
@@ -35,14 +34,14 @@ class Placed:
     assignment: Assignment
     """A machine may serve several pipelines of its stage."""
     spares: tuple[tuple[int, str], ...]
-    """(kind, name) of those that hold some stage and have no place."""
+    """(kind, name) of machines that hold some stage and have no place."""
     complete: bool = True
-    """The search for it ended by itself, not by the time limit."""
+    """False: the time limit ended the search."""
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
-        """(stage, kind), in the order of stages and pipelines; then spares where a live run seats them: they average
-        along."""
+        """(stage, kind) in the order of stages and pipelines, then spares where a live run seats them, because they
+        average too."""
         peers = [(s, self.kinds[d]) for s, devices in enumerate(self.assignment) for d in dict.fromkeys(devices)]
         serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
         for s, k in peers:
@@ -59,7 +58,7 @@ class Placed:
         return found
 
     def cast(self, schedule: Schedule) -> Cast:
-        """Who plays it; trainers as the founder of a run ranks them."""
+        """The cast of a played step; trainers as the founder of a run ranks them."""
         seats = tuple(tuple(self.names[d] for d in devices) for devices in self.assignment)
         names = (*(name for row in seats for name in dict.fromkeys(row)), *(name for _, name in self.spares))
         trainers = min(self.scene.run.fleet.trainers or TRAINERS, len(names))
@@ -73,8 +72,7 @@ class Placed:
         return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
 
     def on(self, scene: Scene) -> Placed | None:
-        """Everyone in the same place with another microbatch, or state on another device; None: somebody lacks room for
-        that."""
+        """The same layout with another microbatch, or state on another device; None: a machine lacks room."""
         index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
         own = [index.get(kind.name) for kind in self.scene.setting.kinds]
         kinds = [own[k] for k in self.kinds]
@@ -91,8 +89,8 @@ class Placed:
 
     @cached_property
     def given(self) -> list[tuple[tuple[Station, ...], int]]:
-        """Of the pipelines that get microbatches: stations and share. To one of its pipelines a machine of several
-        seems to be as much slower as the others keep it busy."""
+        """Stations and share of each pipeline that gets microbatches. A machine of several pipelines seems slower to
+        each by the work of the others."""
         served = [Counter[int]() for _ in self.assignment]  # microbatches, by stage and machine
         for devices, every in zip(self.assignment, served, strict=True):
             for d, share in zip(devices, self.shares, strict=True):
@@ -106,7 +104,7 @@ class Placed:
 
     @property
     def busiest_s(self) -> float:
-        """What the machine that computes most computes."""
+        """Seconds that the busiest machine computes."""
         load_s = defaultdict[int, float](float)
         for p, (stations, share) in enumerate(zip(self.pipelines, self.shares, strict=True)):
             for station, devices in zip(stations, self.assignment, strict=True):
@@ -143,12 +141,14 @@ class Placed:
             )
         return found
 
-    def ending_s(self) -> float:
-        return ending_s(self.scene.setting, self.serving)
+    def roughly_s(self, schedule: Schedule) -> float:
+        """Estimate a step [s] from its slowest pipeline and its end, without playing it."""
+        pipeline_s = max(roughly_s(schedule, *given) for given in self.given)
+        return pipeline_s + ending_s(self.scene.setting, self.serving)
 
 
 def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
-    """Averaging, in the stage where it takes longest. ``serving``: by stage and kind."""
+    """Seconds of averaging in the slowest stage. ``serving``: by stage and kind."""
     kinds, links, longest_s = setting.kinds, setting.links, 0.0
     for stage, counts in zip(setting.cost.stages, serving, strict=True):
         here = Counter({k: n for k, n in enumerate(counts) if n})

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 def confirmed(question: Question, plan: Plan) -> Plan:
-    """With what the recommended layout takes when every message of the production code is played: of strategy swarm
-    from where machines are seated, of pipeline as planned. Where hardly any step comes to its end then, its notes say
-    so."""
+    """Play the recommended layout with every message of the production code, and add its step time to the plan;
+    swarm begins with seated machines, pipeline as planned. If hardly any step ends, a note tells it."""
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
@@ -48,10 +47,10 @@ def plan(
     time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = lambda what, share: None,
 ) -> Plan:
-    """``time_limit_s``: of searches for placements and allocations. ``watch`` hears what is looked for, and which share
-    of it is done.
+    """Predict every strategy and recommend one. ``time_limit_s``: of the searches for placements and allocations;
+    ``watch`` hears which search runs and its share done.
 
-    Raises ConfigError, and CapacityError where no strategy is possible."""
+    Raises ConfigError, and CapacityError if no strategy is possible."""
     pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
     cuts = plan_pipeline.uneven(question, pipelines)
     swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)

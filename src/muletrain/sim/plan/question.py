@@ -1,5 +1,5 @@
-"""What ``muletrain plan`` is asked, and what every answer is made of: settings by stages and microbatch, memory,
-traffic, price."""
+"""The question that ``muletrain plan`` answers, and what all answers share: settings by stages and microbatch,
+memory, traffic, price."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from muletrain.config.costs import Costs
 from muletrain.config.plan import Memory, Traffic
-from muletrain.sim.fleet.calibrate import calibrated
-from muletrain.sim.machines import (
+from muletrain.sim.fleet.calibration import calibrated
+from muletrain.sim.setting import (
     AMPLE,
     first_of_each,
     flops_of,
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 UNLIMITED_GBPS = 1e6
-"""What searches take for a link without a limit."""
+"""Gbit/s that stand for a link without a limit."""
 MICROBATCHES = (1, 2, 4, 8, 16)
-"""Sequences that are tried."""
+"""Microbatches to try [sequences]."""
 HASTE = "the time limit ended its search: the next call may find another layout, and one with more time (--time-limit 2m) a better one"
 
 
@@ -56,7 +56,7 @@ class Scene:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A fleet, a run and its model. ``stages``, ``microbatch``: what is not to be chosen."""
+    """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given."""
 
     fleet: Fleet
     run: RunConfig
@@ -68,7 +68,7 @@ class Question:
 
     @property
     def paced(self) -> bool:
-        """A stage takes what the file says, however many layers it has."""
+        """True: the file declares a stage's times, whatever its layers."""
         return any(peer.forward_s for peer in self.firsts)
 
     @cached_property
@@ -78,13 +78,13 @@ class Question:
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """Machines by the entry they belong to."""
+        """Names of the machines of each entry."""
         peers = iter(self.fleet.peers())
         return {m.name: [next(peers).name for _ in range(m.count)] for m in self.fleet.machines}
 
     def stage_counts(self) -> list[int]:
-        """Those worth a look: the fewest stages with so many layers in the largest. With paced machines there is
-        nothing to choose."""
+        """Numbers of stages worth a look: the fewest for each size of the largest stage. With paced machines there
+        is no choice."""
         if self.stages is not None:
             return [self.stages]
         if self.paced:
@@ -101,7 +101,7 @@ class Question:
         return [m for m in MICROBATCHES if batch % m == 0] or [own]
 
     def scene(self, stages: int, microbatch: int, cut: Cut | None = None) -> Scene:
-        """``cut``: default: the most even one. Raises ConfigError and CapacityError."""
+        """Build the setting. ``cut``: default: the most even one. Raises ConfigError and CapacityError."""
         run = self.with_microbatch(microbatch)
         if cut is None and stages not in self._cuts:
             self._cuts[stages] = self.spec.cut(stages)
@@ -110,13 +110,13 @@ class Question:
         return Scene(of, calibrated(setting(self.fleet, of, self.spec, cut or self._cuts[stages]), self.costs))
 
     def scene_of(self, p: Prediction) -> Scene:
-        """What ``p`` was predicted on."""
+        """The scene that ``p`` was predicted on."""
         return self.updated_on(p.state_device).scene(
             len(p.stages), p.microbatch, tuple(stage.layers for stage in p.stages)
         )
 
     def once_mixed(self, setting: Setting, serving: Sequence[Sequence[int]]) -> Question:
-        """See ``machines.once_mixed``."""
+        """See ``setting.once_mixed``."""
         run = once_mixed(setting, self.run, serving)
         return self if run is self.run else replace(self, run=run)
 
@@ -137,7 +137,8 @@ class Question:
         return offer_of(self.peer(entry))
 
     def memory(self, entry: str, stage: int, need: StageMemory, *, inputs: float = 0.0) -> Memory:
-        """``inputs``: of microbatches whose backward is owed, beyond the estimate."""
+        """Memory of a machine at a stage. ``inputs``: bytes of microbatches whose backward is owed, beyond the
+        estimate."""
         offer, kept = self.offer(entry), int(inputs)
         return Memory(
             machine=entry,
@@ -154,7 +155,7 @@ class Question:
         )
 
     def price(self, used: Iterable[str], step_s: float) -> float | None:
-        """Of a billion tokens, with these machines; None: one of them has no price."""
+        """Price of a billion tokens on these machines; None: one of them has no price."""
         prices = {p.name: p.price_per_hour for p in self.fleet.peers()}
         each = [prices[name] for name in used]
         known = [p for p in each if p is not None]
@@ -162,7 +163,7 @@ class Question:
         return sum(known) / 3600 * step_s / tokens * 1e9 if len(known) == len(each) else None
 
     def assumed(self) -> tuple[str, ...]:
-        """What estimates stand for."""
+        """What was estimated."""
         unpaced = [(n, peer) for n, peer in enumerate(self.firsts) if not peer.forward_s]
         return tuple(sorted({assumed for _, assumed in (flops_of(n, peer) for n, peer in unpaced) if assumed}))
 
@@ -172,7 +173,7 @@ class Question:
 
 
 def fullest(rows: Iterable[Memory]) -> tuple[Memory, ...]:
-    """Of each entry the row that leaves least."""
+    """Keep each entry's fullest row."""
     found: dict[str, Memory] = {}
     for row in rows:
         if row.machine not in found or row.device_needs > found[row.machine].device_needs:
@@ -181,7 +182,7 @@ def fullest(rows: Iterable[Memory]) -> tuple[Memory, ...]:
 
 
 def with_haste(found: Prediction, *, hurried: bool) -> Prediction:
-    """Says that the time limit ended the search for it: then what is found depends on how busy this machine is."""
+    """Note that the time limit ended the search, so that the result depends on this machine's load."""
     return found.model_copy(update={"notes": (*found.notes, HASTE)}) if hurried else found
 
 
@@ -195,13 +196,13 @@ def matrices(links: Sequence[Sequence[Link]], kinds: Sequence[int]) -> tuple[NDA
 
 
 class Bytes(defaultdict[tuple[int, int, str], float]):
-    """Of a step, by kind of sender and of receiver, and class ('activations', 'gradients', 'averaging')."""
+    """Bytes of a step by sender's kind, receiver's kind and class ('activations', 'gradients', 'averaging')."""
 
     def __init__(self) -> None:
         super().__init__(float)
 
     def averaging(self, here: Sequence[int], nbytes: float) -> None:
-        """A stage's gradient among its replicas, as many of each kind: each sends every other two shards."""
+        """Add a stage's averaging: each replica sends every other one two shards."""
         each = 2 * nbytes / max(1, sum(here))
         for a, n in enumerate(here):
             for b, m in enumerate(here):
@@ -210,7 +211,7 @@ class Bytes(defaultdict[tuple[int, int, str], float]):
 
 
 def mixing(scene: Scene, serving: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    """What is to be said of stages on several devices."""
+    """Notes about stages that mix devices."""
     if not (devices := mixed(scene.setting, serving)):
         return ()
     told = f"stages mix devices ({', '.join(devices)}), whose arithmetic may differ in the last bit: "
@@ -220,7 +221,7 @@ def mixing(scene: Scene, serving: Sequence[Sequence[int]]) -> tuple[str, ...]:
 
 
 def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes) -> tuple[Traffic, ...]:
-    """By region. ``regions``, ``links``: of each kind that ``sent`` knows."""
+    """Sum up by region. ``regions``, ``links``: of each kind in ``sent``."""
     classes: dict[tuple[str, str], defaultdict[str, float]] = {}  # by (from, to) region
     ways: dict[tuple[str, str], list[Link]] = {}
     for (a, b, what), nbytes in sent.items():

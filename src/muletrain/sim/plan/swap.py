@@ -1,5 +1,5 @@
-"""Strategy ``swap`` on a fleet (ATOM): every machine that has room computes the whole model, whose layers go through
-its GPU."""
+"""Plan strategy ``swap`` on a fleet (ATOM): every machine with room computes the whole model, whose layers pass
+through its GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
 from muletrain.planning.swapping import Layer, swapping
-from muletrain.sim.machines import flops_of, offer_of, run_cost
 from muletrain.sim.plan.question import Bytes, stated, traffic
+from muletrain.sim.setting import flops_of, offer_of, run_cost
 from muletrain.strategies import find
 from muletrain.units import format_memory
 
@@ -41,7 +41,7 @@ class Whole:
 
 
 def predict(question: Question) -> Prediction:
-    """With the microbatch that does most; or why no machine can."""
+    """Predict swap with the best microbatch, or why no machine can run it."""
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(
@@ -72,7 +72,7 @@ def _problem(why: str) -> Prediction:
 
 
 def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: ModelSpec) -> Whole:
-    """Raises CapacityError, with the entry and what it lacks."""
+    """Plan one entry. Raises CapacityError with the entry and the reason."""
     offer, cut = offer_of(peer), spec.cut(1)
     precision = Precision.BF16 if run.compute.precision is Precision.AUTO else run.compute.precision
     tokens = run.train.microbatch * spec.context

@@ -1,8 +1,7 @@
-"""Strategy ``swarm`` on a fleet: the stages and the microbatch with which it does most.
+"""Plan strategy ``swarm`` on a fleet: the number of stages and the microbatch with the most tokens/s.
 
-Where machines settle is found by the simulator's rates (``flow``, ``rates``), for every number of stages and every
-microbatch; beside even cuts, where machines are unequal, with those that pipelines do best with. Of those that do most
-by rates, steps are played (``steps``); these times are what is predicted.
+Rates (``flow``, ``rates``) find where machines settle, for every number of stages and every microbatch, on even cuts
+and on those that suit pipelines. The best by rates are played (``steps``); these times are the prediction.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan import Memory, Traffic
     from muletrain.planning.partition import Cut
-    from muletrain.sim.fleet.actors import Planned
+    from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.fleet.rates import Counts
-    from muletrain.sim.machines import Setting
     from muletrain.sim.plan.question import Question, Scene
+    from muletrain.sim.setting import Setting
     from muletrain.sim.steps.steps import Took
 
 SETTLING_PERIODS = 240
-"""Of rebalancing, at the usual period four hours: by then nobody moves any more."""
+"""Periods of rebalancing after which nobody moves any more (four hours at the default period)."""
 PLAYED, ENOUGH = 10, 4
-"""Steps; and ends of steps that a mean is taken of, if there are so many."""
+"""Steps that are played, and step ends that suffice for a mean."""
 MOVING_PERIODS = (3, 9)
-"""Of rebalancing, that are played beside them: by the end of the first ones hardly anybody moves any more."""
+"""Periods of rebalancing that are played too: after the first number hardly any peer moves."""
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
-"""Of which steps are played: at most so many, which do so much of the best by rates; and so much if there is no better
-one of the same cut, for between different cuts rates err most."""
+"""Layouts that are played at most, their least part of the best one's rate, and the least for the best layout of
+each cut: between cuts rates err most."""
 ALIKE = 0.01
-"""Of two layouts that differ by less, the one with fewer stages, and then the one with larger microbatches."""
+"""Relative difference below which the layout with fewer stages wins, and then the one with larger microbatches."""
 
 
 class NoSteps(MuletrainError):
-    """A play in which hardly any step comes to its end, or peers give up."""
+    """Raised when hardly any step ends, or peers fail."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A fleet after rebalancing, as nobody comes or goes. ``serving``: by stage and kind."""
+    """A fleet after rebalancing without churn. ``serving``: by stage and kind."""
 
     scene: Scene
     serving: Sequence[Counts]
     roughly_s: float
-    """Of a step, by rates."""
+    """Seconds of a step by rates."""
 
     @cached_property
     def took(self) -> Took:
@@ -78,7 +77,7 @@ class Settled:
 def predict(
     question: Question, watch: Callable[[float], None] = lambda share: None, cuts: Iterable[Cut] = ()
 ) -> Prediction:
-    """The best that was found; or why there is none. ``cuts``: to look at beside the most even one of each number of
+    """Find the best layout, or why there is none. ``cuts``: to try beside the most even one of each number of
     stages."""
     found, problems = [], []
     ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
@@ -101,7 +100,7 @@ def predict(
 
 
 def promising(found: Sequence[Settled]) -> list[Settled]:
-    """Those that may be the fastest."""
+    """Select the layouts that may be the fastest."""
     tokens = [s.scene.setting.cost.microbatches * s.scene.setting.cost.tokens / s.roughly_s for s in found]
     order = sorted(range(len(found)), key=lambda n: -tokens[n])
     leaders = {found[n].scene.setting.cut: n for n in reversed(order)}.values()
@@ -111,14 +110,14 @@ def promising(found: Sequence[Settled]) -> list[Settled]:
 
 
 def chosen(found: Sequence[Settled]) -> Settled:
-    """The fastest, or what is as fast and less divided."""
+    """Choose the fastest layout, or one as fast with fewer stages."""
     best = max(s.tokens_per_s for s in found)
     near = [s for s in found if s.tokens_per_s >= (1 - ALIKE) * best]
     return min(near, key=lambda s: (len(s.serving), -s.scene.setting.cost.sequences))
 
 
 def settled_on(question: Question, stages: int, microbatch: int, cut: Cut | None = None) -> Settled:
-    """Where stages mix devices, the CPU updates the weights. Raises CapacityError."""
+    """Settle a fleet; if stages mix devices, the CPU updates the weights. Raises CapacityError."""
     found = settled(question.scene(stages, microbatch, cut))
     if (other := question.once_mixed(found.scene.setting, found.serving)) is question:
         return found
@@ -126,7 +125,7 @@ def settled_on(question: Question, stages: int, microbatch: int, cut: Cut | None
 
 
 def settled(scene: Scene) -> Settled:
-    """Raises CapacityError where a stage gets no machine."""
+    """Settle a fleet by rates. Raises CapacityError if a stage gets no machine."""
     fleet = scene.run.fleet
     rates = rates_of(scene.setting, scene)
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, 0)
@@ -136,9 +135,9 @@ def settled(scene: Scene) -> Settled:
 
 
 def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
-    """Of one step, by every message of the production code [s]: the mean of the second half of so many, and of what
-    fits into a few periods of rebalancing beside them, so that peers have measured each other. Where somebody moved
-    late, it is played for longer. Of ``planned`` membership, where nobody moves, of so many alone. Raises NoSteps."""
+    """Seconds of a step with every message of the production code: the mean over the second half of ``steps`` and a
+    few periods of rebalancing, in which peers measure each other. If a peer moves late, the play is longer.
+    ``planned`` membership needs no such periods. Raises NoSteps."""
     horizon_s, ends_s = 0.0, list[float]()
     for periods in MOVING_PERIODS if planned is None else (0,):
         horizon_s = steps * expected_s + periods * scene.run.fleet.rebalance_period
@@ -166,14 +165,14 @@ def rates_of(setting: Setting, scene: Scene) -> Rates:
 
 
 def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
-    """Of ``found``, in ``setting``."""
+    """Play a step of ``found`` in ``setting``."""
     run = found.scene.run
     late = run.optimizer.delayed if delayed is None else delayed
     return Pace(setting, trainers=run.fleet.trainers or TRAINERS, delayed=late).step(found.serving)
 
 
 def split(found: Settled) -> Split:
-    """See ``planning.splits`` for what is counted as what."""
+    """Split a step into its parts (``planning.splits``)."""
     setting = found.scene.setting
     at_once = step(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
     free = step(without_links(setting), found, delayed=False)
@@ -228,7 +227,7 @@ def _memory(question: Question, scene: Scene, serving: Sequence[Counts]) -> tupl
 
 
 def sent(found: Settled) -> tuple[Traffic, ...]:
-    """Of a step, from region to region."""
+    """Bytes of a step between regions."""
     setting, serving, bytes_by = found.scene.setting, found.serving, Bytes()
     rates, cost = rates_of(setting, found.scene), setting.cost
     for stage in range(1, len(serving)):

@@ -11,10 +11,9 @@ import numpy as np
 
 from muletrain.errors import CapacityError
 from muletrain.planning.groups import Choice, Work, counts_of_pipelines, pipelines, search
-from muletrain.planning.splits import roughly_s
-from muletrain.sim.machines import takes_s
 from muletrain.sim.plan.placed import Placed, ending_s
 from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
+from muletrain.sim.setting import takes_s
 
 if TYPE_CHECKING:
     from muletrain.config.plan import Prediction
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def unequal(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
-    """A few that may be the fastest; none where there is no room, nor where a stage takes what the file says, whatever
-    layers it has."""
+    """Find a few layouts that may be the fastest; none without room, or if the file declares a stage's times."""
     if question.paced or not 1 < stages <= min(question.spec.layers, len(question.fleet.peers())):
         return []
     fleet = _Fleet(question, stages, microbatch)
@@ -34,7 +32,7 @@ def unequal(question: Question, stages: int, microbatch: int, seed: int, time_li
 
 
 def laid_out(question: Question, chosen: Prediction) -> Placed:
-    """The machines and layers of ``chosen``'s stages as pipelines."""
+    """Lay out ``chosen``'s machines and layers as pipelines."""
     asked = question.updated_on(chosen.state_device)
     fleet, cut = _Fleet(asked, len(chosen.stages), chosen.microbatch), tuple(stage.layers for stage in chosen.stages)
     entry = {name: n for n, names in enumerate(question.names.values()) for name in names}
@@ -46,7 +44,7 @@ def laid_out(question: Question, chosen: Prediction) -> Placed:
 
 
 class _Fleet:
-    """Its machines, by entry of the file."""
+    """A fleet's machines by entry of the file."""
 
     def __init__(self, question: Question, stages: int, microbatch: int) -> None:
         fleet, run = question.fleet, question.with_microbatch(microbatch)
@@ -72,7 +70,7 @@ class _Fleet:
         return self._scenes[cut]
 
     def roughly_s(self, serving: Serving, cut: Cut, slowest_s: float) -> float:
-        """Of a step: the busiest stage, or what leads to it, all the time; each other one once; averaging."""
+        """Estimate a step [s]: the busiest stage, or the links to it, all the time; each other one once; averaging."""
         if (scene := self.scene(cut)) is None:
             return math.inf
         cost, here = scene.setting.cost, np.array(serving, dtype=float)
@@ -101,14 +99,14 @@ class _Fleet:
         return float(cost.microbatches * busiest_s + once_s + way_s + ending_s(scene.setting, counts))
 
     def fastest(self, choice: Choice) -> Placed:
-        """With the number of pipelines that is best for it."""
+        """Lay out ``choice`` with the best number of pipelines."""
         scene = self.scene(choice.cut)
         assert scene is not None  # what has no room is not chosen
         sizes = list(map(sum, choice.serving))
         every = [
             self._placed(scene, choice.serving, n) for n in counts_of_pipelines(sizes, scene.setting.cost.microbatches)
         ]
-        return min(every, key=lambda placed: max(roughly_s(*given) for given in placed.given) + placed.ending_s())
+        return min(every, key=lambda placed: placed.roughly_s("1f1b"))
 
     def _placed(self, scene: Scene, serving: Serving, count: int) -> Placed:
         setting, entries = scene.setting, [m.name for m in self._question.fleet.machines]

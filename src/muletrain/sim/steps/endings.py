@@ -1,5 +1,5 @@
-"""How steps end in a play without messages (``steps``), as ``runtime.step`` ends them: word that all is through, seals,
-shards, means, word of who holds them; then a peer applies the step."""
+"""Ends of steps in a play without messages (``steps``), as ``runtime.step`` makes them: trainers' last words, seals,
+shards, means, word of who has them; then a peer applies the step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class End:
-    """Of one step: what each peer has heard of it."""
+    """One step: what each peer has heard."""
 
     def __init__(self, peers: int) -> None:
         self.words, self.seals, self.parts, self.means = ([0] * peers for _ in range(4))
         self.held: list[set[int]] = [set() for _ in range(peers)]
-        """Stages of which somebody holds the whole mean."""
+        """Stages of which some peer has the whole mean, by hearer."""
         self.told = set[tuple[int, int]]()
-        """Stages of which a machine of this kind has said so."""
+        """(stage, kind) whose first peer has announced its mean."""
         self.agreed, self.applied = set[int](), set[int]()
         self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
-        """When the first trainer began it, when the last one had all answers, and when the last peer had applied the
-        step."""
+        """Times at which the first trainer began, the last one had all answers, and the last peer had applied the
+        step [s]."""
 
 
 class Endings:
-    """Of all steps. ``stages``: the peers', in whose order they reduce shards."""
+    """Ends of all steps. ``stages``: of each peer, in the order in which they reduce shards."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Endings:
         *,
         delayed: bool,
     ) -> None:
-        """``opened``: called with a peer and the step that it computes from now on."""
+        """``opened`` is called with a peer and the step that it computes from now on."""
         self._wires, self._cost, self._stages, self._trainers = wires, cost, stages, trainers
         self._opened, self._delayed = opened, delayed
         self._here = [[p for p, s in enumerate(stages) if s == stage] for stage in range(len(cost.stages))]
@@ -57,7 +57,7 @@ class Endings:
         self.of[step].begun_s = min(self._wires.now_s, self.of[step].begun_s)
 
     def through(self, trainer: int, step: int) -> None:
-        """All that ``trainer`` builds is: it tells everyone."""
+        """``trainer`` has all answers and tells every peer."""
         self.of[step].through_s = self._wires.now_s
         for p in range(len(self._stages)):
             self._wires.tell(trainer, p, partial(self._hear_through, p, step))
@@ -70,7 +70,7 @@ class Endings:
         self._perhaps_seal(p, step)
 
     def _perhaps_seal(self, p: int, step: int) -> None:
-        """Once the step before is applied."""
+        """Seal when all trainers are through and the step before is applied."""
         if self.of[step].words[p] < self._trainers or (step and p not in self.of[step - 1].applied):
             return
         if self._delayed:
@@ -85,8 +85,7 @@ class Endings:
             self._to_all(p, partial(self._sum, step=step))
 
     def _to_all(self, p: int, then: Callable[[int], None]) -> None:
-        """A shard to each replica, ``p`` itself included, in the order in which it sends to them
-        (``runtime.step.averaging``)."""
+        """Send a shard to each replica, itself included, in the order of ``runtime.step.averaging``."""
         here = self._replicas(p)
         k = here.index(p)
         shard = self._cost.stages[self._stages[p]].averaged_bytes / len(here)
@@ -96,7 +95,7 @@ class Endings:
             self._wires.send(p, other, nbytes, partial(then, other), bulk=True)
 
     def _sum(self, p: int, step: int) -> None:
-        """One more part of the shard that ``p`` reduces is there."""
+        """One more part of the shard that ``p`` reduces has arrived."""
         end = self.of[step]
         end.parts[p] += 1
         if end.parts[p] == len(self._replicas(p)):
@@ -114,7 +113,8 @@ class Endings:
                     self._wires.tell(p, other, partial(self._hear_held, other, stage, step))
 
     def _hear_held(self, p: int, stage: int, step: int) -> None:
-        """Somebody holds the whole mean of ``stage``. A record needs those of all stages; who applies it, its own."""
+        """Some peer has the whole mean of ``stage``. A record needs all stages; applying it also needs one's own
+        mean."""
         end, own = self.of[step], self._stages[p]
         end.held[p].add(stage)
         if p in end.agreed or len(end.held[p]) < len(self._here) or end.means[p] < len(self._replicas(p)):

@@ -1,9 +1,8 @@
-"""What steps of a settled fleet take, played microbatch by microbatch, but without messages: what ``muletrain plan``
-predicts with.
+"""Play steps of a settled fleet microbatch by microbatch without messages: the prediction of ``muletrain plan``.
 
-Who gets a microbatch is decided by the policies that decide in production (``policy.claims``, ``policy.wiring``,
-``strategies``), links are shared as they share them (``wires``), and steps end as they end (``endings``). Nobody fails,
-comes, goes or moves, so all that deadlines, probes and records are for is left out: a step takes milliseconds.
+The policies of production choose receivers (``policy.claims``, ``policy.wiring``, ``strategies``), links are shared as
+in production (``wires``), and steps end the same way (``endings``). Nobody fails, joins, leaves or moves, so deadlines,
+probes and records are left out, and a step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from muletrain.strategies.swarm import SWARM
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
     from muletrain.sim.steps.endings import End
     from muletrain.strategies.base import Strategy
 
 ENOUGH, DRAWN = 240, 960
-"""Microbatches that are played, in whole steps: who builds how many of a step is drawn anew for each. ``DRAWN``: where
-who gets one more is a draw, too, and a step waits for a slow machine that did (fleet 104 of benchmarks/plan: steps of
-13 to 18 s)."""
+"""Microbatches that are played at least, in whole steps: each trainer's number is drawn anew for each step.
+``DRAWN``: for strategies that also draw receivers, because a step waits for a slow machine that got one more (fleet
+104 of benchmarks/plan: steps of 13 to 18 s)."""
 RETRY_S = 0.05
-"""Until a sender whose receivers are all full looks again (``runtime.microbatch.dispatcher``)."""
+"""Seconds until a sender whose receivers are all full tries again (``runtime.microbatch.dispatcher``)."""
 NOBODY = -1
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays. ``peers``: (stage, kind); ``trainers``: which of them build microbatches; ``names``: of the
-    peers, if a plan names them."""
+    """The peers of a play. ``peers``: (stage, kind); ``trainers``: indices of peers that build microbatches;
+    ``names``: if a plan names the peers."""
 
     peers: tuple[tuple[int, int], ...]
     trainers: tuple[int, ...]
@@ -49,8 +48,8 @@ class Cast:
 
 
 def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> Cast:
-    """Of strategy swarm. ``serving``: by stage and kind. Trainers are machines that stay, of as many kinds as possible;
-    in the first stage, where there is one of their kind."""
+    """Cast strategy swarm. ``serving``: by stage and kind. Trainers are machines that stay, of as many kinds as
+    possible, in the first stage if it has one of their kind."""
     peers = tuple((s, k) for s, counts in enumerate(serving) for k, n in enumerate(counts) for _ in range(n))
     turns = defaultdict[int, int](int)
     ranked = []
@@ -61,21 +60,20 @@ def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> C
 
 
 class Took(NamedTuple):
-    """Means of a few steps [s]. ``computing_s``: until the last microbatch is through; what comes then is the end of
-    the step."""
+    """Means over a few steps [s]. ``computing_s``: until the last microbatch is done; the end of the step follows."""
 
     step_s: float
     computing_s: float
 
 
 def steps_of(setting: Setting, strategy: Strategy) -> int:
-    """That are played."""
+    """Number of steps to play."""
     return max(1, math.ceil((ENOUGH if strategy.fixed else DRAWN) / setting.cost.microbatches))
 
 
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
-    """Steps in which senders have measured all receivers. ``delayed``: each is averaged while the next one is computed,
-    and the first one has nothing beside it."""
+    """Play steps after senders have measured all receivers. ``delayed``: each is averaged during the next one, and
+    the first has nothing beside it."""
     steps, first = steps_of(setting, who.strategy), 1 + delayed
     played = _Play(setting, who, delayed=delayed).run(first + steps)
     ends = played[first:]
@@ -93,7 +91,7 @@ class _Request:
     index: int
     sender: int
     answer: Callable[[float, float], None]
-    """Called when the answer is with the sender, with what the receiver computed and how long it waited [s]."""
+    """Called when the answer arrives, with the receiver's compute and wait [s]."""
     admitted_s: float = 0.0
 
 
@@ -103,23 +101,23 @@ class _Peer:
     forward_s: float
     backward_s: float
     room: float
-    """Microbatches whose forward may begin before the backward of another is through (1F1B)."""
+    """Microbatches whose forward may begin before the backward of another one ends (1F1B)."""
     backward_first: bool
     step: int = 0
-    """Of which it computes."""
+    """The step that it computes."""
     held: int = 0
-    """Microbatches, those that are on their way to it included."""
+    """Microbatches at the peer or on their way to it."""
     computing: bool = False
     waiting: tuple[deque[_Work], deque[_Work]] = field(default_factory=lambda: (deque(), deque()))
-    """For the device: what goes first, and what goes when there is none of that."""
+    """Work for the device: urgent, and other."""
     blocked: deque[_Request] = field(default_factory=deque)
-    """For room."""
+    """Requests that wait for room."""
     early: list[_Request] = field(default_factory=list)
-    """Of a step that it has not come to yet."""
+    """Requests of a later step."""
 
 
 _Work = tuple[float, "Callable[[], None]"]
-"""What takes how long [s], and what follows."""
+"""Seconds of work, and what follows."""
 
 
 class _Play:
@@ -153,7 +151,7 @@ class _Play:
         """By sender and stage, then receiver."""
 
     def run(self, steps: int) -> list[End]:
-        """How each of so many steps ended."""
+        """Play ``steps``; return how each ended."""
         for p in range(len(self._peers)):
             self._open(p, 0)
         last = self._endings.of[steps - 1]
@@ -161,7 +159,7 @@ class _Play:
         return [self._endings.of[step] for step in range(steps)]
 
     def _open(self, p: int, step: int) -> None:
-        """It computes ``step`` from now on."""
+        """A peer computes ``step`` from now on."""
         peer = self._peers[p]
         peer.step, early = step, peer.early
         peer.early = []
@@ -227,7 +225,7 @@ class _Play:
         return NOBODY if found is None else int(found)
 
     def _wired(self, sender: int, stage: int) -> Wiring:
-        """As if each receiver had been tried once, alone."""
+        """A wiring in which each receiver was tried once, alone."""
         wiring, cost = Wiring(random.Random(f"steps/{sender}/{stage}")), self._cost
         for p in self._at[stage]:
             way_s = self._wires.alone_s(sender, p, cost.forward_bytes[stage], cost.backward_bytes[stage])
@@ -251,7 +249,7 @@ class _Play:
             peer.blocked.append(request)
 
     def _begin(self, p: int, request: _Request) -> None:
-        """Forward, all that comes behind, and backward."""
+        """Run forward, the later stages and backward."""
         peer = self._peers[p]
         peer.room -= 1
         done = partial(self._done, p, request)
@@ -293,7 +291,7 @@ class _Play:
 
 
 class _Window:
-    """What a trainer has under way."""
+    """Bounds the microbatches that a trainer has in flight."""
 
     def __init__(self, places: int) -> None:
         self._places = places

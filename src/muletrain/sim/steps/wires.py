@@ -1,4 +1,4 @@
-"""Time and links of a play without messages (``steps``): what happens next, and when what is sent has come."""
+"""Time and links of a play without messages (``steps``): what happens next, and when sent data arrive."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from muletrain.planning.cost import ALIKE
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from muletrain.sim.machines import Kind, Setting
+    from muletrain.sim.setting import Kind, Setting
 
 FREE = Link(0.0, math.inf)
 BULK_SHARE = 0.35
-"""Share of a link full of activations that averaging gets beside them. Fitted to fleets 0 to 39 of benchmarks/sim_grid:
-with 0.2 averaging starved (fleet 23 was predicted 42 % too slow), with nothing the two took turns, and steps of one
+"""Share of a busy link that averaging gets beside activations. Fitted to fleets 0 to 39 of benchmarks/sim_grid: with
+0.2 averaging starved (fleet 23 was predicted 42 % too slow), without a bound the two took turns, and steps of one
 fleet took 331 to 1,266 s."""
 MOMENT_S = 1e-9
-"""Rounding."""
+"""Tolerance for rounding [s]."""
 
 
 class Wires:
-    """Between machines, each of one of the ``setting``'s kinds. Uplinks, downlinks and paths are shared as production
-    shares them: a slow path leaves the uplink to others; a downlink takes no time for what comes alone; bulk data
-    (gradients that are averaged) gets a small share of each end beside activations and their gradients."""
+    """Links between machines, each of one of the ``setting``'s kinds, shared as in production: a slow path leaves
+    the uplink to others, a downlink adds no time to a single transfer, and bulk data (averaged gradients) get a
+    small share beside activations."""
 
     def __init__(self, setting: Setting, kinds: Sequence[int], *, coupled: bool = False) -> None:
-        """``coupled``: where uplinks and downlinks are alike, nothing is sent that the receiver's downlink does not
-        take at once, for queues are short."""
+        """``coupled``: between equal links nothing is sent that the receiver's downlink cannot take at once, because
+        queues are short."""
         self.now_s = 0.0
         self._setting, self.kinds, self._coupled = setting, kinds, coupled
         self._order = itertools.count()
@@ -42,12 +42,12 @@ class Wires:
         self._up, self._down = [_Lane() for _ in kinds], [_Lane() for _ in kinds]
         self._paths = defaultdict[tuple[int, int], _Lane](_Lane)
         self._waiting: list[list[tuple[int, float, Callable[[], None]]]] = [[] for _ in kinds]
-        """What each has to send: to whom, for how long, and what then."""
+        """What each machine has to send: to whom, for how long, and what follows."""
         self._looks_s = [-math.inf] * len(kinds)
-        """When it looks whether it can send some of that."""
+        """When each machine checks its waiting data again [s]."""
 
     def run(self, done: Callable[[], bool]) -> None:
-        """One event after the other, until ``done``."""
+        """Run events in order until ``done``."""
         while self._events and not done():
             self.now_s, _, then = heapq.heappop(self._events)
             then()
@@ -56,11 +56,11 @@ class Wires:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), then))
 
     def ends(self, a: int) -> Kind:
-        """The machine, and so its up- and downlink."""
+        """The machine with its up- and downlink."""
         return self._setting.kinds[self.kinds[a]]
 
     def tell(self, a: int, b: int, then: Callable[[], None]) -> None:
-        """What is so small that only the way takes time."""
+        """Send something so small that only the delay counts."""
         self.after(0.0 if a == b else self._link(a, b).delay_s, then)
 
     def send(self, a: int, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool = False) -> None:
@@ -77,12 +77,12 @@ class Wires:
         self._through(lanes, self.now_s, arrive, bulk=bulk)
 
     def _alike(self, a: int, b: int) -> bool:
-        """Is the downlink of ``b`` about as narrow as the uplink of ``a``, and the path wider than both?"""
+        """Whether the downlink of ``b`` is about as narrow as the uplink of ``a``, and the path wider."""
         up, down = self.ends(a).up_bytes_per_s, self.ends(b).down_bytes_per_s
         return 1 / ALIKE < up / down < ALIKE and self._link(a, b).bandwidth_bytes_per_s >= min(up, down)
 
     def _begin(self, a: int) -> None:
-        """The first of what waits whose receiver takes nothing else."""
+        """Send the first waiting data whose receiver is free."""
         waiting, now_s = self._waiting[a], self.now_s
         for k, (b, seconds, then) in enumerate(waiting):
             if max(self._up[a].free_s, self._down[b].free_s) <= now_s + MOMENT_S:
@@ -98,19 +98,19 @@ class Wires:
                 self.after(looks_s - now_s, partial(self._look, a))
 
     def _look(self, a: int) -> None:
-        """Rounding may have made it a little early."""
+        """Check again; rounding may have been early."""
         self._looks_s[a] = -math.inf
         self._begin(a)
 
     def _take(self, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool) -> None:
-        """What has come has used the downlink while it came."""
+        """Arriving data have used the downlink while they came."""
         duration_s = nbytes / self._setting.kinds[self.kinds[b]].down_bytes_per_s
         self._through(((self._down[b], duration_s),), self.now_s - duration_s, then, bulk=bulk)
 
     def _through(
         self, lanes: Sequence[tuple[_Lane, float]], begin_s: float, then: Callable[[], None], *, bulk: bool
     ) -> None:
-        """``then``, once all ``lanes`` have carried it, each for so long."""
+        """Call ``then`` once all ``lanes`` have carried the data, each for its seconds."""
         if bulk:
             self._once_carried([(lane, lane.carry_bulk(begin_s, seconds)) for lane, seconds in lanes], then)
         elif (left_s := max([lane.carry(begin_s, seconds) for lane, seconds in lanes]) - self.now_s) > 0:
@@ -126,7 +126,7 @@ class Wires:
             then()
 
     def alone_s(self, a: int, b: int, there: float, back: float) -> float:
-        """So many bytes there and so many back, if nothing else is sent."""
+        """Seconds for ``there`` bytes and ``back`` bytes if nothing else is sent."""
         if a == b:
             return 0.0
         links, kinds = self._setting.links, self._setting.kinds
@@ -141,29 +141,29 @@ class Wires:
 
 
 class _Lane:
-    """One thing after another. Bulk data has a clock of its own, which is slow while anything else is carried
+    """A link that carries one thing after another. Bulk data have their own clock, which is slow beside other data
     (``BULK_SHARE``)."""
 
     def __init__(self) -> None:
         self.free_s = self._bulk_free_s = -math.inf
-        """When all that it was given is through."""
+        """When everything is carried [s]."""
         self._urgent_s = 0.0
-        """Of all that goes first."""
+        """Seconds of urgent data."""
 
     def carry(self, now_s: float, seconds: float) -> float:
-        """When it is through."""
+        """Carry data; return when they are through."""
         shared = self._bulk_free_s > self._bulk_clock_s(now_s)
         self.free_s = max(now_s, self.free_s) + seconds / (1.0 - BULK_SHARE if shared else 1.0)
         self._urgent_s += seconds
         return self.free_s
 
     def carry_bulk(self, now_s: float, seconds: float) -> float:
-        """When it is through, by the clock of bulk data."""
+        """Carry bulk data; return when they are through, on the bulk clock."""
         self._bulk_free_s = max(self._bulk_clock_s(now_s), self._bulk_free_s) + seconds
         return self._bulk_free_s
 
     def left_s(self, now_s: float, mark_s: float) -> float:
-        """Until that clock shows ``mark_s``, if nothing more comes."""
+        """Seconds until the bulk clock shows ``mark_s``, if nothing else comes."""
         return mark_s - self._bulk_clock_s(now_s) + max(0.0, self.free_s - now_s)
 
     def _bulk_clock_s(self, now_s: float) -> float:
@@ -171,6 +171,6 @@ class _Lane:
 
 
 def without_links(setting: Setting) -> Setting:
-    """The same machines, connected by what takes no time."""
+    """The same machines with instant links."""
     wide = tuple(replace(k, up_bytes_per_s=math.inf, down_bytes_per_s=math.inf) for k in setting.kinds)
     return replace(setting, kinds=wide, links=tuple((FREE,) * len(wide) for _ in wide))

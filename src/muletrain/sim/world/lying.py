@@ -94,7 +94,7 @@ class Liar:
         )
 
     def _forged(self, facts: Any, stage: int, members: tuple[PeerId, ...]) -> RoundEntry:
-        """A round of so long a gradient that whoever believes it would shrink the update to nothing."""
+        """A round whose gradient is so long that a peer that believes it would shrink the update to nothing."""
         me = self._network.peer_id
         others = tuple(m for m in members if m != me)
         chosen = (me,) if self.how == "expels" or self._rng.random() < 0.5 else members

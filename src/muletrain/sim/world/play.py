@@ -1,4 +1,4 @@
-"""Plays a scenario in a virtual world to its end, and judges what came of it."""
+"""Play a scenario in a virtual world to its end, and judge the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.sim.loop import Hang, run_virtually
 from muletrain.sim.world import reference
-from muletrain.sim.world.faults import Faults
+from muletrain.sim.world.injection import Injection
 from muletrain.sim.world.short_memory import short_memory
 from muletrain.sim.world.verdict import Outcome, judge
 from muletrain.sim.world.witness import Witness
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Scenario
 
 LIMIT_S = 6000.0
-"""Virtual time after which a run counts as hung: several of the longest waits of the protocol one after the other."""
+"""Virtual seconds after which a run counts as hung: several of the protocol's longest waits in a row."""
 IN_MEMORY = Path("/dev/shm")
-"""A folder that no disk is waited for, on Linux."""
+"""A folder in memory, on Linux."""
 
 
 def play(scenario: Scenario) -> Outcome:
@@ -47,10 +47,10 @@ def play(scenario: Scenario) -> Outcome:
 
 
 async def _run(outcome: Outcome, folder: Path, history: reference.History) -> dict[str, dict[str, Tensor]]:
-    """Once; or until the power fails, and again from what was written."""
+    """Play once, or until the power fails and again from the written state."""
     scenario = outcome.scenario
     world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
-    states = await world.run(Faults(world).inject)
+    states = await world.run(Injection(world).inject)
     if scenario.resume_s is None or states:
         return states
     outcome.ends.clear()
@@ -60,4 +60,4 @@ async def _run(outcome: Outcome, folder: Path, history: reference.History) -> di
     start = Start(written, base)
     outcome.scenario = resumed
     world = World(resumed, outcome, folder, Witness(resumed, history, outcome.violations.append), start)
-    return await world.run(Faults(world).inject)
+    return await world.run(Injection(world).inject)

@@ -1,4 +1,4 @@
-"""Limits of memory that only long runs reach, made short."""
+"""Shorten limits of memory that only long runs reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a scenario that breaks a promise, the smallest one found that breaks it still: what is left in it matters."""
+"""Shrink a scenario that breaks a promise to the smallest one that still breaks it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Fault
 
 PLAYS = 120
-"""Scenarios that are tried, at most."""
+"""Scenarios that are tried at most."""
 NEEDED = ("seed", "stages", "trainers", "steps", "microbatches", "delay_s", "faults")
 """Fields of a scenario without a default."""
 
 
 def sorts(violations: Iterable[str]) -> set[str]:
-    """What is broken, whoever breaks it and by how much."""
+    """The kind of a violation, without peers and amounts."""
     return {re.sub(r"peer-\w+|[\d.]+(e-?\d+)?", "*", v) for v in violations}
 
 
@@ -44,7 +44,7 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], plays: int = P
 
 
 def as_code(scenario: Scenario) -> str:
-    """A call that makes it again: fields that are as usual are left out."""
+    """Source text that makes the scenario again, without default fields."""
     given = ", ".join(repr(getattr(scenario, name)) for name in NEEDED[:-1])
     faults = "".join(f"{_fault(f)}, " for f in scenario.faults)
     unusual = [
@@ -66,7 +66,7 @@ def _fault(fault: Fault) -> str:
 
 
 def _smaller(s: Scenario) -> Iterator[Scenario]:
-    """Scenarios with one thing less."""
+    """Scenarios that are one step smaller."""
     for k in range(len(s.faults)):
         yield replace(s, faults=s.faults[:k] + s.faults[k + 1 :])
     for f in fields(Scenario):
@@ -101,12 +101,12 @@ def _smaller(s: Scenario) -> Iterator[Scenario]:
 
 
 def _can_be(s: Scenario) -> bool:
-    """Nobody is named that is not there."""
+    """Whether all named peers exist."""
     return {p for f in s.faults for p in f.who} | {p for p, _ in s.narrow} <= {*s.names}
 
 
 def _fewer_peers(s: Scenario) -> Iterator[Scenario]:
-    """Of each stage the last replica goes, unless a fault, a link or a plan names it."""
+    """Remove the last replica of each stage, unless a fault, a link or a plan names it."""
     named = {p for f in s.faults for p in f.who} | {p for p, _ in s.narrow}
     planned = any(o.startswith("pipeline.") for o in s.overrides)
     for stage, replicas in enumerate(s.stages):
@@ -117,7 +117,7 @@ def _fewer_peers(s: Scenario) -> Iterator[Scenario]:
 
 
 def _simpler(fault: Fault) -> Iterator[Fault]:
-    """At a round time, for a shorter one."""
+    """Move a fault to a round time, and shorten it."""
     if fault.for_s > 1.0:
         yield replace(fault, for_s=round(fault.for_s / 2, 1))
     if fault.at_s != round(fault.at_s, 1):

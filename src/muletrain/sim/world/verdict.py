@@ -1,4 +1,4 @@
-"""What came of a virtual world: what happened, and which promises were broken."""
+"""The verdict on a virtual world: what happened, and which promises were broken."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ class Outcome:
     ends: dict[str, str] = field(default_factory=dict)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    """All, with ``Scenario.trace``."""
+    """All events, with ``Scenario.trace``."""
     left_behind: list[str] = field(default_factory=list)
-    """Peers that came back when the others had finished and were gone: no number is lost by that, but a machine's work
-    was."""
+    """Peers that came back after the run had ended: no number is lost, but a machine's work."""
     lineages: dict[str, bytes] = field(default_factory=dict)
-    """In which history of the run each peer was in the end."""
+    """Final lineage of each peer."""
     steps: dict[str, int] = field(default_factory=dict)
-    """That each peer did."""
+    """Steps that each peer did."""
     virtual_s: float = 0.0
     longest: float = 1.0
-    """Step, in times that the shortest took."""
+    """Longest step, relative to the shortest."""
     difference: float = 0.0
-    """The largest of a tensor from a single process's: norm of the difference over norm."""
+    """Largest error of a tensor: norm of the difference from a single process, over norm."""
 
 
 def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[dict[str, Tensor]]) -> None:
-    """Compare the ``states`` of those that came to the end with a single process's (``history``: after each step), and
-    see who did not come so far."""
+    """Compare the ``states`` of peers that reached the end with a single process's (``history``: after each step),
+    and find the peers that did not."""
     scenario = outcome.scenario
     early = scenario.time_limit_s is not None or any(f.kind == "stop" for f in scenario.faults)
     for name, state in states.items():
@@ -66,7 +65,7 @@ def judge(outcome: Outcome, states: dict[str, dict[str, Tensor]], history: list[
 
 
 def _unlike_replicas(states: dict[str, dict[str, Tensor]], lineages: dict[str, bytes]) -> Iterator[str]:
-    """Peers that ended with other bits, moments included, than the first of their last stage and lineage."""
+    """Peers whose final bits, moments included, differ from the first peer's of their last stage and lineage."""
     firsts: dict[tuple[bytes, frozenset[str]], str] = {}
     for name in sorted(states):
         # a stage is known by the names of its tensors
@@ -76,7 +75,7 @@ def _unlike_replicas(states: dict[str, dict[str, Tensor]], lineages: dict[str, b
 
 
 def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
-    """Everyone that was not killed comes to the end, or leaves in order, or finds the others gone."""
+    """Check that every peer that was not killed reaches the end, leaves in order, or finds the others gone."""
     scenario = outcome.scenario
     gone = {p for f in scenario.faults if f.kind == "kill" for p in f.who}
     corrupt = {p for f in scenario.faults if f.kind == "corrupt" for p in f.who}

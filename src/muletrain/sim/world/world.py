@@ -51,12 +51,12 @@ from muletrain.runtime.peer.service import Service
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
 from muletrain.sim.loop import SkewedClock
 from muletrain.sim.world import reference
-from muletrain.sim.world.disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.links import Links
 from muletrain.sim.world.lying import Liar
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, stage_of
 from muletrain.sim.world.verdict import LEFT, Outcome
+from muletrain.sim.world.virtual_disks import DiskState, VirtualFolder, VirtualThread
 from muletrain.sim.world.witness import Watched
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from muletrain.sim.world.witness import Witness
 
 PASSES = 20
-"""Of the event loop, for cancelled tasks to end."""
+"""Passes of the event loop in which cancelled tasks end."""
 SHOWN = (
     Notice,
     LineageLeft,
@@ -92,7 +92,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Start:
-    """What a run that is begun again has: the newest complete checkpoint, if there is one."""
+    """State of a run that begins again: its newest complete checkpoint, if any."""
 
     place: Folder
     base: Key | None
@@ -108,12 +108,12 @@ class Start:
 
 
 class World:
-    """The peers of a scenario, by name, and what they stand on."""
+    """The peers of a scenario by name, and their surroundings."""
 
     def __init__(
         self, scenario: Scenario, outcome: Outcome, folder: Path, witness: Witness, start: Start | None = None
     ) -> None:
-        """``start``: the run is begun again from there."""
+        """``start``: the run begins again from it."""
         self.scenario, self._outcome, self._folder, self._witness = scenario, outcome, folder, witness
         self._start = start
         self.links = Links(scenario)
@@ -134,7 +134,8 @@ class World:
         self._genesis = self._first_members()
 
     async def run(self, inject: Callable[[Fault], Coroutine[Any, Any, None]]) -> dict[str, dict[str, Tensor]]:
-        """The state of every peer that came to the end. ``inject``: waits for a fault's time, and carries it out."""
+        """Run; return the state of every peer that reached the end. ``inject`` waits for a fault's time and carries
+        it out."""
         self.networks |= {name: self.hub.join(name) for name, _ in self.scenario.members}
         for name, _ in self.scenario.members:
             self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
@@ -158,7 +159,7 @@ class World:
             self.kill(name)
 
     async def _silence(self) -> None:
-        """Of those that are gone nothing goes on."""
+        """Stop everything of peers that are gone."""
         for _ in range(PASSES):
             await asyncio.sleep(0)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -221,11 +222,11 @@ class World:
         return place
 
     def _at(self, name: str) -> str:
-        """Where ``name`` writes checkpoints."""
+        """Folder of ``name``'s checkpoints."""
         return name if self.scenario.apart else "run"
 
     def disk(self, name: str) -> DiskState:
-        """That ``name`` writes to."""
+        """Disk that ``name`` writes to."""
         at = self._at(name)
         if at not in self._disks:
             self._disks[at] = DiskState(random.Random(f"disk/{self.scenario.seed}/{at}"), self.scenario.disk_s)
@@ -237,19 +238,19 @@ class World:
         task.add_done_callback(self._background.discard)
 
     def _corpus(self) -> tuple[Path, Path, bytes]:
-        """The data owners' files of tokens, of the held-out side, and what the genesis says of them."""
+        """The data owners' files of tokens, of the held-out part, and the genesis's entries about them."""
         tokens, heldout = self._folder / "train.bin", self._folder / "heldout.bin"
         tokens.write_bytes(content := reference.corpus(self._facts).tobytes())
         heldout.write_bytes(b"")
         return tokens, heldout, digest_of([hashlib.sha256(side).digest() for side in (content, b"", b"")])
 
     def _owns_data(self, name: str) -> bool:
-        """Where data is shared, newcomers have none, but for the trainer that comes when the last one died."""
+        """Whether a newcomer has data: in a world that shares data only the trainer that replaces the last one."""
         first = dict(self.scenario.members[: self.scenario.trainers])
         return not self.scenario.share or name in first or name.endswith("t")
 
     def _sharing(self, name: str) -> Sharing | None:
-        """Of a peer of a world that shares its tokens: its first trainers have them."""
+        """Tokens of a peer in a world that shares them: its first trainers have them."""
         if not self.scenario.share:
             return None
         disk = Disk(InlineExecutor())
@@ -273,8 +274,7 @@ class World:
         return self.liars.setdefault(name, Liar(network, random.Random(f"lies/{self.scenario.seed}/{name}")))
 
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
-        """A peer's life. Its state at the end of the run, if it came so far. ``joins_as``: what it calls itself, if it
-        joins."""
+        """Live one peer's life; return its state if it reaches the end. ``joins_as``: its name if it joins."""
         network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
         sharing, limit_s = self._sharing(name), self.scenario.time_limit_s
         ends_s = math.inf if limit_s is None else clock.now() + limit_s
@@ -328,8 +328,8 @@ class World:
         return None if left else state
 
     def _served(self) -> set[int]:
-        """Stages whose state a peer that is still there has. Once some came to the end and are gone, nobody may have
-        what a peer that fell behind asks for."""
+        """Stages whose state a present peer has. After some peers end and leave, a peer that fell behind may find
+        nobody with its state."""
         over = any(steps == self.scenario.steps for steps in self._outcome.steps.values())
         there = (peer for p, peer in self.peers.items() if not self.tasks[p].done())
         return {peer.roster.own.stage for peer in there if not (over and peer.position.away)}

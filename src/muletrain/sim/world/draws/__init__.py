@@ -1,7 +1,7 @@
-"""What a seed stands for: a base, as ever, and in most worlds one to three kinds of rarer things, so that each world
-stays small.
+"""Draw the scenario of a seed: a small world with faults (``basic``), and in most worlds one to three rarer kinds of
+events, so that each world stays small.
 
-Each kind has dice of its own: older seeds change little when a kind is added.
+Each kind has its own dice, so a new kind changes few older seeds.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.world.draws import base, disks, links, members, settings, sizes
+from muletrain.sim.world.draws import basic, disk_faults, large, links, members, settings
 
 if TYPE_CHECKING:
-    from muletrain.sim.world.draws.kinds import Kind
+    from muletrain.sim.world.draws.common import Kind
     from muletrain.sim.world.scenario import Scenario
 
 SHARE = 0.05
-"""Of the seeds in which a kind is drawn, if the world allows it, and there are not ``MOST`` already."""
+"""Share of the seeds in which a kind is drawn, if the world allows it and has fewer than ``MOST`` kinds."""
 MOST = 3
-KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disks.KINDS, **settings.KINDS}
-"""Those that change a world, in the order in which they do; ``sizes.KINDS`` come before."""
+KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disk_faults.KINDS, **settings.KINDS}
+"""Kinds that change a world; ``large.KINDS`` come before."""
 
 
 def draw(seed: int) -> Scenario:
-    """The same scenario for the same seed."""
-    size = sizes.draw(seed)
-    drawn = base.draw(seed, size) if size is None else replace(base.draw(seed, size[1]), kinds=(size[0],))
-    drawn = drawn if size is None else sizes.finished(drawn)
+    """Draw a scenario, the same for the same seed."""
+    size = large.draw(seed)
+    drawn = basic.draw(seed, size) if size is None else replace(basic.draw(seed, size[1]), kinds=(size[0],))
+    drawn = drawn if size is None else large.finished(drawn)
     for name in sorted(KINDS, key=lambda name: random.Random(f"order/{name}/{seed}").random()):
         rng = random.Random(f"{name}/{seed}")
         if len(drawn.kinds) < MOST and rng.random() < SHARE and (changed := KINDS[name](drawn, rng)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.world.draws.kinds import Kind, calm, replicas, span, spare, with_faults
+from muletrain.sim.world.draws.common import Kind, calm, replicas, span, spare, with_faults
 from muletrain.sim.world.lying import LIES
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, stage_of
 

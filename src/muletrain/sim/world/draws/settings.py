@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from muletrain.sim.world.draws.kinds import HARMLESS, Kind, calm
+from muletrain.sim.world.draws.common import HARMLESS, Kind, calm
 from muletrain.sim.world.scenario import Scenario, stage_of
 
 if TYPE_CHECKING:

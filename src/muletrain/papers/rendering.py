@@ -1,4 +1,4 @@
-"""A reproduction as Markdown and as a picture."""
+"""Render reproductions as Markdown and pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE_INCHES, DOTS_PER_INCH = (9.0, 6.0), 110
 
 
 def draw(reproduction: Reproduction, path: Path) -> None:
-    """Write a PNG. Raises ConfigError where matplotlib is missing or the file cannot be written."""
+    """Write a PNG. Raises ConfigError if matplotlib is missing or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -35,7 +35,8 @@ def draw(reproduction: Reproduction, path: Path) -> None:
 
 
 def write(reproductions: Sequence[Reproduction], folder: Path) -> Path:
-    """One report of all, README.md, and their pictures. Returns its path. Raises ConfigError as ``draw`` does."""
+    """Write a report of all reproductions, README.md, and their pictures; return its path. Raises ConfigError as
+    ``draw`` does."""
     for reproduction in reproductions:
         draw(reproduction, folder / f"{reproduction.name}.png")
     path = folder / "README.md"
@@ -82,10 +83,10 @@ def _row(v: Value) -> str:
 
 
 def number(x: float) -> str:
-    """Four digits, and whole where it is larger."""
+    """Round to four digits, or to a whole number if that is longer."""
     return f"{x:.4g}" if abs(x) < 1000 else f"{x:.0f}"
 
 
 def mark(good: bool) -> str:
-    """Whether a bar is met, a statement holds."""
+    """Word for a bar that is met or a statement that holds, or not."""
     return "✓" if good else "✗"

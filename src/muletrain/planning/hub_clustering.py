@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import CapacityError
-from muletrain.planning.hub import HubStage, HubTask
+from muletrain.planning.hub_task import HubStage, HubTask
 from muletrain.planning.partition import Capacity, partition_chain
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 Cluster = tuple[int, ...]
 """Devices, sorted."""
 MOVES = 200
-"""Of the annealing, times stages."""
+"""Moves of the annealing, per stage."""
 HOT, COLD = 1.0, 1e-3
 """First and last temperature, over the mean distance of two stages."""
 
 
 def allocate(task: HubTask, *, seed: int, stages: int | None = None) -> list[HubStage]:
-    """The paper's solution; ``stages``: so many, instead of by the stopping rule. Raises CapacityError where no level
-    fits into memory."""
+    """Allocate as the paper does. ``stages``: a fixed number instead of the stopping rule. Raises CapacityError if
+    no level fits into memory."""
     edges = distances(task)
     best: list[Cluster] = []
     best_s = math.inf
@@ -61,7 +61,7 @@ def allocate(task: HubTask, *, seed: int, stages: int | None = None) -> list[Hub
 
 
 def orders(task: HubTask, edges: Floats, seed: int) -> Iterator[list[Cluster]]:
-    """Of each level that fits into memory, the clusters in the order of the pipeline."""
+    """The ordered clusters of each level that fits into memory."""
     rng = np.random.default_rng(seed)
     for clusters in levels(task, edges):
         if len(clusters) > len(task.chain.work):
@@ -73,8 +73,8 @@ def orders(task: HubTask, edges: Floats, seed: int) -> Iterator[list[Cluster]]:
 
 
 def distances(task: HubTask) -> Floats:
-    """Of each two devices: what a microbatch's activations take between them, mean of both directions [s], (N, N).
-    Where a link is missing, a hundred times the largest there is."""
+    """Seconds of a microbatch's activations between every two devices, mean of both directions, (N, N); a missing
+    link counts as a hundred times the largest."""
     gbps = np.asarray(task.bandwidth_gbps, dtype=float)
     load = task.activation_bytes * 8e-9 / np.where(gbps > 0, gbps, np.nan)
     one_way = np.asarray(task.delay_ms, dtype=float) / 1000 + load
@@ -84,7 +84,7 @@ def distances(task: HubTask) -> Floats:
 
 
 def levels(task: HubTask, edges: Floats) -> Iterator[list[Cluster]]:
-    """Of the divisive clustering of the reliable devices: one cluster, two, ... one for each device."""
+    """Levels of the divisive clustering of the reliable devices: one cluster, two, ... one per device."""
     clusters: list[Cluster] = [tuple(d for d, reliable in enumerate(task.reliable) if reliable)]
     yield list(clusters)
     while any(len(cluster) > 1 for cluster in clusters):
@@ -108,7 +108,7 @@ def _divide(task: HubTask, cluster: Cluster, edges: Floats) -> list[Cluster]:
 
 
 def coarse(clusters: Sequence[Cluster], edges: Floats) -> Floats:
-    """Mean distance between the members of each two clusters [s], (K, K)."""
+    """Mean distance between every two clusters [s], (K, K)."""
     member = np.zeros((len(clusters), len(edges)))
     for k, cluster in enumerate(clusters):
         member[k, list(cluster)] = 1 / len(cluster)
@@ -142,7 +142,7 @@ def in_order(clusters: Sequence[Cluster], edges: Floats, rng: np.random.Generato
 
 
 def pipeline_s(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> float:
-    """Eq. 2 with eq. 3 for what stages take inside, for one microbatch [s]: by this the levels are compared."""
+    """Seconds of one microbatch by eq. 2 and 3, by which levels are compared."""
     speed = sum(task.flops[d] for cluster in ordered for d in cluster)
     weights = coarse(ordered, edges)
     hops = [0.0, *(float(weights[k, k + 1]) for k in range(len(ordered) - 1)), 0.0]
@@ -150,8 +150,8 @@ def pipeline_s(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> floa
 
 
 def cut_by_speed(task: HubTask, groups: Sequence[Sequence[int]], servers: Sequence[Cluster] = ()) -> Cut:
-    """Layers in proportion to the total speed of each group. ``servers``: who must hold them (default: all of the
-    group)."""
+    """Share out layers in proportion to each group's total speed. ``servers``: the devices that must hold them
+    (default: the whole group)."""
     stages = [
         Capacity(
             sum(task.flops[d] for d in group),
@@ -163,7 +163,7 @@ def cut_by_speed(task: HubTask, groups: Sequence[Sequence[int]], servers: Sequen
 
 
 def assemble(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> list[HubStage]:
-    """Roles, clients and layers for clusters of servers in the order of the pipeline."""
+    """Add roles, clients and layers to ordered clusters of servers."""
     roles = [_roles(ordered, k, edges) for k in range(len(ordered))]
     near: dict[int, list[int]] = {}  # client -> stages that it reaches, the nearest first
     for d in (d for d, reliable in enumerate(task.reliable) if not reliable):
@@ -183,8 +183,7 @@ def _reaches(task: HubTask, client: int, front: Cluster, back: Cluster) -> bool:
 
 
 def _roles(ordered: Sequence[Cluster], k: int, edges: Floats) -> tuple[Cluster, Cluster]:
-    """Frontal and backward servers of stage ``k``: each on the side that is nearer to it on average, at least one on
-    each."""
+    """Frontal and backward servers of stage ``k``: each on the nearer side, at least one on each."""
     stage = ordered[k]
     if len(stage) == 1:
         return stage, stage

@@ -1,8 +1,8 @@
-"""The machines of a fleet file as the simulator needs them: what each kind takes for each stage of a model, and which
-it can hold.
+"""A fleet file's machines as the simulator needs them: what each kind takes for each stage of a model, and which
+stages it can hold.
 
-What cannot work is refused with the line it stands in: a kind of machine of which nobody knows the speed, a model
-larger than all memory, a stage that no machine can hold.
+Impossible input is refused with its line in the file: a machine of unknown speed, a model larger than all memory, a
+stage that fits no machine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Cut
 
 AMPLE = 1 << 62
-"""Memory that nobody counted [bytes]."""
+"""Bytes that stand for memory of unknown size."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Machines that are alike: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch;
+    """Equal machines: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch, and
     ``quarters`` of its memory that the stage takes."""
 
     name: str
@@ -56,18 +56,18 @@ class Kind:
     up_bytes_per_s: float
     down_bytes_per_s: float
     assumed: str
-    """What an estimate stands for; empty: nothing."""
+    """The value that an estimate replaces; empty: none."""
     declared: bool = False
-    """The file says how long it takes."""
+    """The file declares its times."""
     queue_s: float = QUEUE_S
-    """Data that wait in front of each direction of its link, at most."""
+    """Longest queue of each direction of its link [s]."""
 
     def service_s(self, stage: int) -> float:
         return self.forward_s[stage] + self.backward_s[stage]
 
     @property
     def whole_per_s(self) -> float:
-        """Microbatches that it could take through all stages by itself."""
+        """Microbatches/s that it could take through all stages alone."""
         return 1 / sum(self.forward_s + self.backward_s)
 
 
@@ -80,21 +80,21 @@ class Setting:
     cost: RunCost
     cut: Cut
     left_out: tuple[str, ...]
-    """Machines that no stage fits on."""
+    """Machines that hold no stage."""
 
 
 UPDATE_S = 5e-9
-"""Of each parameter, where the CPU updates the weights (AdamW in fp32 on two vCPUs of an EPYC); what a GPU takes for it
-is not counted."""
+"""Seconds per parameter of an update on the CPU (AdamW in fp32 on two vCPUs of an EPYC); updates on a GPU are not
+counted."""
 STATE_BYTES_PER_S = 240e6
-"""At which a newcomer checks and loads what comes over the fastest link (benchmarks/state_transfer)."""
+"""Bytes/s at which a newcomer checks and loads a state that comes over the fastest link (benchmarks/state_transfer)."""
 
 
 def seat(
     setting: Setting, kinds: Iterable[int], serving: Sequence[Sequence[int]], promised: Sequence[int] = ()
 ) -> list[int]:
-    """The stages that newcomers of these ``kinds`` are told to serve, one after the other (``runs.join.seating``).
-    ``serving``: peers by stage and kind; ``promised``: by stage, newcomers on their way."""
+    """Choose the stages of newcomers of these ``kinds``, one after another (``runs.join.seating``). ``serving``:
+    peers by stage and kind; ``promised``: by stage, newcomers on their way."""
     there = {
         f"{s}/{k}": Load(s, alike=n, device=setting.kinds[k].device)
         for s, counts in enumerate(serving)
@@ -109,7 +109,7 @@ def seat(
 
 
 def seated(setting: Setting) -> list[tuple[int, ...]]:
-    """Everyone, in the order of the file, by stage and kind. Raises CapacityError where a stage gets nobody."""
+    """Seat all machines in the order of the file, by stage and kind. Raises CapacityError if a stage gets none."""
     serving = [[0] * len(setting.kinds) for _ in setting.cut]
     everyone = [k for k, kind in enumerate(setting.kinds) for _ in range(kind.count)]
     for k, stage in zip(everyone, seat(setting, everyone, serving), strict=True):
@@ -123,7 +123,7 @@ def seated(setting: Setting) -> list[tuple[int, ...]]:
 
 
 def fetch_s(setting: Setting, kind: int, stage: int, donors: Sequence[int]) -> float:
-    """The time in which a machine of ``kind`` gets a stage's state from all of its replicas at once."""
+    """Seconds in which a machine of ``kind`` copies a stage's state from all its replicas at once."""
     sent = sum(
         n * min(setting.kinds[k].up_bytes_per_s, setting.links[k][kind].bandwidth_bytes_per_s)
         for k, n in enumerate(donors)
@@ -134,7 +134,7 @@ def fetch_s(setting: Setting, kind: int, stage: int, donors: Sequence[int]) -> f
 
 
 def mixed(setting: Setting, serving: Sequence[Sequence[int]]) -> list[str]:
-    """Devices of the first stage that is on several, in order; empty: no stage is. ``serving``: by stage and kind."""
+    """Devices of the first stage that mixes devices, in order; empty: none does. ``serving``: by stage and kind."""
     for here in serving:
         if len(devices := {setting.kinds[k].device for k, n in enumerate(here) if n}) > 1:
             return sorted(devices)
@@ -142,20 +142,19 @@ def mixed(setting: Setting, serving: Sequence[Sequence[int]]) -> list[str]:
 
 
 def once_mixed(setting: Setting, config: RunConfig, serving: Sequence[Sequence[int]]) -> RunConfig:
-    """Whose weights are updated on the CPU, where a stage is on several devices and the run doesn't say that they stay
-    there."""
+    """Update weights on the CPU if a stage mixes devices and the run does not keep them there."""
     if "state_device" in config.optimizer.model_fields_set or not mixed(setting, serving):
         return config
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"state_device": "cpu"})})
 
 
 def mortal(setting: Setting) -> list[int]:
-    """Kinds of which machines leave unasked: those that are not reliable, or any if all are."""
+    """Kinds whose machines may leave: the unreliable ones, or all if all are reliable."""
     return [k for k, kind in enumerate(setting.kinds) if not kind.reliable] or list(range(len(setting.kinds)))
 
 
 def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
-    """What a microbatch and a step of this run cost; sequences are as long as they get."""
+    """Costs of a microbatch and a step; sequences have their full length."""
     sequences, tokens = config.train.microbatch, spec.context
     ids = encoded_size(IDS16 if spec.vocab <= 1 << 16 else IDS32, (sequences, tokens))
     boundary = encoded_size(config.wire.activations, (sequences, tokens, spec.width))
@@ -178,13 +177,12 @@ def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
 
 
 def _flat_size(codec: Codec, elements: int) -> int:
-    """Of a flat gradient in chunks, of any length."""
+    """Bytes of an encoded gradient in chunks."""
     return int(encoded_size(codec, (1 << 20,)) / (1 << 20) * elements)
 
 
 def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
-    """The fewest stages of which every kind of machine can hold each; where there is no such number, of which each fits
-    some machine. Raises CapacityError."""
+    """Find the fewest stages that every kind can hold, or else that each fit some machine. Raises CapacityError."""
     peers = first_of_each(fleet)
     possible = range(1, min(spec.layers, len(fleet.peers())) + 1)
     for enough in (all, any):
@@ -226,7 +224,7 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
 
 
 def stage_needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -> list[StageMemory]:
-    """What each stage of this run needs of its machine."""
+    """Memory that each stage of this run needs."""
     precision = Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
     return [
         stage_memory(
@@ -244,7 +242,7 @@ def stage_needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -
 
 
 def offer_of(peer: FleetPeer) -> Offer:
-    """What lies beside an accelerator's own memory is taken to be enough where nobody says."""
+    """Host memory of an accelerator counts as enough if the file does not state it."""
     device = find_device(peer.device) if peer.device else None
     usual = AMPLE if device is None else device.memory_bytes
     beside = AMPLE if peer.host_bytes is None else peer.host_bytes
@@ -279,9 +277,8 @@ def _kind(
 
 
 def takes_s(fleet: Fleet, config: RunConfig, spec: ModelSpec, stages: int) -> NDArray[np.float64]:
-    """What a machine takes for a microbatch, forward and backward, by stage, entry of the file, and how many layers the
-    stage has, (S, K, L + 1): inf where there is no room for so many. Layers cost the same, so all that counts beside
-    their number is whether the embedding or the head belongs to them."""
+    """Seconds of a microbatch, forward and backward, by stage, entry of the file and number of layers, (S, K, L +
+    1); inf without room. Layers cost the same, so only the embedding and the head matter beside their number."""
     machines, longest = first_of_each(fleet), spec.layers - stages + 1
     offers = [offer_of(peer) for peer in machines]
     found = np.full((stages, len(machines), spec.layers + 1), np.inf)
@@ -298,7 +295,7 @@ def takes_s(fleet: Fleet, config: RunConfig, spec: ModelSpec, stages: int) -> ND
 
 
 def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
-    """Stated, or the catalogue's; and what of it is an estimate."""
+    """The stated speed or the catalogue's, and which estimate it contains."""
     if peer.flops is not None:
         return peer.flops * peer.speed, ""
     known = ", ".join(d.name for d in DEVICES)
@@ -320,14 +317,14 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
 def _service_s(
     n: int, peer: FleetPeer, config: RunConfig, stages: int, need: StageMemory, cost: StageCost
 ) -> tuple[float, float]:
-    """Forward and backward of a microbatch at a stage."""
+    """Seconds of a microbatch at a stage, forward and backward."""
     if peer.forward_s and peer.backward_s:
         return peer.forward_s, peer.backward_s
     return service_s(cost, flops_of(n, peer)[0], recompute=_recomputes(config, stages, need, offer_of(peer)))
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
-    """As a peer decides: activations are kept where memory has room for those of all that it usually holds."""
+    """Decide as a peer does: keep activations if memory has room for as many as it usually holds."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing == "always"
     kept = min(capacity(stages) // 2, config.microbatches) * need.activations
@@ -335,7 +332,7 @@ def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer)
 
 
 def stash_room(offer: Offer, need: StageMemory) -> float:
-    """For activations that are kept until their backward [bytes]."""
+    """Bytes for activations that are kept until their backward."""
     return min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
 
 

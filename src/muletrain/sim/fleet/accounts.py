@@ -1,5 +1,4 @@
-"""What a simulated run did, counted where it happens: work, idle time by cause, bytes by region, recoveries, and curves
-to draw."""
+"""Accounts of a simulated run: work, idle time by cause, bytes by region, recoveries, and curves to draw."""
 
 from __future__ import annotations
 
@@ -18,14 +17,13 @@ if TYPE_CHECKING:
     from muletrain.sim.fleet.rates import Counts, Rate, Rates
 
 POINTS = 400
-"""Of the curves."""
+"""Points of each curve."""
 SAMPLES = 50
-"""Looks at who sends to whom: what passed since the one before is taken to have gone the same ways."""
+"""Samples of who sends to whom per play; traffic between two samples counts as sent the same ways."""
 RECOVERED = 0.95
-"""Of the share of the optimum before a machine left."""
+"""A fleet has recovered at this part of its share of the optimum before a machine left."""
 GoesOn = Callable[[float, float], bool]
-"""Asked now and then while a fleet is played, with the virtual time played [s] and the steps done: False ends the play
-there."""
+"""Called now and then with the virtual time played [s] and the steps done; False ends the play."""
 CAUSES = (
     "uneven stages",
     "links",
@@ -44,7 +42,8 @@ def always(now_s: float, steps: float) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """Means since the point before; ``peers``: by stage, at its end; ``events``: what happened, how often."""
+    """One point of a curve: means since the point before. ``peers``: by stage, at its end; ``events``: counts by
+    name."""
 
     time_s: float
     throughput: float
@@ -55,7 +54,7 @@ class Point:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """A peer that ended with an error of its own: it was not killed, and it neither left in order nor was expelled."""
+    """A peer that failed: it was not killed, did not leave in order and was not expelled."""
 
     time_s: float
     peer: str
@@ -64,8 +63,8 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Throughput in microbatches/s. ``idle``: by cause, shares of what all machines there could have done; with
-    ``share_of_optimum`` they sum to 1. ``bytes``: by (from, to) region and class."""
+    """The result of a play. Throughput in microbatches/s; ``idle``: shares of what all present machines could have
+    done, by cause, which sum to 1 with ``share_of_optimum``; ``bytes``: by (from, to) region and class."""
 
     hours: float
     steps: float
@@ -77,17 +76,17 @@ class Outcome:
     repeated_microbatches: float
     events: dict[str, int]
     recoveries_s: tuple[float, ...]
-    """Until the fleet makes as much of its machines as before one left, nearly (``RECOVERED``)."""
+    """Seconds until the fleet uses its machines about as well as before one left (``RECOVERED``)."""
     not_recovered: bool
     curve: tuple[Point, ...]
     partial: bool = False
-    """It was ended before the time asked for: ``hours`` is what was played."""
+    """The play ended early; ``hours`` is what was played."""
     gave_up: tuple[GaveUp, ...] = ()
-    """In order of time (fidelity 'protocol')."""
+    """Failed peers in order of time (fidelity 'protocol')."""
 
     @property
     def failure(self) -> str | None:
-        """How many peers gave up, the first of them, and why; None: nobody did."""
+        """A sentence about the peers that failed; None: none did."""
         if not self.gave_up:
             return None
         first, others = self.gave_up[0], len(self.gave_up) - 1
@@ -96,13 +95,13 @@ class Outcome:
 
     @property
     def recovery_s(self) -> tuple[float, float]:
-        """Median and longest; nan where nothing had to be recovered from."""
+        """Median and longest recovery [s]; nan if there was none."""
         found = self.recoveries_s
         return (median(found), max(found)) if found else (math.nan, math.nan)
 
 
-class Ledger:
-    """Told of every stretch of time and every change."""
+class Accounts:
+    """Adds up stretches of time and changes of membership."""
 
     def __init__(self, rates: Rates, horizon_s: float, counts: Sequence[Counts], present: Sequence[int]) -> None:
         self._rates, self._horizon_s = rates, horizon_s
@@ -120,7 +119,7 @@ class Ledger:
         self._curve: list[Point] = []
         self._since: Counter[str] = Counter()
         self._point = [0.0, 0.0]
-        """Done and possible since the last point of the curve."""
+        """Microbatches done and possible since the last point of the curve."""
         self._unsampled = 0.0
         self._sampled = 0
         self._partial = False
@@ -131,7 +130,7 @@ class Ledger:
         return sum(n * v for n, v in zip(present, self._rates.whole_per_s, strict=True))
 
     def change(self, counts: Sequence[Counts], present: Sequence[int], rate: Rate) -> None:
-        """From now on these serve, and these are there."""
+        """Others serve (``counts``) or are present from now on."""
         before = self._share
         self._counts, self._optimum = counts, self._whole(present)
         self._share = self._rates.flowing / self._optimum if self._optimum and rate.throughput else 0.0
@@ -142,7 +141,7 @@ class Ledger:
             self._outage = None
 
     def stalled(self, seconds: float) -> None:
-        """For so long the run does what died with a peer again, and nothing else."""
+        """The run only repeats lost work for ``seconds``."""
         if seconds > 0 and self._outage is None:
             self._recoveries_s.append(seconds)
 
@@ -151,7 +150,7 @@ class Ledger:
         self._since[what] += 1
 
     def pass_time(self, seconds: float, rate: Rate, *, again: bool) -> None:
-        """``again``: all that is done is done for the second time."""
+        """Time passes at ``rate``; ``again``: only lost work is repeated."""
         if math.isnan(self._share):
             self._share = self._rates.flowing / self._optimum if self._optimum and rate.throughput else 0.0
         while seconds > 0:
@@ -195,7 +194,7 @@ class Ledger:
         self.happened("stepped back")
 
     def _mark(self, end_s: float | None = None) -> None:
-        """A point of the curve. ``end_s``: where a play ended early."""
+        """Add a point to the curve. ``end_s``: when a play ended early."""
         usual_s, (done, possible) = self._horizon_s / POINTS, self._point
         begin_s = len(self._curve) * usual_s
         time_s, width_s = (begin_s + usual_s, usual_s) if end_s is None else (end_s, end_s - begin_s)
@@ -210,7 +209,7 @@ class Ledger:
     # Traffic ----------------------------------------------------------------------------------------------------------
 
     def _sample(self) -> None:
-        """What passed since the last time, between regions."""
+        """Count the traffic since the last sample, by region."""
         microbatches, self._unsampled = self._unsampled, 0.0
         if not microbatches or not all(map(any, self._counts)):
             self._unsampled = microbatches
@@ -231,7 +230,7 @@ class Ledger:
                         self._sent(a, b, "averaging", each * n * (m - (a == b)))
 
     def fetched(self, kind: int, donors: Sequence[int], nbytes: float) -> None:
-        """The state of a stage, from all that serve it."""
+        """A machine copied the state of a stage from all peers that serve it."""
         for donor, n in enumerate(donors):
             if n:
                 self._sent(donor, kind, "state", nbytes * n / sum(donors))
@@ -240,7 +239,7 @@ class Ledger:
         self._bytes[self._kinds[a].region, self._kinds[b].region][what] += nbytes
 
     def close(self, *, partial: bool = False) -> None:
-        """The end of the play; ``partial``: before the horizon."""
+        """End the play; ``partial``: before the horizon."""
         if self._outage is not None:
             self._outage = self._now, self._outage[1]
         if not partial:

@@ -1,4 +1,4 @@
-"""Disks of a virtual world: calls take time there, and a disk may be slow, hang, or be full."""
+"""Disks of a virtual world: calls take time, and a disk may be slow, hang, or be full."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 SLOWER = 1000.0
-"""How much longer a call to a slow disk takes."""
+"""Factor of the time of a call to a slow disk."""
 LONGEST_S = 40.0
-"""For one call, which would be taken for one that hangs after a while."""
+"""Longest call [s]: a longer one would count as hanging."""
 
 
 class DiskState:
-    """What all that write to one place find there. ``mean_s``: of the time that a call takes."""
+    """The state of one disk. ``mean_s``: mean time of a call."""
 
     def __init__(self, rng: random.Random, mean_s: float) -> None:
         self._rng, self._mean_s = rng, mean_s
@@ -40,7 +40,7 @@ class DiskState:
         self._works.set()
 
     async def call(self) -> None:
-        """The time of one."""
+        """The time of a call [s]."""
         await self._works.wait()
         took_s = self._rng.expovariate(1 / self._mean_s) * (SLOWER if self.slow else 1.0)
         await asyncio.sleep(min(took_s, LONGEST_S))
@@ -48,7 +48,7 @@ class DiskState:
 
 
 class VirtualThread(Executor):
-    """One thread's jobs, one after the other, in virtual time."""
+    """Runs one thread's jobs in virtual time."""
 
     def __init__(self, state: DiskState, spawn: Callable[[Any], object]) -> None:
         self._state, self._spawn = state, spawn
@@ -77,7 +77,7 @@ class VirtualThread(Executor):
 
 
 class VirtualFolder(Folder):
-    """On such a disk."""
+    """A folder on a virtual disk."""
 
     def __init__(self, root: Path, keep: int, name: str, state: DiskState, thread: Executor) -> None:
         super().__init__(root, keep, name)
@@ -85,7 +85,7 @@ class VirtualFolder(Folder):
         self.disk = Disk(thread)
 
     def _write(self, path: str, buffers: Sequence[memoryview]) -> None:
-        """On a full disk half of it is written."""
+        """Write; on a full disk only half."""
         if self._state.full:
             target = self._root / path
             target.parent.mkdir(parents=True, exist_ok=True)

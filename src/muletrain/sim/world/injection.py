@@ -1,4 +1,4 @@
-"""A scenario's faults, carried out on the peers of a virtual world."""
+"""Carry out a scenario's faults on the peers of a virtual world."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from muletrain.sim.world.world import World
 
 
-class Faults:
-    """Those that wait for a frame are kept here until it is sent."""
+class Injection:
+    """Carries out faults, some of which wait for a frame."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -23,7 +23,7 @@ class Faults:
         world.links.observe(self)
 
     async def inject(self, fault: Fault) -> None:
-        """At its time, and until it is over."""
+        """Begin a fault at its time, and end it."""
         world, name = self._world, fault.who[0] if fault.who else ""
         await world.clock.sleep(fault.at_s)
         if fault.kind == "join":
@@ -59,7 +59,7 @@ class Faults:
                 world.say(f"over: {fault}")
 
     def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
-        """What begins and what ends a fault that lasts."""
+        """The actions that begin and end a lasting fault."""
         world, barriers, name = self._world, self._world.hub.barriers, fault.who[0] if fault.who else ""
         pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
         sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
@@ -84,7 +84,7 @@ class Faults:
         return switches[fault.kind]
 
     def sending(self, sender: str, kind: str) -> None:
-        """A peer has an appointment at its nth frame of some kind."""
+        """Apply a fault that waits for a peer's nth frame of some kind."""
         world = self._world
         world.look_at(sender)
         for fault, sent in self._doomed:

@@ -1,4 +1,4 @@
-"""The fleet, its work and its faults, as seeds have always drawn them; ``draws`` adds what is rarer."""
+"""Draw a small fleet, its work and its faults; ``draws`` adds rarer events."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")
 PARTITIONED = 0.2
 """Share of the scenarios that are about a partition."""
 LASTING, LONGER_S, TOGETHER_S = 0.3, (2.0, 6.0), 15.0
-"""Of those the share in which sides train on for so much longer; and the run goes on when they have met."""
+"""Share of partitions after which sides train on for some seconds more, and how long the run continues after they
+meet [s]."""
 DELAYED = 0.3
 """Share of the scenarios with delayed updates."""
 PLANNED = 0.2
 """Share of the scenarios with planned membership."""
 SHARED = 0.5
-"""Of those the share in which peers of smaller stages serve several pipelines."""
+"""Share of planned scenarios in which peers of smaller stages serve several pipelines."""
 LARGE = 0.25
 """Share of the scenarios with large tensors: links are narrow for them, and averaging takes ``AVERAGING_S``, if all
 links are alike."""
 AVERAGING_S = (2.0, 40.0)
 GRADIENT = 54_000
-"""Bytes of the largest stage's."""
+"""Bytes of the largest stage's gradient."""
 
 HANGING, ALONE = 0.3, 0.4
-"""Share of worlds with a device that hangs, if that can be survived; and of those the share in which nothing else
-happens."""
+"""Share of worlds with a hanging device, if that can be survived; and the share of these without other faults."""
 LOSES_A_STAGE = 0.4
 """Share of worlds in which, if that can be survived, a stage loses all its peers."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of a world that is not small. Fields that are None are drawn as ever."""
+    """The size of a world that is not small; fields that are None are drawn."""
 
     stages: tuple[int, ...] | None = None
     steps: int | None = None
@@ -46,13 +46,12 @@ class Size:
 
 
 def draw(seed: int, size: Size | None = None) -> Scenario:
-    """Worlds of another ``size`` have no partitions, and tensors are small there."""
+    """Draw a scenario. Worlds with a ``size`` have no partitions and only small tensors."""
     return _with_large_tensors(_draw(seed, Size())) if size is None else _draw(seed, size)
 
 
 def _draw(seed: int, size: Size) -> Scenario:
-    """Two or three stages of one to three replicas; up to four faults, of which none kills a stage off, nor leaves it
-    to a replica that may be behind; and in some worlds a stage that loses all its peers at once."""
+    """Draw a world whose tensors are small: in some a partition, in the others single faults."""
     overrides = ("optimizer.delayed=true",) if random.Random(f"delayed/{seed}").random() < DELAYED else ()
     plans = random.Random(f"planned/{seed}")
     schedule = plans.choice(["gpipe", "1f1b"]) if plans.random() < PLANNED else None
@@ -60,15 +59,50 @@ def _draw(seed: int, size: Size) -> Scenario:
     apart = random.Random(f"apart/{seed}")
     skew = apart.choice([0.0, 0.0, 0.1, 0.5])
     stalls = random.Random(f"stalls/{seed}").choice([0.0, 0.0, 0.0, 0.01, 0.1])
-    if apart.random() < PARTITIONED and size == Size():
-        drawn = _partitioned(seed, apart)
-        return replace(
-            drawn, skew=skew, stalls=stalls, overrides=(*overrides, *planned(drawn.stages, schedule, shared=shared))
-        )
+    parted = apart.random() < PARTITIONED and size == Size()
+    drawn = _partitioned(seed, apart) if parted else _with_single_faults(seed, size, schedule, shared=shared)
+    overrides = (*overrides, *planned(drawn.stages, schedule, shared=shared))
+    return replace(drawn, skew=skew, stalls=stalls, overrides=overrides)
+
+
+def _with_single_faults(seed: int, size: Size, schedule: str | None, *, shared: bool) -> Scenario:
+    """Draw two or three stages of one to three replicas and up to four faults, none of which kills a whole stage or
+    leaves it to a replica that may be behind. In some worlds a stage also loses all its peers at once."""
     rng, places = random.Random(f"scenario/{seed}"), random.Random(f"places/{seed}")
+    base = _base(seed, size, rng, places)
+    span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / min(base.stages)
+    drawn = _SingleFaults(base)
+    for _ in range(rng.randint(0, 4)):
+        drawn.draw(rng, span)
+    faults = drawn.faults + _moving_along(random.Random(f"moves/{seed}"), drawn.faults, drawn.mortal)
+    thin = random.Random(f"narrow/{seed}")
+    newcomers = [p for f in faults if f.kind == "join" for p in f.who]
+    narrow = tuple((p, 10 ** thin.uniform(4.5, 7.0)) for p in newcomers if thin.random() < 0.3)
+    chance = random.Random(f"relays/{seed}")
+    relays = chance.random() < 0.5
+    apart_for_ever = relays and chance.random() < 0.5
+    lost = _lost_stage(base, faults, places, span) if places.random() < LOSES_A_STAGE else ()
+    if apart_for_ever:
+        faults += _never_connected(chance, base, (*faults, *lost))
+    if not lost:  # else all peers that stay are needed
+        victims = [p for s, peers in drawn.mortal.items() if s not in drawn.behind for p in peers]
+        compared = schedule is None or (max if shared else min)(base.stages) > 1  # spares compute nothing
+        alone = compared and {f.kind for f in faults} <= {"slow"}
+        faults += _miscomputation(random.Random(f"corrupt/{seed}"), span, victims, alone=alone)
+        liars = {stage_of(f.who[0]) for f in faults if f.kind == "corrupt"}
+        hangs = random.Random(f"hangs/{seed}")
+        if hang := _hanging(hangs, span, [p for p in victims if stage_of(p) not in liars]):
+            faults, narrow = (hang, ()) if hangs.random() < ALONE else (faults + hang, narrow)
+    trainers = len(base.members) if lost else base.trainers
+    every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
+    return replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays)
+
+
+def _base(seed: int, size: Size, rng: random.Random, places: random.Random) -> Scenario:
+    """Draw a fleet and its work, without faults."""
     few = tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3)))
     stages, steps, microbatches = size.stages or few, rng.randint(3, 5), rng.randint(4, 9)
-    base = Scenario(
+    return Scenario(
         seed,
         stages,
         min(2, stages[0]),
@@ -80,71 +114,72 @@ def _draw(seed: int, size: Size) -> Scenario:
         apart=places.random() < 0.5,
         adopt_after_s=places.choice([5.0, 30.0]),
     )
-    span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / min(stages)
-    mortal = {s: [p for p, stage in base.members if stage == s][: n - 1] for s, n in enumerate(stages)}
-    away: set[int] = (
-        set()
-    )  # stages in which somebody may be behind: killing the others there would lose the newest state
-    faults: list[Fault] = []
-    killed: set[int] = set()
-    joined: list[str] = []
-    for _ in range(rng.randint(0, 4)):
+
+
+class _SingleFaults:
+    """Faults drawn one by one, and the peers that others may still hit."""
+
+    def __init__(self, base: Scenario) -> None:
+        self.faults: list[Fault] = []
+        self.mortal = {s: [p for p, stage in base.members if stage == s][: n - 1] for s, n in enumerate(base.stages)}
+        self.behind: set[int] = set()
+        """Stages in which a replica may be behind: killing the others there would lose the newest state."""
+        self._base = base
+        self._killed: set[int] = set()
+        self._joined: list[str] = []
+
+    def draw(self, rng: random.Random, span: float) -> None:
         at_s, lasting = rng.uniform(0.0, span), rng.uniform(0.2, 20.0)
         kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "leave", "move", "join", "join"])
         if kind == "join":
-            joined.append(f"peer-{rng.randrange(len(stages))}j{sum(f.kind == 'join' for f in faults)}")
-            faults.append(Fault(at_s, kind, (joined[-1],)))
-            continue
-        if kind in ("kill", "leave", "move"):
-            mortals = [p for s, peers in mortal.items() for p in peers] + joined
-            # who leaves makes sure that another has its state
-            victims = [p for p in mortals if stage_of(p) not in away or kind != "kill"]
-            if victims:
-                victim = rng.choice(victims)
-                (joined if victim in joined else mortal[stage_of(victim)]).remove(victim)
-                killed |= {stage_of(victim)} if kind == "kill" else set()
-                on = rng.choice(["", *POINTS]) if kind == "kill" else ""
-                faults.append(Fault(at_s, kind, (victim,), on=on, nth=rng.randint(1, 6)))
-            continue
-        peers = [*(p for p, _ in base.members), *joined]
+            name = f"peer-{rng.randrange(len(self._base.stages))}j{sum(f.kind == 'join' for f in self.faults)}"
+            self._joined.append(name)
+            self.faults.append(Fault(at_s, kind, (name,)))
+        elif kind in ("kill", "leave", "move"):
+            self._lose(rng, at_s, kind)
+        else:
+            self._disturb(rng, at_s, kind, lasting)
+
+    def _lose(self, rng: random.Random, at_s: float, kind: str) -> None:
+        """A stage loses a peer. A peer that leaves makes sure that another one has its state."""
+        mortals = [p for peers in self.mortal.values() for p in peers] + self._joined
+        victims = [p for p in mortals if stage_of(p) not in self.behind or kind != "kill"]
+        if not victims:
+            return
+        victim = rng.choice(victims)
+        (self._joined if victim in self._joined else self.mortal[stage_of(victim)]).remove(victim)
+        self._killed |= {stage_of(victim)} if kind == "kill" else set()
+        on = rng.choice(["", *POINTS]) if kind == "kill" else ""
+        self.faults.append(Fault(at_s, kind, (victim,), on=on, nth=rng.randint(1, 6)))
+
+    def _disturb(self, rng: random.Random, at_s: float, kind: str, lasting: float) -> None:
+        peers = [*(p for p, _ in self._base.members), *self._joined]
         who, other = rng.choice(peers), rng.choice(peers)
         pair = kind == "cut" and other != who and rng.random() < 0.5
         cut_off = {stage_of(who), stage_of(other)} if pair else {stage_of(who)}
-        if kind == "slow" or not cut_off & killed:
-            faults.append(Fault(at_s, kind, (who, other) if pair else (who,), lasting))
-            away |= cut_off if kind != "slow" else set()
-    faults += _moving_along(random.Random(f"moves/{seed}"), faults, mortal)
-    thin = random.Random(f"narrow/{seed}")
-    newcomers = [p for f in faults if f.kind == "join" for p in f.who]
-    narrow = tuple((p, 10 ** thin.uniform(4.5, 7.0)) for p in newcomers if thin.random() < 0.3)
-    chance = random.Random(f"relays/{seed}")
-    relays = chance.random() < 0.5
-    apart_for_ever = relays and chance.random() < 0.5
-    lost = _lost_stage(base, faults, places, span) if places.random() < LOSES_A_STAGE else ()
-    if apart_for_ever:
-        never = tuple(chance.sample([p for p, _ in base.members], 2))
-        gone = {f.who[0] for f in (*faults, *lost) if f.kind in ("kill", "leave")}
-        if {p for p, _ in base.members} - gone - {*never}:  # who relays
-            faults.append(Fault(0.0, "cut", never, FOR_EVER_S))
-    if not lost:  # else all that stay are needed
-        victims = [p for s, peers in mortal.items() if s not in away for p in peers]
-        compared = schedule is None or (max if shared else min)(stages) > 1  # spares compute nothing
-        alone = compared and {f.kind for f in faults} <= {"slow"}
-        faults += _miscomputation(random.Random(f"corrupt/{seed}"), span, victims, alone=alone)
-        hangs = random.Random(f"hangs/{seed}")
-        liars = {stage_of(f.who[0]) for f in faults if f.kind == "corrupt"}
-        if (sound := [p for p in victims if stage_of(p) not in liars]) and hangs.random() < HANGING:
-            lasting = hangs.choice([hangs.uniform(0.5, 30.0), FOR_EVER_S])
-            hang = Fault(hangs.uniform(0.0, span), "hang", (hangs.choice(sound),), lasting)
-            faults, narrow = ([hang], ()) if hangs.random() < ALONE else ([*faults, hang], narrow)
-    trainers = len(base.members) if lost else base.trainers
-    every = _one_trains(base.members[:trainers], _in_order([*faults, *lost]))
-    drawn = replace(base, faults=every, trainers=trainers, narrow=narrow, relays=relays, skew=skew)
-    return replace(drawn, stalls=stalls, overrides=(*overrides, *planned(stages, schedule, shared=shared)))
+        if kind == "slow" or not cut_off & self._killed:
+            self.faults.append(Fault(at_s, kind, (who, other) if pair else (who,), lasting))
+            self.behind |= cut_off if kind != "slow" else set()
+
+
+def _never_connected(rng: random.Random, base: Scenario, faults: tuple[Fault, ...]) -> list[Fault]:
+    """Two members never connect, if one that stays can relay between them."""
+    members = [p for p, _ in base.members]
+    never = tuple(rng.sample(members, 2))
+    gone = {f.who[0] for f in faults if f.kind in ("kill", "leave")}
+    return [Fault(0.0, "cut", never, FOR_EVER_S)] if set(members) - gone - {*never} else []
+
+
+def _hanging(rng: random.Random, span: float, sound: list[str]) -> list[Fault]:
+    """In some worlds the device of one ``sound`` peer hangs, for a while or for ever."""
+    if not sound or rng.random() >= HANGING:
+        return []
+    lasting = rng.choice([rng.uniform(0.5, 30.0), FOR_EVER_S])
+    return [Fault(rng.uniform(0.0, span), "hang", (rng.choice(sound),), lasting)]
 
 
 def _with_large_tensors(drawn: Scenario) -> Scenario:
-    """Or as it is. Everything takes as much longer: faults come later."""
+    """Enlarge the tensors in some worlds: everything takes longer, and faults come later."""
     rng = random.Random(f"large/{drawn.seed}")
     if rng.random() > LARGE:
         return drawn
@@ -171,7 +206,7 @@ def _with_large_tensors(drawn: Scenario) -> Scenario:
 
 
 def _moving_along(rng: random.Random, faults: list[Fault], mortal: dict[int, list[str]]) -> list[Fault]:
-    """Of every other peer that moves, one of another stage that moves to the same stage at the same moment."""
+    """For every other peer that moves, a peer of another stage moves to the same stage at the same moment."""
     also: list[Fault] = []
     for fault in [f for f in faults if f.kind == "move"]:
         stage = stage_of(fault.who[0])
@@ -194,8 +229,8 @@ def _lost_stage(base: Scenario, faults: list[Fault], rng: random.Random, span: f
 
 
 def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alone: bool) -> list[Fault]:
-    """In every third world somebody computes wrongly for a while, and may be expelled for it. What is finite stands out
-    only where a replica has a gradient of the same step, which no other fault must prevent (``alone``)."""
+    """In every third world a peer computes wrongly for a while, and may be expelled. Finite errors stand out only if
+    a replica has a gradient of the same step, which no other fault may prevent (``alone``)."""
     if not victims or rng.random() > 1 / 3:
         return []
     how = rng.choice(["nan", "activations", "huge"] if alone else ["nan", "activations"])
@@ -203,8 +238,8 @@ def _miscomputation(rng: random.Random, span: float, victims: list[str], *, alon
 
 
 def _partitioned(seed: int, rng: random.Random) -> Scenario:
-    """A fleet of which both sides of a partition can go on, in most cases, and up to three other faults. Nobody dies:
-    the newest state of a stage may be on one side only."""
+    """Draw a partition, of which in most cases both sides can go on, and up to three other faults. Nobody dies,
+    because one side may have a stage's newest state."""
     stages = tuple(rng.randint(2, 3) for _ in range(rng.randint(2, 3)))
     base = Scenario(seed, stages, 2, rng.randint(4, 9), rng.randint(4, 7), rng.choice([0.0, 0.01, 0.1]), ())
     span = base.steps * base.microbatches * (FORWARD_S + BACKWARD_S) / 2
@@ -238,7 +273,7 @@ def _partitioned(seed: int, rng: random.Random) -> Scenario:
 
 
 def _one_trains(trainers: list[tuple[str, int]], faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
-    """Without trainers no run goes on: the last to be killed of them, or to hang, is spared, if the others are gone."""
+    """Spare the last trainer that would be killed or hang if the others are gone: no run goes on without trainers."""
     gone = [f for f in faults if f.kind in ("kill", "leave", "hang") and f.who[0] in {p for p, _ in trainers}]
     kills = [f for f in gone if f.kind != "leave"]
     if not kills or {f.who[0] for f in gone} != {p for p, _ in trainers}:

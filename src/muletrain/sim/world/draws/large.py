@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.world.draws.base import Size
+from muletrain.sim.world.draws.basic import Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from muletrain.papers.dtfm_searches import (
 )
 from muletrain.papers.dtfm_steps import FLOP_PER_S, SYSTEMS, Work, ratios, slowdowns, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
-from muletrain.planning.dtfm import TRIALS
+from muletrain.planning.evolutionary import TRIALS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

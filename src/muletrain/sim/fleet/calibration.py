@@ -29,7 +29,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.planning.cost import service_s
 from muletrain.planning.devices import find_device
 from muletrain.sim.fleet.rates import TRAINERS, Rates
-from muletrain.sim.machines import run_cost, setting
+from muletrain.sim.setting import run_cost, setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -38,34 +38,33 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.planning.cost import RunCost
     from muletrain.sim.fleet.rates import Counts
-    from muletrain.sim.machines import Setting
+    from muletrain.sim.setting import Setting
 
 LEAST = 3
-"""Steps: in the first one nobody has measured anything yet, and of the rest a median is taken."""
+"""Fewest steps of a sample: the first one has no measurements yet, and the rest give a median."""
 COMPUTED = ("forward", "backward", "forward and backward")
 AMPLE_GIB = 1e6
-"""It ran, so it had room."""
+"""Memory of machines whose size is unknown [GiB]: the run fitted."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the events of one run say, of the longest stretch of steps in which the same peers served the same
-    stages."""
+    """Measurements of one run, over the longest stretch of steps in which the same peers served the same stages."""
 
     folder: Path
     config: RunConfig
     setting: Setting
     serving: list[Counts]
     steps: tuple[int, int]
-    """First and last."""
+    """First and last step."""
     throughput: float
     """Microbatches/s."""
     params: int
-    """Of the largest stage."""
+    """Bytes of the largest stage's gradient."""
     calls_s: list[float]
     hops_s: list[float]
     pauses_s: list[float]
-    """Between steps, as far as there are traces."""
+    """Seconds between steps, if there are traces."""
     averaging_s: list[float]
     """And applying."""
     flops: dict[str, list[float]]
@@ -82,14 +81,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """``counts``: from how many measurements each constant is."""
+    """Fitted constants; ``counts``: measurements behind each."""
 
     costs: Costs
     counts: dict[str, int]
 
 
 def fit(samples: Sequence[Sample]) -> Fit:
-    """Every run counts as much as another."""
+    """Fit the constants; every run has the same weight."""
     calls, hops = ([getattr(s, name) for s in samples] for name in ("calls_s", "hops_s"))
     messages = Costs(hop_ms=_ms(hops))
     endings = []
@@ -113,13 +112,13 @@ def fit(samples: Sequence[Sample]) -> Fit:
 
 
 def _typical(runs: Iterable[Sequence[float]]) -> float:
-    """The mean of the runs' medians; 0 where none has any."""
+    """Mean of the runs' medians; 0 if there are none."""
     medians = [median(values) for values in runs if values]
     return fmean(medians) if medians else 0.0
 
 
 def _ms(runs: Iterable[Sequence[float]]) -> float:
-    """What is less than nothing is the model's own inaccuracy."""
+    """Negative values are the model's own inaccuracy, and become 0."""
     return round(1000 * max(0.0, _typical(runs)), 3)
 
 
@@ -127,8 +126,8 @@ def _ms(runs: Iterable[Sequence[float]]) -> float:
 
 
 def calibrated(setting: Setting, costs: Costs) -> Setting:
-    """With what was measured: calls in the kinds' times, messages in the links' delays, the end of a step in every
-    stage's."""
+    """Add measured constants to a setting: calls to the kinds' times, messages to the links' delays, the end of a
+    step to every stage."""
     call_s, hop_s, ending_s = costs.call_ms / 1000, costs.hop_ms / 1000, costs.ending_ms / 1000
     halves = [call_s] * (len(setting.cut) - 1) + [call_s / 2]  # the last stage does both in one call
     kinds = tuple(
@@ -147,7 +146,7 @@ def calibrated(setting: Setting, costs: Costs) -> Setting:
 
 
 def with_speeds(fleet: Fleet, costs: Costs) -> Fleet:
-    """Devices that were measured have that speed, where the file says nothing else of them."""
+    """Give devices their measured speed, unless the file declares another."""
     known = {_device(d.device): d.tflops for d in costs.devices}
     if not known:
         return fleet
@@ -172,7 +171,7 @@ def _of_machines(fleet: Fleet, machines: Iterable[Machine]) -> Fleet:
 
 
 def observe(folder: Path) -> Sample:
-    """Raises MuletrainError where ``folder`` is no run's, or has too little to learn from."""
+    """Read a run's events. Raises MuletrainError if ``folder`` is no run's or has too little to learn from."""
     if not (folder / "config.toml").is_file():
         raise MuletrainError(f"{folder}: not a run folder (it has no config.toml); give one from runs/")
     config = load_config(folder / "config.toml")
@@ -206,8 +205,8 @@ def observe(folder: Path) -> Sample:
 
 
 def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
-    """First and last step of the longest stretch in which nobody came, left or moved, but for the run's first; and its
-    time [s]."""
+    """First and last step of the longest stretch without changes of membership, except the run's first step; and its
+    duration [s]."""
     took_s = {e.step: e.duration_s for e in events if isinstance(e, ev.StepDone)}
     who: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for e in events:
@@ -228,7 +227,7 @@ def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
 
 
 def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str, int]]:
-    """The machines, and which of them each peer is: those of the profile that was emulated, or one for each device."""
+    """The machines and the machine of each peer: the emulated profile's, or one for each device."""
     if config.fleet.profile is not None:
         fleet = load_fleet(config.fleet.profile)
         machine_of = [k for k, machine in enumerate(fleet.machines) for _ in range(machine.count)]
@@ -240,7 +239,7 @@ def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str
 
 
 def _able(machine: Machine, flops: Sequence[float] | None) -> Machine:
-    """As it turned out to be. One that served nobody could have any speed."""
+    """The setting as it ran. A machine that served nobody could have any speed."""
     return machine.model_copy(
         update={
             "memory_gib": AMPLE_GIB,
@@ -252,7 +251,7 @@ def _able(machine: Machine, flops: Sequence[float] | None) -> Machine:
 def _speeds(
     applied: Iterable[ev.StepApplied], config: RunConfig, cost: RunCost, kind_of: Mapping[str, int], fleet: Fleet
 ) -> dict[int, list[float]]:
-    """Operations/s by kind that computes as fast as it can, of each peer and step."""
+    """Operations/s of each peer and step, by kinds of undeclared speed."""
     found: dict[int, list[float]] = defaultdict(list)
     for e in applied:
         paced = fleet.pacing.forward_ms or fleet.machines[kind_of[e.peer]].forward_ms
@@ -272,7 +271,7 @@ def _serving(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scen
 
 
 def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[float]:
-    """Of each peer and step, where nothing was done again [s]."""
+    """Seconds of each peer and step without repeated work."""
     found = []
     for e in applied:
         kind = scene.kinds[kind_of[e.peer]]
@@ -285,7 +284,7 @@ def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene:
 def _hops(
     traced: Iterable[ev.SlotWorked], applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting
 ) -> list[float]:
-    """Of each microbatch that went from one stage to the next once."""
+    """Seconds of each microbatch that went from one stage to the next once."""
     stage_of = {(e.peer, e.step - 1): e.stage for e in applied}
     computed: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)
     decoded: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)
@@ -307,7 +306,7 @@ def _hops(
 
 
 def _pauses(traced: Iterable[ev.SlotWorked]) -> list[float]:
-    """From the last that was computed of a step to the first of the next one."""
+    """Seconds from the last computation of a step to the first of the next."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
     for e in traced:

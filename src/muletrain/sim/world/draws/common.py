@@ -1,4 +1,4 @@
-"""What the kinds share."""
+"""Helpers of all kinds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 Kind = Callable[[Scenario, random.Random], Scenario | None]
-"""A scenario with one kind of thing more; None where it has no place for it."""
+"""Adds one kind of event to a scenario; None: it has no place for it."""
 HARMLESS = {"join", "slow", "damage"}
-"""Faults beside which any other may happen: nobody is lost by them, nor comes to be behind."""
+"""Faults that go with any other: no peer is lost or falls behind."""
 
 
 def span(s: Scenario) -> float:
-    """About the time of a run without faults [s]."""
+    """Approximate duration of a run without faults [s]."""
     return s.steps * s.step_s
 
 
 def calm(s: Scenario) -> Scenario:
-    """Without what may leave too few for another fault."""
+    """Remove faults that could leave too few peers for another one."""
     return replace(s, faults=tuple(f for f in s.faults if f.kind in HARMLESS))
 
 
@@ -33,12 +33,12 @@ def with_faults(s: Scenario, faults: Iterable[Fault]) -> Scenario:
 
 
 def replicas(s: Scenario, stage: int) -> list[str]:
-    """First members of it."""
+    """The first members of a stage."""
     return [p for p, k in s.members if k == stage]
 
 
 def spare(s: Scenario, *, trainers: bool = True) -> list[str]:
-    """First members without which their stage still has one, and the run a trainer: of each stage all but the first."""
+    """First members whose loss leaves their stage a peer and the run a trainer: all but the first of each stage."""
     spared = [p for stage in range(len(s.stages)) for p in replicas(s, stage)[1:]]
     training = {p for p, _ in s.members[: s.trainers]}
     return [p for p in spared if trainers or p not in training]

@@ -1,8 +1,8 @@
-"""Protocol fidelity: the peers that train in production, every message of theirs, on a virtual clock.
+"""Protocol fidelity: production peers with all their messages, on a virtual clock.
 
-Only two things are not real: what is computed (nothing; it takes the time that the cost model says) and how large
-tensors are (tiny; links take the time that those of the run would take). Wiring, admission, windows, sealing,
-averaging, records, joining and moving are the production code.
+Only compute and the size of tensors are not real: computing takes the cost model's time, tensors are tiny, and links
+take the time of real ones. Wiring, admission, windows, sealing, averaging, records, joining and moving are production
+code.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.step.messages import Reduced, Shard
+from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
-from muletrain.sim.fleet.ledger import always
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
-from muletrain.sim.machines import fetch_s, mortal, seat, seated
+from muletrain.sim.setting import fetch_s, mortal, seat, seated
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.frame import frame_size
 
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.recovery.messages import StepBack
+    from muletrain.sim.fleet.accounts import GoesOn, Outcome
     from muletrain.sim.fleet.flow import Weather
-    from muletrain.sim.fleet.ledger import GoesOn, Outcome
-    from muletrain.sim.machines import Kind, Setting
+    from muletrain.sim.setting import Kind, Setting
     from muletrain.strategies.base import Strategy
 
 PLACE = "shared"
-"""Where all checkpoints go."""
+"""The place of all checkpoints."""
 STEPS = 1 << 20
-"""More than there is time for."""
+"""Steps of a run, more than a play reaches."""
 
 
 class _Machine(PeerHost):
@@ -80,7 +80,7 @@ class _Machine(PeerHost):
 
 @dataclass(frozen=True)
 class Planned:
-    """Planned membership: of each machine that is there (spares, too), by name, its kind and its stage."""
+    """Planned membership: kind and stage of each machine by name, spares included."""
 
     strategy: Strategy
     kinds: dict[str, int]
@@ -115,7 +115,7 @@ class _Links(Conditions):
 
 
 class Actors:
-    """The peers of one setting, for ``horizon_s``. ``play`` them once."""
+    """The peers of one setting, played once for ``horizon_s``."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Actors:
         watch: Callable[[Event], None] | None = None,
         planned: Planned | None = None,
     ) -> None:
-        """``watch`` is told of every event. ``planned``: who serves what; default: as newcomers are seated."""
+        """``watch`` hears every event. ``planned``: default: machines are seated as newcomers."""
         self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
         self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
         self._clock, self._tally = LoopClock(), Tally(setting)
@@ -142,7 +142,7 @@ class Actors:
         self._kind_of: dict[str, int] = {}
         self._hub = MemoryHub(_Links(setting, self._kind_of, self._rosters), hands_over=True)
         self._served: dict[str, int] = {}
-        """Stages that peers came to."""
+        """Stages of peers that joined or moved."""
         stage_of = (
             {
                 self._name(k): s
@@ -157,7 +157,7 @@ class Actors:
         rank = self._rank if planned is None else list(stage_of).index  # as the founder of a live run ranks them
         self._training = set(sorted(stage_of, key=rank)[:trainers])
         members = tuple(self._member(name, stage) for name, stage in stage_of.items())
-        self._genesis = Genesis(
+        self.genesis = Genesis(
             run_id="fleet",
             config=bytes(32),
             data=bytes(32),
@@ -173,7 +173,7 @@ class Actors:
         return name
 
     def _rank(self, name: str) -> tuple[bool, int, int]:
-        """Trainers are machines that stay, if there are such, and spread over the kinds."""
+        """Choose as trainers machines that stay, if there are any, spread over the kinds."""
         kind = self._kind_of[name]
         before = sum(other == kind for other in list(self._kind_of.values())[: list(self._kind_of).index(name)])
         return not self._setting.kinds[kind].reliable, before, kind
@@ -192,7 +192,7 @@ class Actors:
         )
 
     def play(self, goes_on: GoesOn = always) -> Outcome:
-        """Raises MuletrainError where something broke that should not."""
+        """Play to the end. Raises MuletrainError if the software fails."""
         problems, self._over, self._whole = self._problems, asyncio.Event(), True
 
         def look_up() -> None:
@@ -209,9 +209,9 @@ class Actors:
         return self._tally.outcome(end_s, partial=not self._whole)
 
     async def _run(self) -> float:
-        """When it ended [s]."""
-        for member in self._genesis.members:
-            self._begin(member.id, Roster(self._genesis, member.id), joining=False)
+        """Virtual time of the end [s]."""
+        for member in self.genesis.members:
+            self._begin(member.id, Roster(self.genesis, member.id), joining=False)
         self._changed()
         churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
         asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
@@ -235,7 +235,7 @@ class Actors:
                 self._come(gone.pop(0) if gone else self._draw.choice(self._mortal))
 
     async def _leaving(self) -> None:
-        """Each by itself: in so short a while that none is left out, each with its part of the chance."""
+        """Let machines leave by chance, each by itself, in steps so short that none is missed."""
         while self._weather.leave_per_s:
             await asyncio.sleep(self._draw.expovariate(self._weather.leave_per_s * self._most))
             if self._draw.random() * self._most < len(self._those_that_may_go()):
@@ -243,7 +243,7 @@ class Actors:
 
     @property
     def _most(self) -> int:
-        """More of those that may go than there ever are: nobody comes but for one that left."""
+        """Machines come only in place of ones that left."""
         return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
             max(0, c.peers) for c in self._weather.trace
         )
@@ -258,7 +258,7 @@ class Actors:
         return [name for name in self._rosters if self._kind_of[name] in self._mortal]
 
     def _take_any(self) -> int | None:
-        """As SIGKILL does. The kind of whom it took."""
+        """Kill a random peer as SIGKILL does; return its kind."""
         able = self._those_that_may_go()
         if not able:
             return None
@@ -281,7 +281,7 @@ class Actors:
         name = self._name(kind)
         (stage,) = seat(self._setting, [kind], self._serving())
         self._tally.happened("joined")
-        self._begin(name, Roster(self._genesis, self._member(name, stage)), joining=True)
+        self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
         self._changed()
 
     def _serving(self) -> list[list[int]]:

@@ -1,28 +1,28 @@
-"""GPipe and 1F1B: who does what in which order, and how long that takes over given links.
+"""The schedules GPipe and 1F1B, played in their fixed order over given links.
 
-``step_s`` plays a schedule (``planning.schedules``). Sends block: a stage goes on once what it sent is acknowledged,
-which is what the throughputs published over slow links amount to (``swarm-table2``).
+A schedule is one order of tasks for each stage (GPipe: Huang et al. 2019, sec. 2.3; 1F1B: PipeDream, Narayanan et al.
+2019, sec. 3.2, with a flush at the end of each step). Sends block: a stage continues when its transfer has been
+acknowledged, which fits the throughputs published over slow links (``swarm-table2``).
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from muletrain.planning.schedules import gpipe, one_f_one_b
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.planning.schedules import Kind, Task
 
-__all__ = ["Link", "StageTime", "gpipe", "one_f_one_b", "steady_s", "step_s"]
+Kind = Literal["forward", "backward"]
+Task = tuple[Kind, int]
+"""The pass and the microbatch."""
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage computes for one microbatch [s]; recomputation belongs to the backward pass."""
+    """Seconds that one stage computes for one microbatch; recomputation counts as backward."""
 
     forward_s: float
     backward_s: float
@@ -30,8 +30,8 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Link:
-    """Between neighbours. ``ack_s``: from the arrival until the sender goes on, uniform between the two; ``shared``:
-    all transfers queue for one link."""
+    """A link between neighbours. ``ack_s``: from the arrival until the sender continues, uniform between the two;
+    ``shared``: all transfers queue for one link."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -39,11 +39,33 @@ class Link:
     shared: bool = False
 
 
+def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
+    """All forward passes, then all backward passes, the last microbatch's first."""
+    forward: list[Task] = [("forward", m) for m in range(microbatches)]
+    backward: list[Task] = [("backward", m) for m in reversed(range(microbatches))]
+    return [forward + backward for _ in range(stages)]
+
+
+def one_f_one_b(stages: int, microbatches: int) -> list[list[Task]]:
+    """Stage s begins with as many forward passes as there are stages from it to the end, then one backward for each
+    forward."""
+    orders = []
+    for stage in range(stages):
+        ahead = min(stages - stage, microbatches)
+        order: list[Task] = [("forward", m) for m in range(ahead)]
+        for m in range(microbatches):
+            order.append(("backward", m))
+            if m + ahead < microbatches:
+                order.append(("forward", m + ahead))
+        orders.append(order)
+    return orders
+
+
 def step_s(
     orders: Sequence[Sequence[Task]], times: Sequence[StageTime], sent_bytes: float, link: Link, *, seed: int = 0
 ) -> float:
-    """Until the last stage is done with its last task [s]. ``sent_bytes``: activations of a microbatch; its gradients
-    are as large."""
+    """Play a schedule; return when the last stage ends its last task [s]. ``sent_bytes``: of a microbatch's
+    activations; its gradients are as large."""
     draw = random.Random(seed)
     stages, transfer_s = len(orders), sent_bytes / link.bytes_per_s
     done = [0] * stages
@@ -75,7 +97,6 @@ def step_s(
 
 
 def steady_s(times: Sequence[StageTime], sent_bytes: float, link: Link, microbatches: int) -> float:
-    """PipeDream without flush: nobody waits for a step's end, so the slowest stage's time for so many microbatches
-    [s]."""
+    """Seconds of PipeDream without flush: nobody waits for the end of a step, so the slowest stage counts."""
     sending_s = 2 * (sent_bytes / link.bytes_per_s + link.latency_s + sum(link.ack_s) / 2)
     return microbatches * (max(t.forward_s + t.backward_s for t in times) + sending_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.world.draws.kinds import Kind, span, with_faults
+from muletrain.sim.world.draws.common import Kind, span, with_faults
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 
 if TYPE_CHECKING:

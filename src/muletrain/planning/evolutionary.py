@@ -35,7 +35,7 @@ CROSSOVER_POINTS = 5
 
 
 class Groups:
-    """Groups of a task's devices as labels (n,): the group of each device, K for those left out; and what they cost."""
+    """Groups of a task's devices as labels (n,): each device's group, K if unused; and their cost."""
 
     def __init__(self, task: Task, rng: np.random.Generator) -> None:
         self._task, self._rng = task, rng
@@ -59,7 +59,7 @@ class Groups:
         return [tuple(order[end - m : end]) for end, m in zip(ends[:-1], self._task.replicas, strict=True)]
 
     def cost(self, labels: Labels, unless_above: float = math.inf) -> float:
-        """With the best matching and order [s]; inf where data-parallel costs alone are above ``unless_above``."""
+        """Cost with the best matching and order [s]; inf if data-parallel costs alone exceed ``unless_above``."""
         groups = self.members(labels)
         exchange = max(float(table[np.ix_(g, g)].sum(1).max()) for table, g in zip(self._exchange, groups, strict=True))
         if exchange > unless_above:
@@ -76,13 +76,13 @@ class Groups:
 
 
 def random_placements(task: Task, *, seed: int, draws: int = POPULATION) -> list[float]:
-    """What random groups cost with the best matching and order [s]."""
+    """Cost of random groups with the best matching and order [s]."""
     groups = Groups(task, np.random.default_rng(seed))
     return [groups.cost(groups.draw()) for _ in range(draws)]
 
 
 def random_search(task: Task, *, seed: int, time_limit_s: float, watch: Watch) -> Found:
-    """One random placement, with the best matching and order: the floor."""
+    """Search by one random placement with the best matching and order: the baseline."""
     groups = Groups(task, np.random.default_rng(seed))
     return Found(groups.assignment(groups.draw()), 1, True)
 
@@ -126,7 +126,7 @@ def evolve(
 
 
 def _crossed(first: Labels, second: Labels, groups: Groups, rng: np.random.Generator) -> Labels:
-    """The second parent with some devices where the first has them, and groups of the right sizes again."""
+    """The second parent with some devices as in the first, and groups of the right sizes."""
     child = second.copy()
     points = rng.permutation(groups.n)[:CROSSOVER_POINTS]
     child[points] = first[points]

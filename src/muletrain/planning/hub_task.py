@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class HubTask:
-    """What is to be allocated, and on what. N devices, L layers."""
+    """The task: N devices, L layers."""
 
     delay_ms: NDArray[np.float64]
-    """From row to column, (N, N); diagonals mean nothing. Those between two unreliable devices are not used."""
+    """Delays from row to column, (N, N); diagonals and links between two unreliable devices are unused."""
     bandwidth_gbps: NDArray[np.float64]
-    """The same; 0: no link; inf: no limit."""
+    """Bandwidths likewise; 0: no link; inf: no limit."""
     flops: tuple[float, ...]
     """By device [FLOP/s]."""
     reliable: tuple[bool, ...]
@@ -55,24 +55,24 @@ class HubTask:
     """The layers; ``work`` is forward and backward of one microbatch [FLOP]. Each device of a stage needs the memory
     for all its layers, and for their activations of one whole microbatch."""
     activation_bytes: float
-    """Of one microbatch, from a stage to the next; its gradient on the way back is as large."""
+    """Bytes of one microbatch from a stage to the next; its gradient is as large."""
     microbatches: int = 1
-    """In a step."""
+    """Microbatches in a step."""
     memory_bytes: tuple[float, ...] = ()
     """By device; (): no limits."""
 
 
 @dataclass(frozen=True)
 class HubStage:
-    """Who serves a stage, and which layers it has. A lone reliable device is in ``frontal`` and in ``backward``, else
-    each is in one."""
+    """A stage's machines and layers. A single reliable device is in ``frontal`` and in ``backward``, else each is in
+    one."""
 
     frontal: tuple[int, ...]
-    """In the order of the segments they take."""
+    """In the order of their segments."""
     backward: tuple[int, ...]
     clients: tuple[int, ...]
     layers: tuple[int, int]
-    """First, and the one after the last."""
+    """First layer, and the one after the last."""
 
     @property
     def servers(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class StageTime:
     gradients_s: float
     """From the stage after."""
     inside_s: float
-    """The dearest transfer between a server and another machine of the stage."""
+    """The dearest transfer inside the stage."""
     compute_s: float
 
     @property
@@ -114,8 +114,8 @@ class HubCost:
 
 
 def evaluate(task: HubTask, stages: Sequence[HubStage]) -> HubCost:
-    """Eq. 1 and 2, from their definitions: every solution goes through here, and no search does its sums with it. Times
-    are inf where a link is missing. Raises ValueError for what is no allocation."""
+    """Evaluate an allocation by eq. 1 and 2, from their definitions. Every solution passes through here, and no
+    search uses it for its own sums. Times are inf if a link is missing. Raises ValueError for an invalid allocation."""
     _check(task, stages)
     times = []
     for k, stage in enumerate(stages):

@@ -1,0 +1,115 @@
+"""Who is in a fleet that is played as rates: peers that serve a stage, and peers on their way to one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.policy.assignment import Load
+from muletrain.sim.setting import mortal, seated
+
+if TYPE_CHECKING:
+    import random
+
+    from muletrain.sim.fleet.rates import Counts, Rates
+
+
+@dataclass(eq=False)
+class Moving:
+    """A peer on its way to ``target``; until its step ends, it still serves ``source``."""
+
+    kind: int
+    source: int | None
+    target: int
+
+
+class Membership:
+    """Peers of each kind, by the stage that they serve or go to."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.setting = rates.setting
+        self.serving: list[Counts] = seated(self.setting)
+        self.present = [kind.count for kind in self.setting.kinds]
+        """Peers of each kind, serving or on the way."""
+        self.promised = [0] * len(self.setting.cut)
+        """Peers that fetch the state of each stage."""
+        self.moving: list[Moving] = []
+        self.mortal = mortal(self.setting)
+        """Kinds whose machines may leave."""
+        self._service_s = rates.service_s
+
+    @property
+    def may_leave(self) -> int:
+        """Machines of mortal kinds."""
+        return sum(self.present[k] for k in self.mortal)
+
+    def add(self, stage: int, kind: int, peers: int) -> None:
+        counts = list(self.serving[stage])
+        counts[kind] += peers
+        self.serving[stage] = tuple(counts)
+
+    def drawn(self, draw: random.Random) -> tuple[int, int | Moving] | None:
+        """Draw one of the machines that may leave, all with the same chance: its kind, and the stage that it serves or
+        its way to one. None: there is none."""
+        number = self.may_leave
+        if not number:
+            return None
+        chosen = draw.randrange(number)
+        kind = next(k for k in self.mortal if (chosen := chosen - self.present[k]) < 0)
+        fetching = [m for m in self.moving if m.kind == kind and m.source is None]
+        at = draw.randrange(sum(n[kind] for n in self.serving) + len(fetching))
+        for stage, counts in enumerate(self.serving):
+            if (at := at - counts[kind]) < 0:
+                return kind, stage
+        return kind, fetching[at]
+
+    def fetches(self, moving: Moving) -> None:
+        """The peer has left its stage and fetches the state of its target."""
+        moving.source = None
+        if moving not in self.moving:
+            self.moving.append(moving)
+        self.promised[moving.target] += 1
+
+    def stops(self, moving: Moving) -> None:
+        """The peer fetches nothing any more."""
+        self.moving.remove(moving)
+        self.promised[moving.target] -= 1
+
+    def does(self, stage: int) -> float:
+        """Microbatches/s that a stage's peers compute together."""
+        return sum(n / s for n, s in zip(self.serving[stage], self._service_s[stage], strict=True))
+
+    def share(self, stage: int, kind: int) -> float:
+        """The part of a stage's work that one peer of a kind does."""
+        return 1 / self._service_s[stage][kind] / self.does(stage)
+
+    def loads(self) -> dict[str, Load]:
+        """The loads that peers would announce, equal peers together. Requests wait longest where peers do little."""
+        leaving = Counter((m.source, m.kind) for m in self.moving if m.source is not None)
+        coming = Counter((m.target, m.kind) for m in self.moving)
+        loads = {}
+        for s, counts in enumerate(self.serving):
+            does = self.does(s)
+            queue = 1 / does / max(1, sum(counts)) if does else 0.0
+            for k, n in enumerate(counts):
+                if (staying := n - leaving[s, k]) > 0:
+                    per_s, fits = {s: 1 / self._service_s[s][k]}, self.setting.kinds[k].fits
+                    loads[f"{s:04}.{k:03}"] = Load(s, queue, per_s, targets=fits, alike=staying)
+        for (s, k), n in sorted(coming.items()):
+            loads[f"{s:04}.{k:03}.coming"] = Load(s, 0.0, {}, targets=frozenset(), alike=n)
+        return loads
+
+    def each(self) -> dict[str, Load]:
+        """Every peer that serves, by itself, and the other stages that it has room for."""
+        return {
+            f"{s:04}.{k:03}.{i:06}": Load(s, targets=self.setting.kinds[k].fits - {s})
+            for s, counts in enumerate(self.serving)
+            for k, n in enumerate(counts)
+            for i in range(n)
+        }
+
+
+def kind_of(peer: str) -> int:
+    """The kind in a name that ``Membership.loads`` and ``Membership.each`` give."""
+    return int(peer.split(".")[1])

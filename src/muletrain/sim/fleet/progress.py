@@ -1,0 +1,84 @@
+"""How far a fleet that is played as rates has come: its rate from change to change, and work that is repeated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.sim.fleet.accounts import Accounts
+from muletrain.sim.fleet.rates import Rate
+from muletrain.strategies.base import capacity
+
+if TYPE_CHECKING:
+    from muletrain.sim.fleet.membership import Membership
+    from muletrain.sim.fleet.rates import Rates
+
+LASTING = 0.02
+"""Share of a play for which a membership must last to be worth a play of its own steps."""
+
+
+class Progress:
+    """The rate of one ``fleet``, and its ``accounts``. Nothing flows while a stage is ``lost``."""
+
+    def __init__(self, rates: Rates, fleet: Membership, horizon_s: float) -> None:
+        self.lost: set[int] = set()
+        """Stages without peers that nobody has adopted yet."""
+        self._rates, self._fleet, self._horizon_s = rates, fleet, horizon_s
+        self._microbatches = rates.setting.cost.microbatches
+        self._rate = self._rated()
+        self._now_s = self._since_s = 0.0
+        self._lasting = False
+        """Everyone has been in place since ``_since_s``, which was found to last."""
+        self._again_s = 0.0
+        """Seconds for which the run only repeats what died with a peer."""
+        self.accounts = Accounts(rates, horizon_s, fleet.serving, fleet.present)
+
+    def until(self, time_s: float) -> None:
+        """Time passes, at the present rate."""
+        if not self._lasting and not self.lost and time_s - self._since_s >= LASTING * self._horizon_s:
+            self._lasting, self._rate = True, self._rates.lasts(self._fleet.serving)
+        again_s = min(self._again_s, time_s - self._now_s)
+        if again_s > 0:
+            self.accounts.pass_time(again_s, self._rate, again=True)
+            self._again_s -= again_s
+        self.accounts.pass_time(time_s - self._now_s - max(0.0, again_s), self._rate, again=False)
+        self._now_s = time_s
+
+    def changed(self) -> None:
+        """Others serve from now on."""
+        self._since_s, self._lasting = self._now_s, False
+        self._rate = self._rated()
+        self.noted()
+
+    def noted(self) -> None:
+        """Tell the accounts who serves and who is present."""
+        self.accounts.change(self._fleet.serving, self._fleet.present, self._rate)
+
+    def _rated(self) -> Rate:
+        rate = self._rates.of(self._fleet.serving)
+        return Rate(rate.even, 0.0, 0.0, 0.0, 0.0) if self.lost else rate
+
+    @property
+    def step_end_s(self) -> float:
+        """Seconds until the present step ends."""
+        return self._again_s + self._rest_s if self._rate.throughput > 0 else 0.0
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds that the rest of the present step takes."""
+        return (1.0 - self.accounts.steps % 1.0) * self._microbatches / self._rate.throughput
+
+    def held(self, share: float) -> float:
+        """Microbatches of the present step that a peer has accumulated which does ``share`` of a stage's work."""
+        return (self.accounts.steps % 1.0) * self._microbatches * share
+
+    def repeat(self, stage: int, share: float, held: float) -> None:
+        """A peer died with ``held`` microbatches and some under way: its stage computes them again beside the rest of
+        the step, as far as it has time to spare."""
+        microbatches = held + min(capacity(len(self._fleet.serving)) // 2, self._microbatches * share)
+        self.accounts.repeated += microbatches
+        if self._rate.throughput <= 0:
+            return
+        does = self._fleet.does(stage)
+        stalled_s = max(0.0, microbatches / does - self._rest_s * max(0.0, 1 - self._rate.throughput / does))
+        self._again_s += stalled_s
+        self.accounts.stalled(stalled_s)
