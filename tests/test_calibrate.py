@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.commands.calibrate import calibrate
-from muletrain.cli.commands.train import save_config
-from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.actions.fit_costs import calibrate
+from muletrain.cli.actions.opening import save_config
+from muletrain.cli.actions.whatif import what_if
 from muletrain.config.costs import Costs, DeviceSpeed, explained, load_costs
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.cli.show.faults import FaultsView
+from muletrain.cli.show.injected_faults import FaultsView
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import (
     EventLog,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from muletrain.config.dump import toml_value
-from muletrain.config.fleet import Fleet, Link, example_files, load_fleet
+from muletrain.config.fleet_file import Fleet, Link, example_files, load_fleet
 from muletrain.config.load import describe, digest, dump_toml, load_config, load_toml
 from muletrain.config.locate import key_lines
 from muletrain.config.networks import NETWORKS

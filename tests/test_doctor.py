@@ -18,13 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from muletrain.cli import main
-from muletrain.cli.commands import doctor as cli_doctor
+from muletrain.cli.actions import examine as cli_doctor
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, Refused
-from muletrain.runs.doctor import checks as doctor
-from muletrain.runs.doctor import machine as doctor_machine
-from muletrain.runs.doctor import network as doctor_network
-from muletrain.runs.doctor.checks import Check, Part, Question, Verdict, ask
+from muletrain.runs.doctor import examination as doctor
+from muletrain.runs.doctor import machine_checks as doctor_machine
+from muletrain.runs.doctor import network_checks as doctor_network
+from muletrain.runs.doctor.examination import Check, Part, Question, Verdict, ask
 from muletrain.runs.join.removal import serve_members
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.vicinity import BURST, Seen, _Dials, seen_by, serve_sight, sights

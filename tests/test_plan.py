@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.actions.whatif import what_if
 from muletrain.cli.main import app
-from muletrain.config import plan as schema
-from muletrain.config.fleet import load_fleet
+from muletrain.config import plan_file as schema
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
-from muletrain.config.plan import Plan, Prediction
+from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom

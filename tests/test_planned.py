@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.commands.planned import indices_of, names_of, planned
+from muletrain.cli.actions.planned import indices_of, names_of, planned
 from muletrain.compute.estimate import StageMemory
 from muletrain.config.load import load_config
-from muletrain.config.plan import Plan, Prediction, Stage
+from muletrain.config.plan_file import Plan, Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.events import SeatEmpty, StepApplied, read_events
 from muletrain.model.spec import ModelSpec

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from muletrain.cli.commands.session import Session
+from muletrain.cli.actions import probe_peers as cli_peers
+from muletrain.cli.actions.session import Session
 from muletrain.cli.main import app
-from muletrain.cli.show import peers as cli_peers
-from muletrain.cli.show.fleet_tables import fleet_tables
+from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.clock import LoopClock
 from muletrain.compute import block
 from muletrain.compute.estimate import Offer
-from muletrain.config.fleet import Fleet, load_fleet
+from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.config.surveyed import LEAST_MBPS, Found, fleet_of, written
@@ -40,7 +40,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.planning.tournament import rounds
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.measure import survey
+from muletrain.runs.measure import fleet_survey as survey
 from muletrain.runs.measure.probing import (
     FIRST,
     MOST,

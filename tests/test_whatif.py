@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.actions.whatif import what_if
 from muletrain.cli.show.playing import Playing
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.errors import Expelled, MuletrainError

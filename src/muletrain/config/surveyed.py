@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.config.dump import toml_value
-from muletrain.config.fleet import BYTES_PER_S_PER_MBPS, Fleet, Machine, Matrix
+from muletrain.config.fleet_file import BYTES_PER_S_PER_MBPS, Fleet, Machine, Matrix
 from muletrain.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@
 are added by the log. Steps are numbered by the state they lead to: the first is 1.
 """
 
-from muletrain.events.base import (
+from muletrain.events.event import (
     KINDS,
     Event,
     EventError,
 )
-from muletrain.events.kinds import (
+from muletrain.events.facts import (
     TRAFFIC_CLASSES,
     Admitted,
     CheckpointFailed,

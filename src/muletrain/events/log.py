@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Self
 
-from muletrain.events.base import Event, EventError, parse
+from muletrain.events.event import Event, EventError, parse
 from muletrain.events.notices import Note
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from muletrain.events.base import Event
+from muletrain.events.event import Event
 
 Level = Literal["info", "warning", "error"]
 

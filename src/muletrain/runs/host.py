@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 import muletrain
-from muletrain.config.fleet import Link, limited_peer, load_fleet
+from muletrain.config.fleet_file import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.network.shaped import ShapedNetwork

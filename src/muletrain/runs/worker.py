@@ -48,7 +48,7 @@ from muletrain.runtime.members.watchdog import DeviceHung
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runs.measure.survey import Survey
+    from muletrain.runs.measure.fleet_survey import Survey
 
 
 PROTOCOL = f"muletrain {muletrain.__version__}"

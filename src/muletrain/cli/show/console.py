@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muletrain import events as ev
-from muletrain.cli.show.report import final_report
+from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.view import PeerView, RunView, headline, is_warning, printable
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_bytes, format_duration

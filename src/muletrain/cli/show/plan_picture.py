@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from muletrain.config.fleet import Fleet
-    from muletrain.config.plan import Plan, Prediction
+    from muletrain.config.fleet_file import Fleet
+    from muletrain.config.plan_file import Plan, Prediction
 
 DRAWN = 2
 """Strategies side by side: the recommended one, and the fastest of the others."""

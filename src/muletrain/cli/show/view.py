@@ -8,7 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from muletrain import events as ev
-from muletrain.cli.show.faults import FaultsView
+from muletrain.cli.show.injected_faults import FaultsView
 from muletrain.units import format_bytes, format_count, format_duration
 
 SMOOTHING = 0.9  # weight of the past in the shown loss: about the last ten steps

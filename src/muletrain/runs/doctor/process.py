@@ -9,11 +9,11 @@ import os
 import sys
 from dataclasses import asdict
 
-from muletrain.runs.doctor.checks import NETWORK, Check, Question
+from muletrain.runs.doctor.examination import NETWORK, Check, Question
 
 
 async def _network(question: Question) -> None:
-    from muletrain.runs.doctor.network import network_checks
+    from muletrain.runs.doctor.network_checks import network_checks
 
     async for check in network_checks(question):
         _print(check)
@@ -28,7 +28,7 @@ def main() -> None:
     if sys.argv[1] == NETWORK.name:
         asyncio.run(_network(question))
     else:
-        from muletrain.runs.doctor.machine import machine_checks
+        from muletrain.runs.doctor.machine_checks import machine_checks
 
         for check in machine_checks(question):
             _print(check)

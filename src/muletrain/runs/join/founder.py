@@ -17,7 +17,7 @@ from muletrain.runs.host import place_of
 from muletrain.runs.join.limits import check_tokenizer
 from muletrain.runs.join.lobby import Lobby
 from muletrain.runs.join.reception import Papers
-from muletrain.runs.measure.survey import Survey
+from muletrain.runs.measure.fleet_survey import Survey
 from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 

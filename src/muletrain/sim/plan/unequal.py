@@ -17,7 +17,7 @@ from muletrain.sim.plan.placed import Placed, ending_s
 from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
 
 if TYPE_CHECKING:
-    from muletrain.config.plan import Prediction
+    from muletrain.config.plan_file import Prediction
     from muletrain.planning.groups import Serving
     from muletrain.planning.partition import Cut
     from muletrain.sim.plan.question import Question, Scene

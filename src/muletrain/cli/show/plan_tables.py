@@ -1,5 +1,4 @@
-"""``muletrain plan FLEET.toml``: what each strategy would do on a fleet, and which one to take, told in a table and
-drawn."""
+"""A plan for people: what each strategy is predicted to do, and where everything goes."""
 
 from __future__ import annotations
 
@@ -8,111 +7,24 @@ from typing import TYPE_CHECKING
 
 from rich.box import HORIZONTALS
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-from muletrain.cli.commands.whatif import USUAL, need_matplotlib
-from muletrain.cli.show.console import make_console, say
-from muletrain.config.costs import Costs, load_costs
-from muletrain.config.fleet import Fleet, load_located_fleet
-from muletrain.config.load import load_config, located
-from muletrain.errors import ConfigError
-from muletrain.model.spec import ModelSpec
+from muletrain.cli.show.console import say
 from muletrain.planning.splits import title
-from muletrain.sim.fleet.calibrate import with_speeds
-from muletrain.sim.fleet.simulation import EXAMPLE
-from muletrain.sim.plan.planner import confirmed, plan
-from muletrain.sim.plan.question import Question
 from muletrain.units import format_bytes, format_count, format_duration, format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from rich.console import Console
 
-    from muletrain.config.fleet import Machine
-    from muletrain.config.plan import Memory, Plan, Prediction, Traffic
+    from muletrain.config.fleet_file import Fleet, Machine
+    from muletrain.config.plan_file import Memory, Plan, Prediction, Traffic
 
 CELL = len("125 ms, 55%")
-"""Columns of the table are no wider, so that five and their labels fit into 80."""
+"""Widest column of the table, so that five columns and their labels fit into 80."""
 LINKS = 6
-"""Pairs of regions in the table; '--json' has all."""
-
-
-def plan_fleet(
-    path: Path | None,
-    config: Path | None,
-    model: str | None,
-    batch: int | None,
-    microbatch: int | None,
-    stages: int | None,
-    overrides: Sequence[str],
-    *,
-    seed: int,
-    time_limit_s: float,
-    plot: Path | None,
-    json: bool,
-    costs: Path | None = None,
-    confirm: bool = False,
-) -> None:
-    """``costs``: what 'simulate calibrate' wrote. Raises ConfigError and CapacityError, which say where to look."""
-    if plot is not None:
-        need_matplotlib()
-    file = EXAMPLE if path is None else path
-    measured = Costs() if costs is None else load_costs(costs)
-    fleet, origins = load_located_fleet(file)
-    console = make_console()
-    with located(origins, Fleet):
-        fleet = with_speeds(fleet, measured)
-        question = _question(fleet, config, model, batch, microbatch, stages, overrides, measured)
-        with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-            bar = progress.add_task("planning", total=1.0)
-
-            def watch(what: str, share: float) -> None:
-                progress.update(bar, completed=share, description=f"planning: {what}")
-
-            found = plan(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
-            if confirm:
-                progress.update(bar, description="playing every message of the recommended one")
-                found = confirmed(question, found)
-    if plot is not None:
-        from muletrain.cli.show.plan_picture import draw
-
-        draw(found, fleet, plot)
-    if json:
-        print(found.model_dump_json())
-        return
-    if path is None:
-        say(console, f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n")
-    tell(console, found, fleet)
-    if plot is not None:
-        say(console, f"wrote {escape(str(plot))}")
-
-
-def _question(
-    fleet: Fleet,
-    config: Path | None,
-    model: str | None,
-    batch: int | None,
-    microbatch: int | None,
-    stages: int | None,
-    overrides: Sequence[str],
-    measured: Costs,
-) -> Question:
-    given = [*overrides, *([f"model.preset={model}"] if model else []), *([f"train.batch={batch}"] if batch else [])]
-    if microbatch:
-        given.append(f"train.microbatch={microbatch}")
-    named = any(text.startswith(("model.", "model =")) for text in given)
-    base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
-    run = load_config(config, [*base, *given])
-    fixed = config is not None or any(text.startswith("train.microbatch") for text in given)
-    if stages is None and any(text.startswith("fleet.stages") for text in overrides):
-        stages = run.fleet.stages
-    spec = ModelSpec.from_config(run.model)
-    if stages is not None and stages > spec.layers:
-        raise ConfigError(f"--stages {stages}: the model has {spec.layers} layers, and a stage needs one at least")
-    return Question(fleet, run, spec, stages, run.train.microbatch if fixed else None, measured)
+"""Most pairs of regions in the table; '--json' has all."""
 
 
 def tell(console: Console, plan: Plan, fleet: Fleet) -> None:

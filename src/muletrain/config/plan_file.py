@@ -1,7 +1,7 @@
 """What ``muletrain plan --json`` prints: what each strategy would do on a fleet, where everything goes, and which one
 is recommended.
 
-``muletrain run --plan`` takes it (``cli.commands.planned``). ``docs/plan.md`` explains it field by field
+``muletrain run --plan`` takes it (``cli.actions.planned``). ``docs/plan.md`` explains it field by field
 (``tests/test_plan.py`` holds the two together). Times in seconds, sizes in bytes.
 """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
-from muletrain.runs.doctor.checks import NO_GPU, NO_TORCH, TORCH, Check, Question, Verdict, advised
+from muletrain.runs.doctor.examination import NO_GPU, NO_TORCH, TORCH, Check, Question, Verdict, advised
 from muletrain.units import format_bytes, format_memory
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, NetworkError
-from muletrain.runs.doctor.checks import NETWORK, Check, Question, Verdict, advised
+from muletrain.runs.doctor.examination import NETWORK, Check, Question, Verdict, advised
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
-from muletrain.cli.show.fleet_tables import fleet_tables
+from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
 from muletrain.runs.folder import DiskWatch

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from muletrain.config.fleet import load_fleet
-from muletrain.config.plan import VERSION, Plan, Prediction
+from muletrain.config.fleet_file import load_fleet
+from muletrain.config.plan_file import VERSION, Plan, Prediction
 from muletrain.config.schema import ModelConfig, PipelineConfig, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.model.presets import PRESETS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from muletrain.events.base import Event, Number
+from muletrain.events.event import Event, Number
 
 TrafficClass = Literal["activation", "gradient", "averaging", "state", "control", "relayed"]
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averaging", "state", "control", "relayed")

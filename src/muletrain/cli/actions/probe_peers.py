@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.progress import Progress
 
 from muletrain.cli.show.console import make_console
-from muletrain.cli.show.fleet_tables import fleet_tables
+from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.errors import MuletrainError
 from muletrain.events import EventTail, FleetMeasured, ProbeFailed, ProbeProgress
 from muletrain.runs.folder import ROOT

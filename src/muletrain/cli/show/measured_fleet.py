@@ -10,13 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.config.fleet import BYTES_PER_S_PER_MBPS, load_fleet
+from muletrain.config.fleet_file import BYTES_PER_S_PER_MBPS, load_fleet
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.config.fleet import Fleet, FleetPeer, Link
+    from muletrain.config.fleet_file import Fleet, FleetPeer, Link
     from muletrain.events import FleetMeasured
 
 WHOLE = 8
