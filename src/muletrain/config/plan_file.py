@@ -1,7 +1,6 @@
-"""What ``muletrain plan --json`` prints: what each strategy would do on a fleet, where everything goes, and which one
-is recommended.
+"""The output of ``muletrain plan --json``: predictions for each strategy on a fleet, and the recommended one.
 
-``muletrain run --plan`` takes it (``cli.actions.planned``). ``docs/plan.md`` explains it field by field
+``muletrain run --plan`` reads it (``cli.actions.planned``). ``docs/plan.md`` explains it field by field
 (``tests/test_plan.py`` holds the two together). Times in seconds, sizes in bytes.
 """
 
@@ -11,21 +10,23 @@ from typing import Literal
 
 from pydantic import Field
 
-from muletrain.config.schema import Section
+from muletrain.config.section import Section
 
 Strategy = Literal["swarm", "pipeline", "swap", "hub"]
 VERSION = 1
 
 
 class Split(Section):
-    """Where the time of a step goes; the parts sum to it."""
+    """The parts of a step's time, which sum to it."""
 
-    compute_s: float = Field(description="what the busiest part of the fleet computes [s]")
-    pipeline_s: float = Field(description="longer than that for links between stages [s]")
+    compute_s: float = Field(description="compute of the busiest part of the fleet [s]")
+    pipeline_s: float = Field(description="additional time for links between stages [s]")
     data_parallel_s: float = Field(
-        description="longer for averaging gradients, and what is agreed on at a step's end [s]"
+        description="additional time for averaging gradients, and for agreement at the end of a step [s]"
     )
-    bubble_s: float = Field(description="idle: pipelines that fill and drain, last pieces, layers that are loaded [s]")
+    bubble_s: float = Field(
+        description="idle time: pipelines that fill and drain, last pieces, layers being loaded [s]"
+    )
 
     @property
     def step_s(self) -> float:
@@ -36,35 +37,39 @@ class Stage(Section):
     """Consecutive layers, and the machines that serve them."""
 
     layers: tuple[int, int] = Field(description="first layer, and the first of the next stage")
-    machines: tuple[str, ...] = Field(description="names; strategy pipeline: by pipeline")
+    machines: tuple[str, ...] = Field(description="names; with strategy pipeline, one per pipeline")
 
 
 class Memory(Section):
-    """What the fullest machine of one entry of the fleet file needs [bytes]."""
+    """Memory of the fullest machine of one entry of the fleet file [bytes]."""
 
     machine: str = Field(description="name of the entry")
-    stage: int = Field(description="the one it serves")
+    stage: int = Field(description="stage that it serves")
     weights: int = Field(description="fp32 masters and working copies [bytes]")
-    optimizer: int = Field(description="moments [bytes]")
-    gradients: int = Field(description="accumulators and what is averaged [bytes]")
-    activations: int = Field(description="graphs, and inputs of microbatches whose backward is owed [bytes]")
-    buffers: int = Field(description="copies for checkpoints, layers on their way into the device [bytes]")
-    device_needs: int = Field(description="of all that, on the device [bytes]")
-    device_has: int | None = Field(description="null: nobody said [bytes]")
-    host_needs: int = Field(description="beside the device, where that has memory of its own [bytes]")
-    host_has: int | None = Field(description="null: nobody said, so it is taken to be enough [bytes]")
+    optimizer: int = Field(description="optimizer moments [bytes]")
+    gradients: int = Field(description="accumulators, and buffers for averaging [bytes]")
+    activations: int = Field(description="graphs, and inputs of microbatches that wait for backward [bytes]")
+    buffers: int = Field(description="copies for checkpoints, and layers on their way to the device [bytes]")
+    device_needs: int = Field(description="part of the total that is on the device [bytes]")
+    device_has: int | None = Field(description="memory of the device; null: unknown [bytes]")
+    host_needs: int = Field(
+        description="part of the total in host memory, for devices with memory of their own [bytes]"
+    )
+    host_has: int | None = Field(description="host memory; null: unknown, assumed to be enough [bytes]")
 
 
 class Traffic(Section):
-    """What a step sends from machines of one region to those of another (or the same) [bytes]."""
+    """Traffic per step from machines of one region to those of another, or of the same [bytes]."""
 
-    sender: str = Field(description="region")
-    receiver: str = Field(description="region")
+    sender: str = Field(description="region that sends")
+    receiver: str = Field(description="region that receives")
     activations: float = Field(description="between stages, forward [bytes]")
     gradients: float = Field(description="between stages, backward [bytes]")
     averaging: float = Field(description="between replicas [bytes]")
-    bandwidth_bytes_per_s: float | None = Field(description="of the narrowest pair of machines; null: unlimited")
-    delay_s: float = Field(description="of the farthest pair, one way [s]")
+    bandwidth_bytes_per_s: float | None = Field(
+        description="bandwidth of the narrowest pair of machines; null: unlimited"
+    )
+    delay_s: float = Field(description="one-way delay of the farthest pair [s]")
 
     @property
     def total(self) -> float:
@@ -72,49 +77,51 @@ class Traffic(Section):
 
 
 class Prediction(Section):
-    """One strategy on the fleet, with the best layout that was found for it. Nothing but ``strategy``, ``runnable`` and
-    ``problem`` means anything where there is a problem."""
+    """One strategy on the fleet, with the best layout found. If there is a ``problem``, only ``strategy``, ``schedule``
+    and ``runnable`` are meaningful beside it."""
 
     strategy: Strategy
-    schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="of strategy pipeline")
-    runnable: bool = Field(description="'muletrain run' has it today")
-    problem: str = Field(default="", description="why it is not possible on this fleet; empty: it is")
-    microbatch: int = Field(default=0, description="[sequences]")
+    schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="schedule of strategy pipeline")
+    runnable: bool = Field(description="whether 'muletrain run' supports it today")
+    problem: str = Field(default="", description="why it is impossible on this fleet; empty: it is possible")
+    microbatch: int = Field(default=0, description="size of a microbatch [sequences]")
     microbatches: tuple[int, ...] = Field(
-        default=(), description="of a step; pipeline: by pipeline; swap: by machine; else one number"
+        default=(), description="number per step; pipeline: by pipeline; swap: by machine; otherwise one number"
     )
-    accumulate: int = Field(default=0, description="swap: microbatches in a row by each layer (ATOM's C)")
-    stages: tuple[Stage, ...] = Field(default=(), description="in the order of the pipeline; swap: one, all layers")
-    swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: layers that are on a device at a time")
-    spares: tuple[str, ...] = Field(default=(), description="machines that have nothing to do, or no room for it")
+    accumulate: int = Field(default=0, description="swap: microbatches per load of a layer (ATOM's C)")
+    stages: tuple[Stage, ...] = Field(
+        default=(), description="stages in pipeline order; swap: one stage with all layers"
+    )
+    swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: layers that are on a device together")
+    spares: tuple[str, ...] = Field(default=(), description="machines without work, or with too little memory")
     state_device: Literal["device", "cpu"] = Field(
-        default="device", description="cpu: stages mix devices, so optimizer.state_device = 'cpu' in the plan's run"
+        default="device", description="cpu: stages mix devices, so the run needs optimizer.state_device = 'cpu'"
     )
-    step_s: float = Field(default=0.0, description="of one step [s]")
+    step_s: float = Field(default=0.0, description="time of one step [s]")
     tokens_per_s: float = Field(default=0.0)
     played_step_s: float | None = Field(
         default=None,
-        description="of one step, by every message of the code that trains; null: not played, or see the notes [s]",
+        description="time of one step when the production code plays it; null: not played, or see notes [s]",
     )
     split: Split | None = None
     memory: tuple[Memory, ...] = ()
-    traffic: tuple[Traffic, ...] = Field(default=(), description="the largest first")
+    traffic: tuple[Traffic, ...] = Field(default=(), description="traffic between regions, largest first")
     price_per_billion_tokens: float | None = Field(
-        default=None, description="of the machines that are used; null: the fleet file lacks a price"
+        default=None, description="price of the machines in use; null: the fleet file lacks a price"
     )
     notes: tuple[str, ...] = Field(default=(), description="what the figures leave out")
 
 
 class Plan(Section):
-    """A fleet, a model, and what each strategy would make of them."""
+    """Predictions for a fleet and a model, by strategy."""
 
     version: int = VERSION
-    fleet: str = Field(description="name")
+    fleet: str = Field(description="name of the fleet")
     model: str = Field(description="preset, or 'model'")
-    params: int = Field(description="of the model")
-    batch: int = Field(description="of a step [sequences]")
-    context: int = Field(description="of a sequence [tokens]")
+    params: int = Field(description="size of the model [parameters]")
+    batch: int = Field(description="size of a step [sequences]")
+    context: int = Field(description="length of a sequence [tokens]")
     strategies: tuple[Prediction, ...]
-    recommended: int | None = Field(description="index of the one that is; null: none of them can run")
+    recommended: int | None = Field(description="index of the recommended strategy; null: none can run")
     why: str
     assumed: tuple[str, ...] = Field(default=(), description="speeds that are estimates")

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from muletrain.config.schema import RunConfig, Section
+    from muletrain.config.schema import RunConfig
+    from muletrain.config.section import Section
 
 
 @contextmanager

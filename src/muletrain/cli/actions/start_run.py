@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from muletrain.cli.actions.opening import first_checkpoint, newest_checkpoint, opened, placed, prepare, save_config
 from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
-from muletrain.cli.actions.planned import machines_of
 from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
 from muletrain.runs.fleet import LocalFleet
@@ -39,7 +38,7 @@ def start_run(
     check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
-        _check_planned(peers.names, machines_of(config))
+        _check_planned(peers.names, config.pipeline.machines)
         listening = listening._replace(
             port=listening.port or config.network.port, announce=listening.announce or config.network.announce
         )

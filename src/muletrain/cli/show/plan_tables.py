@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from muletrain.config.fleet_file import Fleet, Machine
+    from muletrain.config.fleet_file import Fleet
+    from muletrain.config.fleet_sections import Machine
     from muletrain.config.plan_file import Memory, Plan, Prediction, Traffic
 
 CELL = len("125 ms, 55%")

@@ -15,7 +15,7 @@ from muletrain.sim.fleet.rates import TRAINERS, Rates
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.config.fleet_file import Churn
+    from muletrain.config.fleet_sections import Churn
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.fleet.actors import Planned
