@@ -1,4 +1,4 @@
-"""A fleet that was measured, for people: its machines, and the links between them."""
+"""Tables of a measured fleet: its machines, and the links between them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
     from muletrain.events import FleetMeasured
 
 WHOLE = 8
-"""Peers whose links are shown one by one."""
+"""Most peers whose links are listed one by one."""
 
 
 def fleet_tables(measured: FleetMeasured) -> RenderableType:
+    """The tables of the fleet file that was written."""
     try:
         fleet = load_fleet(Path(measured.path))
-    except ConfigError as e:  # somebody changed it meanwhile
+    except ConfigError as e:  # the file was changed meanwhile
         return Text(str(e), style="yellow")
     lacking = [Text(line, style="yellow") for line in measured.lacking]
     small = len(fleet.peers()) <= WHOLE
-    return Group(_machines(fleet), _matrix(fleet) if small else Text("all links: see the file"), *lacking)
+    return Group(_machines(fleet), _matrix(fleet) if small else Text("the file lists all links"), *lacking)
 
 
 def _machines(fleet: Fleet) -> Table:
     peers = fleet.peers()
-    table = _table("Machines", ["peer", "computes on"], ["TFLOP/s", "memory", "round trip", "sends", "receives"])
+    table = _table("Machines", ["peer", "device"], ["TFLOP/s", "memory", "round trip", "upload", "download"])
     for peer in peers:
         others = [other for other in peers if other.index != peer.index]
         there, back = ([fleet.link(*pair) for pair in _pairs(peer, others, up=up)] for up in (True, False))
@@ -61,7 +62,7 @@ def _mbps(bytes_per_s: float) -> str:
 def _matrix(fleet: Fleet) -> RenderableType:
     peers = fleet.peers()
     if len(peers) < 2:
-        return Text("one machine: no links")
+        return Text("only one machine, so no links")
     table = _table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
     for a in peers:
         links = (fleet.link(a.index, b.index) for b in peers)
