@@ -1,5 +1,5 @@
-"""A process that makes the checks of one part: ``python -m muletrain.runs.doctor.process PART`` with a ``Question`` on
-standard input (it may hold a ticket) prints a line of JSON for each ``Check``."""
+"""The process that makes the checks of one part. ``python -m muletrain.runs.doctor.process PART`` reads a ``Question``
+from standard input (it may contain a ticket), and prints a line of JSON per ``Check``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
         for check in machine_checks(question):
             _print(check)
     sys.stdout.flush()
-    os._exit(0)  # threads of torch and the daemon's have nothing left to say
+    os._exit(0)  # do not wait for threads of torch and of the daemon
 
 
 if __name__ == "__main__":
