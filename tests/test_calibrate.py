@@ -188,7 +188,7 @@ def test_the_command_writes_costs_and_says_how_far_off_the_model_is(
     played(tmp_path / "run", Costs(ending_ms=100.0), seconds=45.0)
     calibrate([tmp_path / "run"], tmp_path / "costs.toml", json=False)
     assert "not measured" not in (out := capsys.readouterr().out)
-    assert "with what was measured" in out
+    assert "predicted" in out
     assert load_costs(tmp_path / "costs.toml").ending_ms == pytest.approx(100.0, abs=15)
 
 

@@ -618,7 +618,7 @@ def test_one_machine_is_no_two_stages(tmp_path: Path) -> None:
         (FLEET, ("--stages", "9"), ("--stages 9", "4 layers")),
         (FLEET.replace("tflops = 0.02\n", ""), (), ("machines[0].tflops", "missing")),
         (FLEET, ("--pipelines", "2"), ("--pipelines belongs to --network",)),
-        (FLEET, ("--network", "dtfm-case1"), ("stands beside --network",)),
+        (FLEET, ("--network", "dtfm-case1"), ("FLEET.toml", "--network")),
         (FLEET, ("--microbatch", "3"), ("does not divide",)),
         (
             FLEET.replace("bandwidth_mbps = 100", "bandwidth_mbps = 0"),

@@ -581,7 +581,7 @@ def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFi
         "virginia",
         "time to recover",
         "computed again",
-        "one of these would help",
+        "changes",
         "--set optimizer.delayed=true",
         "one update old",
     ):

@@ -190,7 +190,7 @@ def ways(answers: list[Seen], port: int, own: set[str]) -> Iterator[Check]:
         yield Check("from outside", Verdict.UNKNOWN, why, OPEN.format(port=port) if port else "choose a free port")
     elif able:
         some = "" if len(able) == len(tried) else "; firewalls of the others may block it"
-        yield Check("from outside", Verdict.OK, f"{len(able)} of {len(tried)} members connect to {at}{some}")
+        yield Check("from outside", Verdict.OK, f"{len(able)} of {plural(len(tried), 'member')} can connect to {at}{some}")
     else:
         yield Check(
             "from outside",
