@@ -258,11 +258,11 @@ def test_who_gives_no_answer_or_none_that_can_be_is_left_out(tmp_path: Path) -> 
     measured = lab.last()
     assert isinstance(measured, FleetMeasured)
     assert measured.peers == ["far", "home", "near-0"]
-    assert measured.lacking == ["near-1 gave no answer, and is left out", "near-2 gave no answer, and is left out"]
+    assert [line.split()[0] for line in measured.lacking] == ["near-1", "near-2"]
     warnings = " ".join(e.message for e in lab.events if isinstance(e, Note))
-    assert "more than any machine does" in warnings
+    assert "FLOP/s" in warnings
     assert "the run has begun" in warnings
-    assert "near-1 gave no answer" in (tmp_path / "fleet.toml").read_text()
+    assert f"# {measured.lacking[0]}" in (tmp_path / "fleet.toml").read_text()
 
 
 def test_who_stops_answering_does_not_hold_the_others_up(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_who_stops_answering_does_not_hold_the_others_up(tmp_path: Path) -> None
     lab, took_s = virtually(scenario)
     measured = lab.last()
     assert isinstance(measured, FleetMeasured)
-    assert "nothing arrived from x-0 at x-7: written as a link that is next to none" in measured.lacking
+    assert any(line.startswith("nothing arrived from x-0 at x-7") for line in measured.lacking)
     assert took_s < 200
     found = load_fleet(tmp_path / "fleet.toml")
     assert found.link(0, 1).bandwidth_bytes_per_s == pytest.approx(100e6 / 8, rel=0.05)
@@ -296,12 +296,12 @@ def test_only_the_founder_has_others_measure_and_only_before_the_run(tmp_path: P
         founder, a, b = lab.names
         ask = AskLink(to=b, seconds=0.1).pack()
         before = lab.hub.peers[a].counters.sent.total()
-        with pytest.raises(Refused, match="only the run's first peer"):
+        with pytest.raises(Refused, match="first peer"):
             await lab.nets[b].call(a, AskLink.KIND, ask, timeout_s=60)
         assert lab.hub.peers[a].counters.sent.total() == before
         await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
         lab.probers[a].close()
-        with pytest.raises(Refused, match="the run has begun"):
+        with pytest.raises(Refused, match="begun"):
             await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
 
     virtually(scenario)

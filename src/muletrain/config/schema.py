@@ -309,7 +309,7 @@ def _check_shape(m: ModelConfig) -> None:
             f"use {_near(m.width, m.heads)} heads or another width"
         )
     if m.kv_heads and m.heads % m.kv_heads:
-        raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}; use a divisor of it")
+        raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}; use a divisor")
 
 
 def _check_depth(m: ModelConfig, f: FleetConfig) -> None:

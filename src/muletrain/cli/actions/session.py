@@ -203,11 +203,13 @@ class Session:
         console.print(final_report(self.view, evaluation, texts, paths))
         if self.checkpoint is not None:
             console.print(f'\nmuletrain generate {self.folder} "The "   # more text from this model', soft_wrap=True)
-            console.print(f"muletrain export {self.folder} --hf my-model   # take it home", soft_wrap=True)
+            console.print(
+                f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers",
+                soft_wrap=True,
+            )
 
     def _evaluate(self) -> tuple[Quality | None, list[str]]:
-        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the
-        rest."""
+        """Quality and samples of the last checkpoint, as far as possible; failures become warnings."""
         try:
             with EventLog(self.folder / "result.jsonl", "result") as log:
                 log.subscribe(self.show)

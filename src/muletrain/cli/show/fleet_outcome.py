@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LINKS = 10
 """Most pairs of regions in the table; '--json' has all."""
 FAR = 4.0
-"""Ratio of stage sizes, to those that the costs were measured with, from which on the report warns."""
+"""Ratio between the sizes of these stages and of the measured ones above which the report warns."""
 BESIDE = (1.0, 1.0)
 """Place of a legend, right of its plot."""
 NAMED_STAGES = 12

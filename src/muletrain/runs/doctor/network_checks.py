@@ -38,7 +38,7 @@ OPEN = (
 
 
 async def network_checks(question: Question) -> AsyncIterator[Check]:
-    """Yield the checks; those that need a member of a run are not checked without a ticket."""
+    """Yield the checks; without a ticket, checks that need a member of a run are UNKNOWN."""
     try:
         import hivemind
 
@@ -190,7 +190,9 @@ def ways(answers: list[Seen], port: int, own: set[str]) -> Iterator[Check]:
         yield Check("from outside", Verdict.UNKNOWN, why, OPEN.format(port=port) if port else "choose a free port")
     elif able:
         some = "" if len(able) == len(tried) else "; firewalls of the others may block it"
-        yield Check("from outside", Verdict.OK, f"{len(able)} of {plural(len(tried), 'member')} can connect to {at}{some}")
+        yield Check(
+            "from outside", Verdict.OK, f"{len(able)} of {plural(len(tried), 'member')} can connect to {at}{some}"
+        )
     else:
         yield Check(
             "from outside",
