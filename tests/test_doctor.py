@@ -108,10 +108,10 @@ def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(doctor_machine.shutil, "which", lambda name: f"/usr/bin/{name}")  # nvidia-smi is here
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "pip install --force-reinstall torch==" in doctor_machine._no_gpu("auto").fix
+    assert "pip install --force-reinstall torch==" in doctor_machine.no_gpu_check("auto").fix
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert doctor_machine._no_gpu("cuda").verdict is Verdict.MISSING
-    assert "nvidia-smi" in doctor_machine._no_gpu("auto").fix
+    assert doctor_machine.no_gpu_check("cuda").verdict is Verdict.MISSING
+    assert "nvidia-smi" in doctor_machine.no_gpu_check("auto").fix
 
 
 def test_a_disk_with_little_room_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_to_do_stands_below_what_was_found_in_80_columns() -> None:
 
 
 def test_a_folder_that_takes_nothing_is_said() -> None:
-    check = doctor_machine._disk(Path("/proc/nowhere"), 0, "for text", "take another")
+    check = doctor_machine.disk_check(Path("/proc/nowhere"), 0, "for text", "take another")
     assert (check.verdict, check.fix) == (Verdict.MISSING, "take another")
 
 
@@ -199,7 +199,7 @@ def test_members_say_how_they_see_us_and_strangers_nothing() -> None:
             serve_sight(member, carries=True)
             serve_members(member, lambda: {member.peer_id: "a"})
             ticket = Ticket("run", SECRET, OWNER.public, (member.addresses()[0],))
-            by_name = {c.name: c for c in await doctor_network._looked_at(visitor, ticket, question())}
+            by_name = {c.name: c for c in await doctor_network.checks_by_members(visitor, ticket, question())}
             assert [c.verdict for c in by_name.values()] == [Verdict.OK] * 5, by_name
             assert by_name["from outside"].found.startswith("1 of 1 member ")
             with socket.socket() as nobody:  # bound, and not listening

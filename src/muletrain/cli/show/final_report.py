@@ -51,7 +51,7 @@ def _summary(view: RunView) -> str:
 def quality_table(q: Quality) -> RenderableType:
     part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
     title = f"On {q.tokens:,} held-out tokens{part}"
-    table = _table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
+    table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
         if loss is None:
@@ -78,7 +78,7 @@ def _work(view: RunView) -> RenderableType:
     """One row per peer, within 80 columns; a device that all share is in the title."""
     kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
     alike = len(kinds) == 1
-    table = _table(
+    table = report_table(
         f"Peers ({escape(kinds.pop())})" if alike else "Peers",
         ["stage", "peer", *([] if alike else ["device"])],
         ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
@@ -100,7 +100,7 @@ def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
 
 def _links(view: RunView) -> RenderableType:
     classes = [c for c in TRAFFIC_CLASSES if c != "relayed" or any(p.sent_bytes(c) for p in view.peers.values())]
-    table = _table("Sent over the network", ["from", "to"], [*classes, "total"])
+    table = report_table("Sent over the network", ["from", "to"], [*classes, "total"])
     rows = [(p.name, receiver, counts) for p in view.peers.values() for receiver, counts in p.sent.items()]
     named = sorted((sender, view.name_of(receiver), counts) for sender, receiver, counts in rows)
     last = ""
@@ -114,7 +114,7 @@ def _links(view: RunView) -> RenderableType:
 
 
 def _faults(view: RunView) -> RenderableType:
-    table = _table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "detected"], [])
+    table = report_table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "detected"], [])
     for row in view.faults.rows():
         table.add_row(*map(escape, row))
     return table
@@ -125,7 +125,8 @@ def _places(paths: Mapping[str, Path | str]) -> RenderableType:
     return Group(*(Text(f"{label:<{width}}  {path}", overflow="fold") for label, path in paths.items()))
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+def report_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """An empty table with headings aligned to the left and to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
     for header in left:
         table.add_column(escape(header))

@@ -7,14 +7,16 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from muletrain.cli.show.final_report import report_table
 from muletrain.config.fleet_file import BYTES_PER_S_PER_MBPS, load_fleet
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
 
     from muletrain.config.fleet_file import Fleet, FleetPeer, Link
     from muletrain.events import FleetMeasured
@@ -36,7 +38,7 @@ def fleet_tables(measured: FleetMeasured) -> RenderableType:
 
 def _machines(fleet: Fleet) -> Table:
     peers = fleet.peers()
-    table = _table("Machines", ["peer", "device"], ["TFLOP/s", "memory", "round trip", "upload", "download"])
+    table = report_table("Machines", ["peer", "device"], ["TFLOP/s", "memory", "round trip", "upload", "download"])
     for peer in peers:
         others = [other for other in peers if other.index != peer.index]
         there, back = ([fleet.link(*pair) for pair in _pairs(peer, others, up=up)] for up in (True, False))
@@ -63,18 +65,9 @@ def _matrix(fleet: Fleet) -> RenderableType:
     peers = fleet.peers()
     if len(peers) < 2:
         return Text("only one machine, so no links")
-    table = _table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
+    table = report_table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
     for a in peers:
         links = (fleet.link(a.index, b.index) for b in peers)
         cells = (f"{2000 * link.delay_s:.3g} ms, {_mbps(link.bandwidth_bytes_per_s)}" for link in links)
         table.add_row(a.name, *("" if b is a else cell for b, cell in zip(peers, cells, strict=True)))
-    return table
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
-    for header in left:
-        table.add_column(Text(header))
-    for header in right:
-        table.add_column(Text(header), justify="right")
     return table

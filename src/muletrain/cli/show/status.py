@@ -31,7 +31,7 @@ def furthest(peers: Sequence[Announced]) -> Announced:
 def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableType:
     """The run as a line, and its peers by stage."""
     if not peers:
-        waits = f"training has not started; the run waits for: {', '.join(missing)}"
+        waits = f"training has not started; waiting for: {', '.join(missing)}"
         return Text(waits if missing else "no peer has announced itself: the run has just started or ended; try again")
     at = furthest(peers)
     figures = [f"step {at.step} of {at.steps}"]

@@ -58,7 +58,7 @@ def gpu_checks(asked: str) -> Iterator[Check]:
     for k in range(torch.cuda.device_count()):
         yield _gpu(torch.device("cuda", k))
     if not torch.cuda.device_count():
-        yield _no_gpu(asked)
+        yield no_gpu_check(asked)
 
 
 def _gpu(device: torch.device) -> Check:
@@ -74,7 +74,8 @@ def _gpu(device: torch.device) -> Check:
         return Check("GPU", Verdict.MISSING, f"{device} does not compute: {problem}", fix)
 
 
-def _no_gpu(asked: str) -> Check:
+def no_gpu_check(asked: str) -> Check:
+    """Why torch finds no GPU. ``asked``: ``compute.device``."""
     import torch
 
     verdict = Verdict.MISSING if asked.startswith("cuda") or asked == "mps" else Verdict.WARNING
@@ -151,12 +152,13 @@ def disk_checks(config: RunConfig, temporary: Path) -> Iterator[Check]:
     checkpoints = (
         f"for {plural(kept, 'checkpoint')} of the whole model ({format_bytes(room)}, on the machine of 'start')"
     )
-    yield _disk(Path.cwd(), room, checkpoints, "use a folder with more room, or set checkpoint.place")
-    yield _disk(cache_folder(config.data), LEAST_CACHE, "for tokenised text", "set data.cache to another folder")
-    yield _disk(temporary, LEAST_CACHE, "for temporary files", "set TMPDIR to another folder (with a short path)")
+    yield disk_check(Path.cwd(), room, checkpoints, "use a folder with more room, or set checkpoint.place")
+    yield disk_check(cache_folder(config.data), LEAST_CACHE, "for tokenised text", "set data.cache to another folder")
+    yield disk_check(temporary, LEAST_CACHE, "for temporary files", "set TMPDIR to another folder (with a short path)")
 
 
-def _disk(folder: Path, wanted: int, what: str, fix: str) -> Check:
+def disk_check(folder: Path, wanted: int, what: str, fix: str) -> Check:
+    """Check that ``folder`` can be written and has ``wanted`` bytes free."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=there) as file:

@@ -116,13 +116,13 @@ async def _in_the_run(question: Question) -> AsyncIterator[Check]:
                 yield Check(name, Verdict.UNKNOWN, "no member of the run answers", "see above")
             return
         try:
-            for check in await _looked_at(network, ticket, question):
+            for check in await checks_by_members(network, ticket, question):
                 yield check
         finally:
             await network.close()
 
 
-async def _looked_at(network: Libp2pNetwork, ticket: Ticket, question: Question) -> list[Check]:
+async def checks_by_members(network: Libp2pNetwork, ticket: Ticket, question: Question) -> list[Check]:
     """The checks of the run; members connect back to a socket that listens where a peer would."""
     from muletrain.runs.measure.vicinity import sights
 
