@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.commands.train import anchored, opened, prepare
+from muletrain.cli.actions.opening import anchored, opened, prepare
 from muletrain.config.schema import RunConfig
 from muletrain.data.corpus import absolute
 from muletrain.data.tokenizer import train_tokenizer

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.commands.calibrate import calibrate
-from muletrain.cli.commands.train import save_config
-from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.actions.fit_costs import calibrate
+from muletrain.cli.actions.opening import save_config
+from muletrain.cli.actions.whatif import what_if
 from muletrain.config.costs import Costs, DeviceSpeed, explained, load_costs
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
@@ -188,7 +188,7 @@ def test_the_command_writes_costs_and_says_how_far_off_the_model_is(
     played(tmp_path / "run", Costs(ending_ms=100.0), seconds=45.0)
     calibrate([tmp_path / "run"], tmp_path / "costs.toml", json=False)
     assert "not measured" not in (out := capsys.readouterr().out)
-    assert "with what was measured" in out
+    assert "predicted" in out
     assert load_costs(tmp_path / "costs.toml").ending_ms == pytest.approx(100.0, abs=15)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.cli.show.faults import FaultsView
+from muletrain.cli.show.injected_faults import FaultsView
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import (
     EventLog,
@@ -431,6 +431,6 @@ def test_the_report_sets_faults_beside_what_was_noticed() -> None:
         view.fold(event)
     assert list(view.rows()) == [
         ("7", "kill any@1s", "peer-1", "after 2.5 s by peer-0, peer-3"),
-        ("7", "freeze any@1s", "peer-2", "not noticed"),
+        ("7", "freeze any@1s", "peer-2", "not detected"),
         ("7", "corrupt any@1s", "peer-2", "after 10 ms by peer-0"),
     ]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from muletrain.config.dump import toml_value
-from muletrain.config.fleet import Fleet, Link, example_files, load_fleet
+from muletrain.config.fleet_file import Fleet, Link, example_files, load_fleet
 from muletrain.config.load import describe, digest, dump_toml, load_config, load_toml
 from muletrain.config.locate import key_lines
 from muletrain.config.networks import NETWORKS
@@ -39,138 +39,139 @@ def message(folder: Path, text: str | None, *overrides: str) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
+def check(error: str, expected: str) -> None:
+    """``expected``: the place and the field that an error begins with, and the facts that it tells."""
+    place, *facts = expected.split(" ... ")
+    assert error.startswith(place + " ")
+    for fact in facts:
+        assert fact in error
+
+
 # --- one clear error -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[model]\n# heads\nhedas = 4\n", "my.toml:3: model.hedas: unknown key; did you mean 'heads'?"),
-        ("[modle]\nheads = 4\n", "my.toml:1: modle: unknown section; did you mean 'model'?"),
-        ("[train]\nlr = 0.1\n", "my.toml:2: train.lr: unknown key; did you mean 'optimizer.lr'?"),
-        ("layers = 3\n", "my.toml:1: layers: unknown section; did you mean 'model.layers'?"),
+        ("[model]\n# heads\nhedas = 4\n", "my.toml:3: model.hedas: ... 'heads'"),
+        ("[modle]\nheads = 4\n", "my.toml:1: modle: ... 'model'"),
+        ("[train]\nlr = 0.1\n", "my.toml:2: train.lr: ... 'optimizer.lr'"),
+        ("layers = 3\n", "my.toml:1: layers: ... 'model.layers'"),
         (
             "[checkpoint]\nxyz = 1\n",
-            "my.toml:2: checkpoint.xyz: unknown key; known here: every, keep, place",
+            "my.toml:2: checkpoint.xyz: ... every, keep, place",
         ),
-        ('[model]\nlayers = "12"\n', "my.toml:2: model.layers: expected a whole number, got '12'"),
-        ("[model]\nlayers = 1.5\n", "my.toml:2: model.layers: expected a whole number, got 1.5"),
-        ("[model]\nlayers = true\n", "my.toml:2: model.layers: expected a whole number, got true"),
-        ("[data]\npath = 3\n", 'my.toml:2: data.path: expected text in "quotes", got 3'),
-        ("[model]\nshare_layers = 1\n", "my.toml:2: model.share_layers: expected true or false, got 1"),
-        ("[model]\n\nlayers = 0\n", "my.toml:3: model.layers: must be greater than 0, got 0"),
-        ("[model]\ndropout = 1.0\n", "my.toml:2: model.dropout: must be less than 1, got 1.0"),
-        ("[network]\nport = 70000\n", "my.toml:2: network.port: must be less than 65536, got 70000"),
-        ("[optimizer]\nlr = inf\n", "my.toml:2: optimizer.lr: expected a finite number, got inf"),
-        ("[optimizer]\nbetas = [0.9]\n", "my.toml:2: optimizer.betas[1]: missing; the list needs at least 2 values"),
-        ("[optimizer]\nbetas = 0.9\n", "my.toml:2: optimizer.betas: expected a list, as in [1, 2], got 0.9"),
+        ('[model]\nlayers = "12"\n', "my.toml:2: model.layers: ... got '12'"),
+        ("[model]\nlayers = 1.5\n", "my.toml:2: model.layers: ... got 1.5"),
+        ("[model]\nlayers = true\n", "my.toml:2: model.layers: ... got true"),
+        ("[data]\npath = 3\n", "my.toml:2: data.path: ... got 3"),
+        ("[model]\nshare_layers = 1\n", "my.toml:2: model.share_layers: ... got 1"),
+        ("[model]\n\nlayers = 0\n", "my.toml:3: model.layers: ... got 0"),
+        ("[model]\ndropout = 1.0\n", "my.toml:2: model.dropout: ... got 1.0"),
+        ("[network]\nport = 70000\n", "my.toml:2: network.port: ... got 70000"),
+        ("[optimizer]\nlr = inf\n", "my.toml:2: optimizer.lr: ... got inf"),
+        ("[optimizer]\nbetas = [0.9]\n", "my.toml:2: optimizer.betas[1]:"),
+        ("[optimizer]\nbetas = 0.9\n", "my.toml:2: optimizer.betas: ... got 0.9"),
         (
             '[optimizer]\nname = "adam"\n',
-            "my.toml:2: optimizer.name: expected 'adamw' or 'lamb', got 'adam'; did you mean 'adamw'?",
+            "my.toml:2: optimizer.name: ... got 'adam' ... 'adamw'",
         ),
         (
             '[wire]\nactivations = "int4"\n',
-            "my.toml:2: wire.activations: expected 'fp32', 'fp16', 'bf16' or 'int8', got 'int4'; did you mean 'int8'?",
+            "my.toml:2: wire.activations: ... got 'int4' ... 'int8'",
         ),
         (
             '[compute]\ndevice = "gpu"\n',
-            "my.toml:2: compute.device: "
-            "expected 'auto', 'cpu', 'mps', 'cuda', or one of several as 'cuda:1'; got 'gpu'",
+            "my.toml:2: compute.device: ... got 'gpu'",
         ),
-        ("model = 3\n", "my.toml:1: model: expected a table, as in [section], got 3"),
+        ("model = 3\n", "my.toml:1: model: ... got 3"),
         (
             "[model]\nwidth = 64\nheads = 6\n",
-            "my.toml:3: model.heads: 6 heads do not divide model.width = 64; use 4 heads or another width",
+            "my.toml:3: model.heads: ... model.width = 64 ... 4 heads",
         ),
         (
             "[train]\nsteps = 3\n[model]\nwidth = 64\n",
-            "my.toml:4: model.heads: 6 heads do not divide model.width = 64; use 4 heads or another width",
+            "my.toml:4: model.heads: ... model.width = 64 ... 4 heads",
         ),
         (
             "[model]\nwidth = 6\n",
-            "my.toml:2: model.heads: model.width / heads = 1 must be even for rotary embeddings; "
-            "use 3 heads or another width",
+            "my.toml:2: model.heads: ... model.width / heads = 1 ... 3 heads",
         ),
         (
             "[model]\nkv_heads = 4\n",
-            "my.toml:2: model.kv_heads: 4 does not divide model.heads = 6; use a divisor of it",
+            "my.toml:2: model.kv_heads: ... model.heads = 6",
         ),
         (
             "[fleet]\npeers = 1\n",
-            "my.toml:2: fleet.peers: 1 peers cannot serve fleet.stages = 2; give at least one peer per stage",
+            "my.toml:2: fleet.peers: ... fleet.stages = 2",
         ),
         (
             "[fleet]\nstages = 5\npeers = 4\n[model]\nlayers = 8\n",
-            "my.toml:3: fleet.peers: 4 peers cannot serve fleet.stages = 5; give at least one peer per stage",
+            "my.toml:3: fleet.peers: ... fleet.stages = 5",
         ),
         (
             '[data]\npath = ["a.txt", "b.txt"]\n',
-            """my.toml:2: data.path: expected one text in "quotes" (several separated by commas), got ['a.txt', 'b.txt']""",
+            "my.toml:2: data.path: ... got ['a.txt', 'b.txt']",
         ),
         (
             "[model]\nlayers = 1\n",
-            "my.toml:2: fleet.stages: 2 stages for model.layers = 1; a stage needs at least one layer",
+            "my.toml:2: fleet.stages: ... model.layers = 1",
         ),
         (
             "[fleet]\npeers = 1\nstages = 1\ntrainers = 2\n",
-            "my.toml:4: fleet.trainers: 2 trainers among fleet.peers = 1; at most one per peer",
+            "my.toml:4: fleet.trainers: ... fleet.peers = 1",
         ),
         (
             "[train]\nbatch = 6\n",
-            "my.toml:2: train.microbatch: 4 does not divide train.batch = 6; use a divisor of the batch",
+            "my.toml:2: train.microbatch: ... train.batch = 6",
         ),
         (
             "[model]\ncontext = 16\n[train]\nsequence_start = 32\n",
-            "my.toml:4: train.sequence_start: 32 exceeds model.context = 16; start shorter",
+            "my.toml:4: train.sequence_start: ... model.context = 16",
         ),
     ],
 )
 def test_wrong_file(tmp_path: Path, text: str, expected: str) -> None:
-    assert message(tmp_path, text) == expected
+    check(message(tmp_path, text), expected)
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("model.layers=x", "--set model.layers=x: model.layers: expected a whole number, got 'x'"),
-        ("model.hedas=4", "--set model.hedas=4: model.hedas: unknown key; did you mean 'heads'?"),
-        ("modle.heads=4", "--set modle.heads=4: modle: unknown section; did you mean 'model'?"),
-        ("layers=4", "--set layers=4: layers: unknown section; did you mean 'model.layers'?"),
-        ("model.layers", "--set model.layers: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12"),
-        ("model..x=1", "--set model..x=1: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12"),
-        ("model=3", "--set model=3: model: is a section; set one of its fields, e.g. --set model.FIELD=3"),
+        ("model.layers=x", "--set model.layers=x: model.layers: ... got 'x'"),
+        ("model.hedas=4", "--set model.hedas=4: model.hedas: ... 'heads'"),
+        ("modle.heads=4", "--set modle.heads=4: modle: ... 'model'"),
+        ("layers=4", "--set layers=4: layers: ... 'model.layers'"),
+        ("model.layers", "--set model.layers: ... SECTION.FIELD"),
+        ("model..x=1", "--set model..x=1: ... SECTION.FIELD"),
+        ("model=3", "--set model=3: ... model.FIELD=3"),
         (
             'network.announce=["1.2.3.4:4000"]',
-            """--set network.announce=["1.2.3.4:4000"]: network.announce: '1.2.3.4:4000' is no address; write it as """
-            "'/ip4/1.2.3.4/tcp/4000'",
+            '--set network.announce=["1.2.3.4:4000"]: network.announce: ... /ip4/1.2.3.4/tcp/4000',
         ),
-        ("model.layers=none", "--set model.layers=none: model.layers: expected a whole number, got 'none'"),
+        ("model.layers=none", "--set model.layers=none: model.layers: ... got 'none'"),
         (
             "fleet.peers=1",
-            "--set fleet.peers=1: fleet.peers: 1 peers cannot serve fleet.stages = 2; give at least one peer per stage",
+            "--set fleet.peers=1: fleet.peers: ... fleet.stages = 2",
         ),
         (
             "model.width=64",
-            "--set model.width=64: model.heads: 6 heads do not divide model.width = 64; use 4 heads or another width",
+            "--set model.width=64: model.heads: ... model.width = 64 ... 4 heads",
         ),
     ],
 )
 def test_wrong_override(tmp_path: Path, override: str, expected: str) -> None:
-    assert message(tmp_path, None, override) == expected
+    check(message(tmp_path, None, override), expected)
 
 
 def test_an_override_is_blamed_for_what_it_replaced(tmp_path: Path) -> None:
     text = "[model]\nlayers = 4\n"
-    assert message(tmp_path, text, "model.layers=0") == (
-        "--set model.layers=0: model.layers: must be greater than 0, got 0"
-    )
+    check(message(tmp_path, text, "model.layers=0"), "--set model.layers=0: model.layers: ... got 0")
     assert message(tmp_path, "[model]\nlayers = 0\n", "model.width=96").startswith("my.toml:2: model.layers: ")
 
 
 def test_a_section_that_is_no_table_is_named_before_the_override(tmp_path: Path) -> None:
-    assert message(tmp_path, "model = 3\n", "model.layers=2") == (
-        "my.toml:1: model: expected a table, as in [model], got 3"
-    )
+    check(message(tmp_path, "model = 3\n", "model.layers=2"), "my.toml:1: model: ... [model] ... got 3")
 
 
 @pytest.mark.parametrize(
@@ -187,19 +188,19 @@ def test_toml_syntax(tmp_path: Path, text: str, place: str) -> None:
 
 
 def test_a_key_given_twice_is_not_a_matter_of_quotes(tmp_path: Path) -> None:
-    assert message(tmp_path, "[model]\nlayers = 1\nlayers = 2\n").endswith("; name each key and table once")
-    assert message(tmp_path, "[model]\nlayers = 1\n[model]\n").endswith("; name each key and table once")
+    for twice in ("layers = 2", "[model]"):
+        assert "once" in message(tmp_path, f"[model]\nlayers = 1\n{twice}\n").partition("; ")[2]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
-    with pytest.raises(ConfigError, match=re.escape(f"{missing}: no such file; 'muletrain config > {missing}'")):
+    with pytest.raises(ConfigError, match=re.escape(f"'muletrain config > {missing}'")):
         load_config(missing, [])
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: cannot be read: Is a directory")):
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}: ")):
         load_config(tmp_path, [])
     latin = tmp_path / "latin.toml"
     latin.write_bytes(b"# caf\xe9\n")
-    with pytest.raises(ConfigError, match=r"latin.toml: is not UTF-8 text \(byte 5\); save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin.toml: .*byte 5"):
         load_config(latin, [])
 
 
@@ -459,33 +460,33 @@ def test_unnamed_paths_follow_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("count = 2", "count = 0", "my.toml:4: machines[0].count: must be greater than 0, got 0"),
-        ('name = "lab"', "", "my.toml:2: machines[0].name: missing; give the name, unique in this file"),
-        ("speed = 0.5", "sped = 0.5", "my.toml:7: machines[0].sped: unknown key; did you mean 'speed'?"),
+        ("count = 2", "count = 0", "my.toml:4: machines[0].count: ... got 0"),
+        ('name = "lab"', "", "my.toml:2: machines[0].name:"),
+        ("speed = 0.5", "sped = 0.5", "my.toml:7: machines[0].sped: ... 'speed'"),
         (
             '["asia", "europe"]',
             '["asia", "eurpe"]',
-            "my.toml:17: links[0].between: no machine or region is called 'eurpe'; did you mean 'europe'?",
+            "my.toml:17: links[0].between: ... 'eurpe' ... 'europe'",
         ),
         (
             '["lab", "lab"]',
             '["europe", "asia"]',
-            "my.toml:22: links[1].between: this pair has an entry already; links hold in both directions",
+            "my.toml:22: links[1].between:",
         ),
         (
             'name = "home"',
             'name = "lab"',
-            "my.toml:10: machines[1].name: 'lab' names two machines; give each its own name",
+            "my.toml:10: machines[1].name:",
         ),
         (
             'region = "asia"',
             'region = "home"',
-            "my.toml:10: machines[1].name: 'home' is a region too, so links could mean either; rename one",
+            "my.toml:10: machines[1].name:",
         ),
         (
             "[pacing]\nforward_ms = 10.0",
             "[pacing]",
-            "my.toml:26: pacing.backward_ms: needs pacing.forward_ms too; give both, or forward_ms alone",
+            "my.toml:26: pacing.backward_ms: ... pacing.forward_ms",
         ),
     ],
 )
@@ -493,7 +494,7 @@ def test_wrong_fleet(tmp_path: Path, old: str, new: str, expected: str) -> None:
     assert old in TWO
     with pytest.raises(ConfigError) as caught:
         load_fleet(write(tmp_path, TWO.replace(old, new, 1)))
-    assert str(caught.value).replace(f"{tmp_path}/", "") == expected
+    check(str(caught.value).replace(f"{tmp_path}/", ""), expected)
 
 
 REGIONS = """
@@ -536,35 +537,33 @@ def test_published_networks_are_square_and_meet_what_the_paper_says() -> None:
         (
             "[[1, 80], [90, 1]]",
             "[[1, 80], [90]]",
-            "my.toml:11: matrix.rtt_ms: row 2 has 1 values, but matrix.regions names 2 regions; give one row, and in each one value, "
-            "a region",
+            "my.toml:11: matrix.rtt_ms: ... row 2",
         ),
         (
             "[[1000, 200], [100, 1000]]",
             "[[1000, 200]]",
-            "my.toml:12: matrix.bandwidth_mbps: 1 rows, but matrix.regions names 2 regions; give one row, and in each one value, "
-            "a region",
+            "my.toml:12: matrix.bandwidth_mbps: ... matrix.regions",
         ),
         (
             "[100, 1000]",
             "[-100, 1000]",
-            "my.toml:12: matrix.bandwidth_mbps[1][0]: must be greater than 0, got -100",
+            "my.toml:12: matrix.bandwidth_mbps[1][0]: ... got -100",
         ),
-        ("[90, 1]", "[-90, 1]", "my.toml:11: matrix.rtt_ms[1][0]: must be at least 0, got -90"),
+        ("[90, 1]", "[-90, 1]", "my.toml:11: matrix.rtt_ms[1][0]: ... got -90"),
         (
             'region = "boston"',
             'region = "bostn"',
-            "my.toml:8: machines[1].region: the matrix has no region 'bostn'; did you mean 'boston'?",
+            "my.toml:8: machines[1].region: ... 'bostn' ... 'boston'",
         ),
         (
             "[matrix]",
             '[matrix]\npreset = "worldwide-8"',
-            "my.toml:11: matrix.regions: stands beside matrix.preset; leave one of them out",
+            "my.toml:11: matrix.regions: ... matrix.preset",
         ),
         (
             'regions = ["berlin", "boston"]\nrtt_ms = [[1, 80], [90, 1]]\nbandwidth_mbps = [[1000, 200], [100, 1000]]',
             'preset = "worldwide-9"',
-            "my.toml:10: matrix.preset: no published network is called 'worldwide-9'; did you mean 'worldwide-8'?",
+            "my.toml:10: matrix.preset: ... 'worldwide-8'",
         ),
     ],
 )
@@ -572,7 +571,7 @@ def test_wrong_matrix(tmp_path: Path, old: str, new: str, expected: str) -> None
     assert old in REGIONS
     with pytest.raises(ConfigError) as caught:
         load_fleet(write(tmp_path, REGIONS.replace(old, new, 1)))
-    assert str(caught.value).replace(f"{tmp_path}/", "") == expected
+    check(str(caught.value).replace(f"{tmp_path}/", ""), expected)
 
 
 @pytest.mark.parametrize("path", example_files(), ids=lambda p: p.stem)
@@ -588,7 +587,7 @@ def test_there_are_shipped_fleets() -> None:
 
 
 def test_unknown_fleet_names_those_that_ship() -> None:
-    with pytest.raises(ConfigError, match=r"slowhome: no such file and no shipped fleet; shipped are .*slow-home"):
+    with pytest.raises(ConfigError, match=r"slowhome: .*'slow-home'"):
         load_fleet("slowhome")
 
 
@@ -597,6 +596,4 @@ def test_a_fleet_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
     assert len(load_fleet(path, peers=3).peers()) == 3
     with pytest.raises(ConfigError) as caught:
         load_fleet(path, peers=4)
-    assert str(caught.value) == (
-        f"{path}: machines: 3 machines for fleet.peers = 4; raise a count or lower fleet.peers"
-    )
+    check(str(caught.value), f"{path}: machines: ... 3 machines ... fleet.peers = 4")

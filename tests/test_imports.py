@@ -35,7 +35,7 @@ LAYERS: list[set[str]] = [
 ROOMS: dict[str, list[str]] = {
     "runtime": ["peer", "recovery", "checkpoint", "step", "transfer", "microbatch", "members", "core"],
     "sim": ["plan", "fleet", "steps"],
-    "cli": ["commands", "show"],
+    "cli": ["commands", "actions", "show"],
 }
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = {"torch", "hivemind", "socket", "ssl", "transformers", "safetensors", "tokenizers"}
@@ -203,7 +203,7 @@ def test_what_only_looks_like_executing_is_fine(tmp_path: Path) -> None:
     assert executing(tmp_path) == []
 
 
-SEES_SEATS = {"config/schema.py", "cli/commands/planned.py"}
+SEES_SEATS = {"config/peer_sections.py"}
 """What reads, checks and writes a planned layout."""
 
 

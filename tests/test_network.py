@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from muletrain.clock import LoopClock
-from muletrain.config.fleet import FleetPeer, Link, Stall
+from muletrain.config.fleet_file import FleetPeer, Link, Stall
 from muletrain.config.schema import Codec
 from muletrain.errors import (
     AdmissionError,

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.actions.whatif import what_if
 from muletrain.cli.main import app
-from muletrain.config import plan as schema
-from muletrain.config.fleet import load_fleet
+from muletrain.config import plan_file as schema
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
-from muletrain.config.plan import Plan, Prediction
+from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
@@ -534,7 +534,7 @@ def test_one_machine_is_no_two_stages(tmp_path: Path) -> None:
         (FLEET, ("--stages", "9"), ("--stages 9", "4 layers")),
         (FLEET.replace("tflops = 0.02\n", ""), (), ("machines[0].tflops", "missing")),
         (FLEET, ("--pipelines", "2"), ("--pipelines belongs to --network",)),
-        (FLEET, ("--network", "dtfm-case1"), ("stands beside --network",)),
+        (FLEET, ("--network", "dtfm-case1"), ("FLEET.toml", "--network")),
         (FLEET, ("--microbatch", "3"), ("does not divide",)),
         (
             FLEET.replace("bandwidth_mbps = 100", "bandwidth_mbps = 0"),

@@ -7,11 +7,11 @@ import io
 import pytest
 from rich.console import Console
 
-from muletrain.cli.commands.plan_fleet import tell
-from muletrain.cli.main import app, simulate_app
+from muletrain.cli.main import app, simulate
 from muletrain.cli.show.console import say
-from muletrain.config.fleet import Fleet
-from muletrain.config.plan import Memory, Plan, Prediction, Split, Stage, Traffic
+from muletrain.cli.show.plan_tables import tell
+from muletrain.config.fleet_file import Fleet
+from muletrain.config.plan_file import Memory, Plan, Prediction, Split, Stage, Traffic
 
 FLEET = Fleet.model_validate(
     {
@@ -142,7 +142,7 @@ def test_a_pipe_gets_whole_sentences() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [*app.registered_commands, *simulate_app.registered_commands],
+    [*app.registered_commands, *simulate.registered_commands],
     ids=lambda command: command.callback.__name__,
 )
 def test_help_leaves_line_breaks_to_the_terminal(command: object) -> None:

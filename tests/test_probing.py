@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from muletrain.cli.commands.session import Session
+from muletrain.cli.actions import probe_peers as cli_peers
+from muletrain.cli.actions.session import Session
 from muletrain.cli.main import app
-from muletrain.cli.show import peers as cli_peers
-from muletrain.cli.show.fleet_tables import fleet_tables
+from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.clock import LoopClock
 from muletrain.compute import block
 from muletrain.compute.estimate import Offer
-from muletrain.config.fleet import Fleet, load_fleet
+from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.config.surveyed import LEAST_MBPS, Found, fleet_of, written
@@ -41,7 +41,7 @@ from muletrain.network.shaped import ShapedNetwork
 from muletrain.planning.tournament import rounds
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.join.messages import Ready
-from muletrain.runs.measure import survey
+from muletrain.runs.measure import fleet_survey as survey
 from muletrain.runs.measure.probing import (
     FIRST,
     MOST,
@@ -259,11 +259,11 @@ def test_who_gives_no_answer_or_none_that_can_be_is_left_out(tmp_path: Path) -> 
     measured = lab.last()
     assert isinstance(measured, FleetMeasured)
     assert measured.peers == ["far", "home", "near-0"]
-    assert measured.lacking == ["near-1 gave no answer, and is left out", "near-2 gave no answer, and is left out"]
+    assert [line.split()[0] for line in measured.lacking] == ["near-1", "near-2"]
     warnings = " ".join(e.message for e in lab.events if isinstance(e, Note))
-    assert "more than any machine does" in warnings
+    assert "FLOP/s" in warnings
     assert "the run has begun" in warnings
-    assert "near-1 gave no answer" in (tmp_path / "fleet.toml").read_text()
+    assert f"# {measured.lacking[0]}" in (tmp_path / "fleet.toml").read_text()
 
 
 def test_who_stops_answering_does_not_hold_the_others_up(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_who_stops_answering_does_not_hold_the_others_up(tmp_path: Path) -> None
     lab, took_s = virtually(scenario)
     measured = lab.last()
     assert isinstance(measured, FleetMeasured)
-    assert "nothing arrived from x-0 at x-7: written as a link that is next to none" in measured.lacking
+    assert any(line.startswith("nothing arrived from x-0 at x-7") for line in measured.lacking)
     assert took_s < 200
     found = load_fleet(tmp_path / "fleet.toml")
     assert found.link(0, 1).bandwidth_bytes_per_s == pytest.approx(100e6 / 8, rel=0.05)
@@ -297,12 +297,12 @@ def test_only_the_founder_has_others_measure_and_only_before_the_run(tmp_path: P
         founder, a, b = lab.names
         ask = AskLink(to=b, seconds=0.1).pack()
         before = lab.hub.peers[a].counters.sent.total()
-        with pytest.raises(Refused, match="only the run's first peer"):
+        with pytest.raises(Refused, match="first peer"):
             await lab.nets[b].call(a, AskLink.KIND, ask, timeout_s=60)
         assert lab.hub.peers[a].counters.sent.total() == before
         await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
         lab.probers[a].close()
-        with pytest.raises(Refused, match="the run has begun"):
+        with pytest.raises(Refused, match="begun"):
             await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
 
     virtually(scenario)
@@ -481,14 +481,14 @@ def start_that_says(folder: Path, event: Event) -> Iterator[None]:
 def test_doctor_peers_asks_the_start_that_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_peers, "TAKEN_S", 0.2)
-    with pytest.raises(MuletrainError, match="call this where 'muletrain start' was called"):
+    with pytest.raises(MuletrainError, match="no waiting run"):
         cli_peers.probe_peers(None, json=True)
     folder = tmp_path / "runs" / "one"
-    with pytest.raises(MuletrainError, match="give the run folder of a 'muletrain start' that waits"):
+    with pytest.raises(MuletrainError, match="--run"):
         cli_peers.probe_peers(folder, json=True)
     folder.mkdir(parents=True)
     (folder / OWNER_FILE).write_bytes(b"key")
-    with pytest.raises(MuletrainError, match="'muletrain start' must be running"):
+    with pytest.raises(MuletrainError, match="no answer"):
         cli_peers.probe_peers(None, json=True)
     assert not (folder / PROBE_FILE).exists()
     monkeypatch.setattr(cli_peers, "TAKEN_S", 20)

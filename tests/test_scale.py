@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from muletrain.clock import LoopClock
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryHub, MemoryNetwork

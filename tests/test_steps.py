@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muletrain.config.fleet import Link
+from muletrain.config.fleet_file import Link
 from muletrain.planning.cost import RunCost, StageCost, averages_at
 from muletrain.planning.splits import Station, roughly_s
 from muletrain.sim.setting import Kind, Setting

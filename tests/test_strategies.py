@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, get_args
 
 import pytest
 
-from muletrain.config import plan
+from muletrain.config import plan_file
 from muletrain.config.load import load_config
 from muletrain.policy.assignment import NOWHERE, Load, View
 from muletrain.strategies import CHOICES, STRATEGIES, find, strategy_of
@@ -100,7 +100,7 @@ def test_nobody_is_missed_where_everyone_is(listed: Listed) -> None:
 
 
 def test_the_list_is_what_plans_and_options_know() -> None:
-    assert [s.name for s in STRATEGIES] == list(get_args(plan.Strategy))
+    assert [s.name for s in STRATEGIES] == list(get_args(plan_file.Strategy))
     assert CHOICES == ("swarm", "1f1b", "gpipe")
     assert [s.name for s in STRATEGIES if find(s.name).runs] == ["swarm", "pipeline"]
 

@@ -60,6 +60,6 @@ def test_what_goes_on_at_the_same_time_is_drawn_below_each_other() -> None:
 
 @pytest.mark.parametrize("name", ["", "nowhere/out.json"])
 def test_where_no_trace_can_be_written_nothing_is_begun(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="give a file, in a folder that there is"):
+    with pytest.raises(ConfigError, match="--trace"):
         check_trace(tmp_path / name)
     check_trace(tmp_path / "out.json")

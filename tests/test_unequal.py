@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.groups import Work, beginnings, counts_of_pipelines, pipelines, search

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.commands.whatif import what_if
+from muletrain.cli.actions.whatif import what_if
 from muletrain.cli.show.playing import Playing
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.errors import Expelled, MuletrainError
@@ -420,7 +420,7 @@ def test_peers_that_give_up_are_an_error(
         assert "would help" not in out
 
 
-PLAYED = re.compile(r"playing every message: (\d+:\d+|[\d.]+ s) of 10:00:00")
+PLAYED = re.compile(r".*: (\d+:\d+|[\d.]+ m?s) of 10:00:00")
 
 
 def long_play(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
@@ -581,7 +581,7 @@ def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFi
         "virginia",
         "time to recover",
         "computed again",
-        "one of these would help",
+        "changes",
         "--set optimizer.delayed=true",
         "one update old",
     ):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from muletrain.clock import LoopClock
-from muletrain.config.fleet import FleetPeer, Link
+from muletrain.config.fleet_file import FleetPeer, Link
 from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from muletrain.config.fleet import Fleet, load_fleet
+from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.events import Event, StepDone
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet.flow import HOUR_S, Weather

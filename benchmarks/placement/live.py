@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
-from muletrain.config.plan import Plan, Prediction
+from muletrain.config.plan_file import Plan, Prediction
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan.question import Question

@@ -16,7 +16,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet.simulation import EXAMPLE

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muletrain.config.fleet import Fleet, load_fleet
+from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec
@@ -28,7 +28,7 @@ from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import NoSteps, chosen, played_step_s, promising, settled_on, told
 
 if TYPE_CHECKING:
-    from muletrain.config.plan import Prediction
+    from muletrain.config.plan_file import Prediction
 
 RUN = (
     "model.width=256",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muletrain.config.fleet import Machine, load_fleet
+from muletrain.config.fleet_file import load_fleet
+from muletrain.config.fleet_sections import Machine
 from muletrain.config.load import load_config
 from muletrain.errors import CapacityError
 from muletrain.model.spec import ModelSpec

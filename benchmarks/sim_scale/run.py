@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.network.memory import MemoryNetwork

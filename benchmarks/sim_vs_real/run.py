@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from muletrain.cli.commands.train import save_config
+from muletrain.cli.actions.opening import save_config
 from muletrain.config.costs import Costs
-from muletrain.config.fleet import Fleet, load_fleet
+from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
 from muletrain.events import Event, EventTail, Note, StepDone

@@ -1,7 +1,7 @@
-"""The ``Clock`` seam: where protocol code gets its time from.
+"""The ``Clock`` seam: the source of time for protocol code.
 
-Protocol code never calls ``time.*`` or ``asyncio.sleep`` with wall time in mind: it uses a ``Clock``, so that the same
-code runs on a virtual event loop whose time jumps to the next timer.
+Protocol code uses a ``Clock`` instead of ``time.*``, so that it also runs on a virtual event loop whose time jumps to
+the next timer.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class LoopClock:
     def now(self) -> float:
         try:
             return asyncio.get_running_loop().time()
-        except RuntimeError:  # compute threads ask too
+        except RuntimeError:  # called from a compute thread
             return time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
     async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
-        try:  # not wait_for: before Python 3.12 it forgets that it was cancelled, if what it waits for is done at that moment
+        try:  # not wait_for: before Python 3.12 it loses a cancellation that comes just as its task is done
             async with asyncio.timeout(seconds):
                 return await awaitable
         except TimeoutError as e:

@@ -1,4 +1,4 @@
-"""The exception tree. Every message says what is wrong, where, and what to do next."""
+"""The exception tree. Every message tells what is wrong, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class MuletrainError(Exception):
 
 
 class ConfigError(MuletrainError):
-    """A configuration that cannot be run. The message names the field, the file and line, and the remedy."""
+    """An invalid configuration. The message names the field, its file and line, and the remedy."""
 
 
 class DataError(MuletrainError):
-    """A corpus or tokenizer that cannot be used (missing, empty, unreadable, of another digest)."""
+    """A corpus or tokenizer that cannot be used (missing, empty, unreadable, wrong digest)."""
 
 
 class CheckpointError(MuletrainError):
-    """A checkpoint that cannot be read or written (incomplete, corrupt, no space, other shapes)."""
+    """A checkpoint that cannot be read or written (incomplete, corrupt, no space, wrong shapes)."""
 
 
 class CapacityError(MuletrainError):
@@ -26,7 +26,7 @@ class CapacityError(MuletrainError):
 
 
 class NetworkError(MuletrainError):
-    """Base of what can go wrong between two peers."""
+    """Base of errors between two peers."""
 
 
 class PeerUnreachable(NetworkError):
@@ -38,28 +38,28 @@ class DeadlineExceeded(NetworkError):
 
 
 class Refused(NetworkError):
-    """The other side answered, and said no (with a reason that says what to do)."""
+    """The other side refused. The message gives its reason, and what to do."""
 
 
 class ProtocolError(NetworkError):
-    """Something arrived that no correct peer would send: wrong shape, size, kind, lineage or signature."""
+    """A message that no correct peer would send: wrong shape, size, kind, lineage or signature."""
 
 
 class Malformed(ProtocolError):
-    """What no correct peer of this version sends, whatever state it is in: whoever keeps doing it is banned for a
+    """A message that no correct peer of this version sends in any state. A peer that repeats it is banned for a
     while."""
 
 
 class AdmissionError(MuletrainError):
-    """A ticket or a peer that does not fit this run: wrong secret, other run, other version."""
+    """A ticket or a peer that does not fit this run: wrong secret, run or version."""
 
 
 class Expelled(MuletrainError):
-    """The others of a run let this peer go: it does not compute what they compute."""
+    """The other members expelled this peer, because its results differ from theirs."""
 
 
 def no_room(error: BaseException) -> str | None:
-    """What to tell people where a disk is full; None if that is not it."""
+    """The message for a full disk; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return f"{error.filename or 'a file of this run'}: {error.strerror}; free some space there and try again"

@@ -1,5 +1,4 @@
-"""A run's events as a trace that https://ui.perfetto.dev and chrome://tracing show: what each slot of each peer did,
-and when.
+"""A run's events as a trace for https://ui.perfetto.dev and chrome://tracing: the work of each slot of each peer.
 
 The format is Chrome's "Trace Event Format": complete events ('X', with a duration), instants ('i') and names ('M'), in
 microseconds.
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 SLOTS = ("receive", "compute", "send", "average")
 LANES = 100
-"""Of one slot: what goes on in it at the same time is drawn below each other."""
+"""Most rows per slot; work that overlaps is drawn in several rows."""
 INSTANTS = (
     ev.CheckpointWritten,
     ev.FaultInjected,
@@ -36,7 +35,7 @@ INSTANTS = (
 
 
 def chrome_trace(events: Iterable[ev.Event]) -> dict[str, Any]:
-    """Of all processes' events, of a run with ``fleet.trace``. Times begin with the first event."""
+    """The trace of all processes' events; the run needs ``fleet.trace``. Time 0 is the first event."""
     known = sorted((e for e in events if isinstance(e, (ev.SlotWorked, *INSTANTS))), key=_begin)
     origin = _begin(known[0]) if known else 0.0
     processes = {peer: number for number, peer in enumerate(sorted({e.peer for e in known}), 1)}
@@ -57,9 +56,9 @@ def chrome_trace(events: Iterable[ev.Event]) -> dict[str, Any]:
 
 
 def check_trace(path: Path) -> None:
-    """Before anything runs. Raises ConfigError where no file can be written there."""
+    """Check early that ``path`` can be written. Raises ConfigError."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--trace {path}: give a file, in a folder that there is")
+        raise ConfigError(f"--trace {path}: give a file in a folder that exists")
 
 
 def write_trace(path: Path, events: Iterable[ev.Event]) -> None:
@@ -76,7 +75,7 @@ def _us(seconds: float) -> int:
 
 
 def _lane(busy_until: list[float], event: ev.SlotWorked) -> int:
-    """The first that is free by then."""
+    """The first row that is free when the work begins."""
     begin = _begin(event)
     lane = next((k for k, until in enumerate(busy_until) if until <= begin + 1e-6), len(busy_until))
     busy_until[lane : lane + 1] = [event.t]

@@ -1,6 +1,6 @@
-"""Quantities as people write and read them: bytes, rates, durations, counts. Pure; parsers raise ValueError.
+"""Quantities as people write and read them: bytes, durations, counts. Pure; parsers raise ValueError.
 
-Sizes and rates are decimal (1 MB = 10^6 bytes, as networks count); written with an 'i', binary (1 MiB = 2^20 bytes, as
+Sizes are decimal (1 MB = 10^6 bytes, as networks count); written with an 'i', binary (1 MiB = 2^20 bytes, as
 memory counts).
 """
 
@@ -10,8 +10,7 @@ import math
 import re
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_SIZE = re.compile(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)(b|bit)?\s*", re.IGNORECASE)
-_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SIZE = re.compile(r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?\s*", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9.]+)\s*(ms|s|min|m|h|d)\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -19,18 +18,9 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 8640
 def parse_bytes(text: str) -> int:
     """'1.5 GiB', '200 MB', '4096' -> bytes."""
     match = _SIZE.fullmatch(text)
-    if match is None or (match[4] or "").lower() == "bit":
+    if match is None:
         raise ValueError(f"expected a size such as '1.5 GiB' or '200 MB', got {text!r}")
     return int(_number(match[1], text) * _scale(match[2], match[3]))
-
-
-def parse_rate(text: str) -> float:
-    """'50 Mb/s' or '50 Mbit/s' (bits), '6 MB/s' (bytes) -> bytes/s. A small b is a bit, a capital B a byte."""
-    size, slash, second = text.strip().rpartition("/")
-    match = _SIZE.fullmatch(size)
-    if not slash or second != "s" or match is None or match[4] is None:
-        raise ValueError(f"expected a rate such as '50 Mb/s' or '6 MB/s', got {text!r}")
-    return _number(match[1], text) * _scale(match[2], match[3]) / (1 if match[4] == "B" else 8)
 
 
 def parse_duration(text: str) -> float:
@@ -43,14 +33,6 @@ def parse_duration(text: str) -> float:
     return sum(_number(m[1], text) * _SECONDS[m[2]] for m in parts)
 
 
-def parse_count(text: str) -> int:
-    """'125M', '2.7B', '512' -> a whole number."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmbgt]?)\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"expected a count such as '125M' or '512', got {text!r}")
-    return round(_number(match[1], text) * _COUNTS[match[2].lower()])
-
-
 def format_bytes(n: float) -> str:
     """Bytes, decimal: '512 B', '33.5 MB'."""
     return _scaled(n, 1000.0, ["B", "kB", "MB", "GB", "TB", "PB"])
@@ -61,14 +43,15 @@ def format_memory(n: float) -> str:
     return _scaled(n, 1024.0, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"])
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """'6.25 MB/s'."""
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 def format_count(n: float) -> str:
     """'985', '12.3k', '125M', '2.7B'."""
     return _scaled(n, 1000.0, ["", "k", "M", "B", "T"]).replace(" ", "")
+
+
+def plural(count: int, noun: str) -> str:
+    """'1 step', '2,000 steps', '3 microbatches'."""
+    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 def format_duration(seconds: float) -> str:

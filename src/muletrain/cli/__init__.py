@@ -1,0 +1,1 @@
+"""The command line: ``main`` registers ``commands`` (options, help), which call ``actions``, which use ``show``."""

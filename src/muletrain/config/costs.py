@@ -1,5 +1,5 @@
-"""What real runs take beside what a fleet file says, as TOML: ``simulate calibrate`` writes it, ``simulate fleet
---costs`` reads it."""
+"""Costs of real runs that no fleet file states, as TOML. ``simulate calibrate`` writes it, ``simulate fleet --costs``
+reads it."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from pydantic import Field
 
 from muletrain.config.dump import WIDTH, dump_toml
 from muletrain.config.load import load_toml
-from muletrain.config.schema import Section
+from muletrain.config.section import Section
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 class DeviceSpeed(Section):
-    """What a device got out of the stages it served."""
+    """Measured speed of a device."""
 
     device: str = Field(description="name, as in a fleet file", examples=["NVIDIA T4"])
     tflops: float = Field(gt=0, description="sustained speed, recomputed forwards included [TFLOP/s]")
 
 
 class Costs(Section):
-    """Measured in real runs. Nothing is fitted where it is 0."""
+    """Costs measured in real runs; 0: not measured."""
 
-    runs: tuple[str, ...] = Field(default=(), description="run folders that it was measured in")
+    runs: tuple[str, ...] = Field(default=(), description="run folders of the measurement")
     call_ms: float = Field(
         default=0.0,
         ge=0,
-        description="a forward or backward beyond forward_ms or backward_ms, where a fleet file has them [ms]",
+        description="time of a forward or backward beyond forward_ms or backward_ms of a fleet file [ms]",
     )
     hop_ms: float = Field(
         default=0.0,
         ge=0,
-        description="a message from one peer to another beyond what the link takes: encoding, the stack, decoding [ms]",
+        description="time of a message beyond the link: encoding, network stack, decoding [ms]",
     )
     ending_ms: float = Field(
         default=0.0,
         ge=0,
-        description="the end of a step beyond its messages: sealing, reducing, hashing, applying [ms]",
+        description="time of the end of a step beyond its messages: sealing, reducing, hashing, applying [ms]",
     )
     stage_params: int = Field(
         default=0,
         ge=0,
-        description="the largest stage it was measured with: ending_ms is for stages of that size [parameters]",
+        description="largest stage of the measurement; ending_ms applies to stages of that size [parameters]",
     )
-    devices: tuple[DeviceSpeed, ...] = Field(default=(), description="speeds, before those of the catalogue")
+    devices: tuple[DeviceSpeed, ...] = Field(default=(), description="speeds, which override the catalogue")
 
 
 def load_costs(path: Path) -> Costs:

@@ -1,4 +1,4 @@
-"""Writing configurations as TOML: exactly (``dump_toml``), or explained field by field (``describe``)."""
+"""Writes configurations as TOML: exactly (``dump_toml``), or explained field by field (``describe``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from muletrain.config.problems import keys_of, submodel
-from muletrain.config.schema import RunConfig, Section
+from muletrain.config.schema import RunConfig
+from muletrain.config.section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +24,7 @@ WIDTH = 120
 
 
 def dump_toml(config: Section) -> str:
-    """TOML that loads to an equal config; 'none' for what is off although its default is on."""
+    """TOML that loads to an equal config; 'none' turns off a field that is on by default."""
     tables: list[str] = []
     top: list[str] = []
     for key, value in _items(config):
@@ -37,9 +38,9 @@ def dump_toml(config: Section) -> str:
 
 
 def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
-    """The configuration type as TOML that loads as it is: defaults (examples for what has none), a comment with the
-    unit for each field; what is off by default is commented out, with an example, and so is what gives way to others or
-    depends on them."""
+    """The configuration type as TOML that loads unchanged: every field with its default (or an example) and a comment.
+
+    Fields that are off by default, and fields whose defaults depend on others, are commented out."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []
     for key, info in keys_of(kind).items():
@@ -86,7 +87,7 @@ def _described(key: str, info: FieldInfo, kind: type[BaseModel]) -> list[str]:
     default = info.get_default(call_default_factory=True, validated_data={})
     if default is None:
         setting = f"# {key} = {toml_value((info.examples or ['none'])[0])}"
-    elif info.default_factory is not None:  # written out, it would hold for another rule as well
+    elif info.default_factory is not None:  # if set, it would also apply to other optimizers
         setting = f"# {key} = {toml_value(default)}"
     else:
         value = (info.examples or [""])[0] if default is PydanticUndefined else default
@@ -98,7 +99,7 @@ def _described(key: str, info: FieldInfo, kind: type[BaseModel]) -> list[str]:
 
 
 def _choices(info: FieldInfo) -> str:
-    """': adamw, lamb' for a field of few values."""
+    """' (adamw, lamb)' for a field with few values."""
     kind = info.annotation
     if get_origin(kind) is Literal:
         options = list(get_args(kind))

@@ -1,4 +1,4 @@
-"""Reading a configuration: TOML, then ``--set`` on top, then one clear error or a config that can run."""
+"""Reads a configuration: TOML, with ``--set`` on top, becomes one clear error or a config that can run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T", bound=BaseModel)
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run described by the file (None: defaults) and by ``SECTION.FIELD=VALUE`` overrides, the later ones winning.
+    """The run of a file (None: defaults) and of ``SECTION.FIELD=VALUE`` overrides, of which later ones win.
 
     Raises ConfigError: one sentence with the place ('my.toml:12' or '--set ...'), the field and the remedy.
     """
@@ -45,17 +45,17 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
 
 
 def load_located(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, Origins]:
-    """As ``load_config``, with who set what: for errors that are found later (``located``)."""
+    """Like ``load_config``, with the origins of the values, for later errors (``located``)."""
     return _load(RunConfig, path, overrides)
 
 
 def load_toml(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:
-    """A model of type ``kind`` from TOML. Types are strict (no "12" for 12), 'none' is null. Raises ConfigError."""
+    """A ``kind`` from TOML. Types are strict (no "12" for 12); 'none' is null. Raises ConfigError."""
     return load_toml_located(kind, path, overrides)[0]
 
 
 def load_toml_located(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> tuple[T, Origins]:
-    """As ``load_toml``, with who set what: for errors that are found later (``located``)."""
+    """Like ``load_toml``, with the origins of the values, for later errors (``located``)."""
     return _load(kind, path, overrides)
 
 
@@ -64,21 +64,21 @@ def _load(kind: type[T], path: Path | None, overrides: Sequence[str]) -> tuple[T
     for text in overrides:
         _override(raw, text, kind, origins)
     try:
-        # by way of JSON, for its strict mode knows that a list may be a tuple and text an enum's value
+        # through JSON, whose strict mode accepts a list for a tuple and text for an enum
         return kind.model_validate_json(json.dumps(_nulls(kind, raw), default=str), strict=True), origins
     except ValidationError as e:
         raise explain(e, kind, origins) from None
 
 
 def digest(config: RunConfig) -> str:
-    """SHA-256 (hex) of what defines the run's numbers; where it runs and when it is stopped or saved is left out."""
+    """SHA-256 (hex) of the fields that define the run's numbers, without those on where it runs and when it saves."""
     parts = config.model_dump(
         mode="json",
         by_alias=True,
         include={"model": True, "data": True, "train": True, "optimizer": True, "wire": True, "fleet": {"stages"}},
         exclude={"data": {"path", "cache"}, "train": {"time_limit"}, "optimizer": {"state_device"}},
     )
-    if config.fleet.layers is not None:  # as even as can be, they follow from the rest
+    if config.fleet.layers is not None:  # else they follow from the rest
         parts["fleet"]["layers"] = config.fleet.layers
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -98,12 +98,12 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def _syntax(path: Path, message: str) -> str:
-    """tomllib's 'Invalid value (at line 3, column 7)' in the shape of our other messages."""
+    """tomllib's 'Invalid value (at line 3, column 7)' in the form of our other messages."""
     match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     if match is None:
         return f"{path}: not valid TOML: {message}"
     twice = "overwrite" in match[1] or "twice" in match[1]
-    remedy = "name each key and table once" if twice else "write text in \"quotes\", one 'key = value' a line"
+    remedy = "name each key and table once" if twice else "write text in \"quotes\", one 'key = value' per line"
     return f"{path}:{match[2]}:{match[3]}: not valid TOML: {match[1]}; {remedy}"
 
 
@@ -113,7 +113,7 @@ def _override(raw: dict[str, Any], text: str, kind: type[BaseModel], origins: Or
     if not equals or not all(path):
         raise ConfigError(f"--set {text}: write it as SECTION.FIELD=VALUE, e.g. --set model.layers=12")
     if len(path) == 1 and name.strip() in keys_of(kind):
-        raise ConfigError(f"--set {text}: {name}: is a section; set one of its fields, e.g. --set {name}.FIELD={value}")
+        raise ConfigError(f"--set {text}: {name} is a section; set one of its fields, e.g. --set {name}.FIELD={value}")
     origins.override(path, text)
     section = raw
     for part in path[:-1]:
@@ -124,7 +124,7 @@ def _override(raw: dict[str, Any], text: str, kind: type[BaseModel], origins: Or
 
 
 def _value(text: str, info: FieldInfo | None) -> Any:
-    """A TOML value, or the text as it is: where text is wanted, ``2024`` and ``corpus/*.txt`` need no quotes."""
+    """A TOML value, or else the text itself: for a text field, ``2024`` and ``corpus/*.txt`` need no quotes."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -135,7 +135,7 @@ def _value(text: str, info: FieldInfo | None) -> Any:
 
 
 def _nulls(kind: type[BaseModel], raw: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null: 'none' is null wherever a field may be off."""
+    """``raw`` with null for 'none' where a field may be off, because TOML has no null."""
     known = keys_of(kind)
     return {key: _null(known[key], value) if key in known else value for key, value in raw.items()}
 

@@ -1,4 +1,4 @@
-"""Where things stand in a TOML file: ``tomllib`` gives values without lines, error messages need the line."""
+"""Lines of keys in a TOML file, for error messages; ``tomllib`` returns values without lines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TOKEN = re.compile(
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line (from 1) of every key and table header of ``text``, which must be valid TOML. Keys of inline tables are left
-    out: they stand where the table does."""
+    """Line (from 1) of every key and table header of ``text``, which must be valid TOML. Keys inside inline tables are
+    left out."""
     return _Scanner(text).scan()
 
 
@@ -28,7 +28,7 @@ class _Scanner:
     text: str
     at: int = 0
     lines: dict[KeyPath, int] = field(default_factory=dict)
-    counts: dict[KeyPath, int] = field(default_factory=dict)  # elements so far of each [[array of tables]]
+    counts: dict[KeyPath, int] = field(default_factory=dict)  # elements of each [[array of tables]] so far
 
     def scan(self) -> dict[KeyPath, int]:
         table: KeyPath = ()
@@ -47,7 +47,7 @@ class _Scanner:
         return self.at < len(self.text)
 
     def _note(self, path: KeyPath, line: int) -> None:
-        for n in range(1, len(path) + 1):  # `model.layers = 4` opens `model` as well
+        for n in range(1, len(path) + 1):  # `model.layers = 4` also opens `model`
             self.lines.setdefault(path[:n], line)
 
     def _header(self) -> KeyPath:
@@ -62,7 +62,7 @@ class _Scanner:
         return path
 
     def _inside(self, key: KeyPath) -> KeyPath:
-        """A header below an array of tables means the array's newest element."""
+        """The path of a header: below an array of tables, it belongs to the newest element."""
         path: KeyPath = ()
         for part in key[:-1]:
             path = (*path, part)
@@ -92,7 +92,7 @@ class _Scanner:
 
 @dataclass
 class Origins:
-    """Who wrote a value: a line of a file, or a ``--set``."""
+    """The origin of each value: a line of a file, or a ``--set``."""
 
     file: str | None = None
     lines: dict[KeyPath, int] = field(default_factory=dict)
@@ -105,11 +105,11 @@ class Origins:
             self.overrides.setdefault(path[:1], text)
 
     def knows(self, path: KeyPath) -> bool:
-        """Was this very key written by somebody?"""
+        """Whether the user set exactly this key."""
         return path in self.overrides or path in self.lines
 
     def where(self, path: KeyPath) -> str:
-        """The most precise place known for ``path``: 'FILE:LINE', '--set TEXT', 'FILE', or 'default configuration'."""
+        """The most precise known place of ``path``: 'FILE:LINE', '--set TEXT', 'FILE', or 'default configuration'."""
         for n in range(len(path), 0, -1):
             if path[:n] in self.overrides:
                 return f"--set {self.overrides[path[:n]]}"

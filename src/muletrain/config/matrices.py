@@ -1,9 +1,8 @@
-"""Delay and bandwidth between every two devices, as JSON (``NET.json``), or by the name of a network that ships with
-muletrain.
+"""Delay and bandwidth between every two devices: a JSON file (``NET.json``), or a built-in network by its name.
 
-``dtfm-case1`` to ``-case5`` are the five networks of DT-FM's evaluation (Yuan et al. 2022, sec. 4), as its published
-scheduler has them (github.com/DS3Lab/DT-FM, 64 devices each). In cases 1 to 3 the paper's text says something else;
-``dtfm-case1-text`` to ``-case3-text`` follow it.
+``dtfm-case1`` to ``-case5`` are the five networks of DT-FM's evaluation (Yuan et al. 2022, sec. 4), copied from its
+published scheduler (github.com/DS3Lab/DT-FM, 64 devices each). The paper's text gives other numbers for cases 1 to 3;
+``dtfm-case1-text`` to ``-case3-text`` have those.
 """
 
 from __future__ import annotations
@@ -14,43 +13,42 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from muletrain.config.problems import closest
+from muletrain.config.problems import hint
 from muletrain.errors import ConfigError
 
 MOST, LEAST_GBPS = 1e9, 1e-9
-"""Of what we take for a slip: twelve days, 1e18 bit/s; less than a bit a second."""
+"""Bounds of plausible values: at most 12 days or 1e18 bit/s, at least 1 bit/s."""
 UNITS = {"delay_ms": "give milliseconds", "bandwidth_gbps": "give Gbit/s, and 0 for no link"}
 
 
 class Matrices(NamedTuple):
-    """N x N, from row to column; diagonals mean nothing."""
+    """N x N, from row to column; diagonals are ignored."""
 
     name: str
     delay_ms: list[list[float]]
     bandwidth_gbps: list[list[float]]
     """0: no link."""
     regions: tuple[str, ...]
-    """Of each device; () if nobody said."""
+    """One per device; () if unknown."""
 
 
 _TEXT = {
-    # The published bandwidths of cases 1 and 2 are an eighth of the text's: bytes instead of bits. (The text counts
-    # four machines of four GPUs in case 2, which would make 48 devices of the 64 it speaks of; the published eight are
-    # kept.)
+    # The published bandwidths of cases 1 and 2 are an eighth of the text's: bytes instead of bits. (Case 2 keeps the
+    # published eight machines: the text's four machines of four GPUs would make 48 devices, not 64.)
     "dtfm-case1-text": ("dtfm-case1", {3.125: 25.0}, {}),
     "dtfm-case2-text": ("dtfm-case2", {1.25: 10.0}, {}),
     "dtfm-case3-text": ("dtfm-case3", {5.0: 10.0}, {11.0: 10.0}),
 }
-"""Name -> published network, bandwidths [Gbit/s] and delays [ms] that differ in the text."""
+"""By name: the published network, and the bandwidths [Gbit/s] and delays [ms] that differ in the text."""
 
 
 def shipped() -> list[str]:
-    """Names of the networks that ship."""
+    """Names of the built-in networks."""
     return sorted([*(path.stem for path in _folder().glob("*.json")), *_TEXT])
 
 
 def load_matrices(name: str) -> Matrices:
-    """A file's, or, where there is none of that name, a shipped network. Raises ConfigError."""
+    """The network of a file, or the built-in one of that name. Raises ConfigError."""
     if not Path(name).exists():
         if name in _TEXT:
             origin, gbps, ms = _TEXT[name]
@@ -59,9 +57,7 @@ def load_matrices(name: str) -> Matrices:
             return found._replace(name=name, delay_ms=delays, bandwidth_gbps=bandwidths)
         if name in shipped():
             return _read(_folder() / f"{name}.json")
-        guess = closest(name, shipped())
-        hint = f"did you mean '{guess}'?" if guess else f"shipped are {', '.join(shipped())}"
-        raise ConfigError(f"{name}: no such file and no shipped network; {hint}")
+        raise ConfigError(f"{name}: no such file and no built-in network; {hint(name, shipped())}")
     return _read(Path(name))
 
 
@@ -83,19 +79,17 @@ def _read(path: Path) -> Matrices:
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}:{e.lineno}:{e.colno}: not valid JSON: {e.msg}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: lists inside of lists inside of lists; two levels are enough") from None
+        raise ConfigError(f"{path}: lists are nested too deeply; use two levels") from None
     if not isinstance(raw, dict):
         raise ConfigError(f'{path}: expected an object, {{"delay_ms": [[...]], "bandwidth_gbps": [[...]]}}')
     keys = ("delay_ms", "bandwidth_gbps", "regions")
     for key in raw:
         if key not in keys:
-            guess = closest(key, list(keys))
-            hint = f"did you mean '{guess}'?" if guess else f"known are {', '.join(keys)}"
-            raise ConfigError(f"{path}: {key}: unknown key; {hint}")
+            raise ConfigError(f"{path}: {key}: unknown key; {hint(key, keys)}")
     delay_ms, bandwidth_gbps = (_matrix(path, key, raw.get(key)) for key in keys[:2])
     if len(delay_ms) != len(bandwidth_gbps):
         raise ConfigError(
-            f"{path}: delay_ms has {len(delay_ms)} rows and bandwidth_gbps {len(bandwidth_gbps)}; give both a row for each device"
+            f"{path}: delay_ms has {len(delay_ms)} rows and bandwidth_gbps {len(bandwidth_gbps)}; give both one row per device"
         )
     regions = raw.get("regions", [])
     if (
@@ -103,7 +97,7 @@ def _read(path: Path) -> Matrices:
         or not all(isinstance(r, str) for r in regions)
         or len(regions) not in (0, len(delay_ms))
     ):
-        raise ConfigError(f"{path}: regions: expected a list of {len(delay_ms)} names, one a device; or leave it out")
+        raise ConfigError(f"{path}: regions: expected a list of {len(delay_ms)} names, one per device; or leave it out")
     return Matrices(path.stem, delay_ms, bandwidth_gbps, tuple(regions))
 
 
@@ -111,11 +105,11 @@ def _matrix(path: Path, key: str, rows: Any) -> list[list[float]]:
     if rows is None:
         raise ConfigError(f"{path}: {key}: missing; give a list of N lists of N numbers, from row to column")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list) for row in rows):
-        raise ConfigError(f"{path}: {key}: expected a list of N lists of N numbers, one a device")
+        raise ConfigError(f"{path}: {key}: expected a list of N lists of N numbers, one per device")
     for i, row in enumerate(rows):
         if len(row) != len(rows):
             raise ConfigError(
-                f"{path}: {key}[{i}] has {len(row)} values and there are {len(rows)} rows; give each row one a device"
+                f"{path}: {key}[{i}] has {len(row)} values, but there are {len(rows)} rows; give each row one value per device"
             )
         for j, value in enumerate(row):
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -124,5 +118,5 @@ def _matrix(path: Path, key: str, rows: Any) -> list[list[float]]:
                 zero = ", 0 for no link" if key == "bandwidth_gbps" else ""
                 raise ConfigError(f"{path}: {key}[{i}][{j}]: expected a finite number of at least 0{zero}, got {value}")
             if value > MOST or (key == "bandwidth_gbps" and 0 < value < LEAST_GBPS):
-                raise ConfigError(f"{path}: {key}[{i}][{j}]: {value} is no link there is; {UNITS[key]}")
+                raise ConfigError(f"{path}: {key}[{i}][{j}]: {value} is not plausible; {UNITS[key]}")
     return [[float(value) for value in row] for row in rows]

@@ -1,4 +1,4 @@
-"""Published networks between regions, for ``[matrix] preset``. Imports nothing: numbers and where they come from."""
+"""Published networks between regions, for ``[matrix] preset``, with their sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Network(NamedTuple):
-    """Paths between ``regions``, row by row; the diagonal is inside a region."""
+    """Paths between ``regions``, from row to column; the diagonal is the path inside a region."""
 
     regions: tuple[str, ...]
     rtt_ms: tuple[tuple[float, ...], ...]
@@ -18,7 +18,7 @@ def _mbps(gbps: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(round(1000 * value, 3) for value in row) for row in gbps)
 
 
-_MEASURED = "DT-FM (Yuan et al. 2022) sec. 4, measured between AWS regions; the latency is taken as a round trip here"
+_MEASURED = "DT-FM (Yuan et al. 2022) sec. 4, measured between AWS regions; we take the latency as a round trip"
 NETWORKS: dict[str, Network] = {
     "regional-4": Network(
         ("virginia", "oregon", "california", "ohio"),

@@ -1,4 +1,4 @@
-"""From pydantic's error list to the one sentence a person needs: place, field, what is wrong, what to do."""
+"""Turns pydantic's errors into one sentence: the place, the field, what is wrong, what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muletrain.config.schema import RunConfig
 from muletrain.errors import ConfigError, MuletrainError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from pydantic import ValidationError
     from pydantic.fields import FieldInfo
@@ -42,7 +42,7 @@ _DOTTED = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)+")
 
 
 def explain(error: ValidationError, kind: type[BaseModel], origins: Origins) -> ConfigError:
-    """The first problem as a ConfigError; unknown keys first, because a misspelt key is often behind the others."""
+    """The first problem as a ConfigError. Unknown keys come first: a misspelt key often causes the others."""
     problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = problems[0]
     if first["type"] == "value_error":
@@ -53,7 +53,7 @@ def explain(error: ValidationError, kind: type[BaseModel], origins: Origins) -> 
 
 @contextmanager
 def located(origins: Origins, kind: type[BaseModel] = RunConfig) -> Iterator[None]:
-    """An error about a field that arises inside says where the field was set, like those of loading do."""
+    """Errors inside that begin with a field's name also tell the place where that field was set."""
     try:
         yield
     except MuletrainError as e:
@@ -83,7 +83,7 @@ def field_at(kind: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 
 def keys_of(kind: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section by the name they have in TOML."""
+    """The fields of a section by their names in TOML."""
     return {info.alias or name: info for name, info in kind.model_fields.items()}
 
 
@@ -95,9 +95,15 @@ def submodel(info: FieldInfo) -> type[BaseModel] | None:
     return None
 
 
-def closest(name: str, known: list[str]) -> str | None:
+def closest(name: str, known: Iterable[str]) -> str | None:
     """The known name that ``name`` was probably meant to be."""
-    return next(iter(difflib.get_close_matches(name.lower(), known, 1, 0.6)), None)
+    return next(iter(difflib.get_close_matches(name.lower(), list(known), 1, 0.6)), None)
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """What to write instead of the unknown ``name``."""
+    guess = closest(name, known := list(known))
+    return f"did you mean '{guess}'?" if guess else f"known: {', '.join(known)}"
 
 
 def _cross_field(message: str, loc: KeyPath, origins: Origins) -> ConfigError:
@@ -105,7 +111,7 @@ def _cross_field(message: str, loc: KeyPath, origins: Origins) -> ConfigError:
 
 
 def _place(message: str, loc: KeyPath, origins: Origins) -> str:
-    """Of a message 'section.field: ... other.field ...': where the first of these that was written stands."""
+    """The place of the first field in a message 'section.field: ... other.field ...' that somebody set."""
     named = [_undotted(m) for m in _DOTTED.findall(message)]
     return origins.where(next(filter(origins.knows, named), named[0] if named else loc))
 
@@ -146,11 +152,11 @@ def _unknown(path: KeyPath, kind: type[BaseModel]) -> str:
         return f"unknown {what}; did you mean '{guess}'?"
     if elsewhere := _homes(name, kind):
         return f"unknown {what}; did you mean '{elsewhere[0]}.{name}'?"
-    return f"unknown {what}; known here: {', '.join(known)}"
+    return f"unknown {what}; known: {', '.join(known)}"
 
 
 def _homes(name: str, kind: type[BaseModel]) -> list[str]:
-    """Sections that do have a key called ``name``."""
+    """Sections that have a key ``name``."""
     subs = {key: submodel(info) for key, info in keys_of(kind).items()}
     return [key for key, sub in subs.items() if sub and name in keys_of(sub)]
 

@@ -1,35 +1,36 @@
-"""The run's configuration: one frozen model per section, a description and a unit for every field.
+"""The run's configuration: one frozen model per section, with a description and a unit for every field.
 
-``muletrain config`` prints these with their defaults and comments. Unknown keys are refused. Cross-field checks live
-here (``RunConfig``), so that a config object that exists is one that can run. Units stand in brackets at the end of a
-description; ``[1]`` is a pure number. ``examples`` gives the value printed for a field that is off by default.
+``muletrain config`` prints them with defaults and comments. Unknown keys are rejected. ``RunConfig`` checks how fields
+fit together, so every config object can run. Units stand in brackets at the end of a description; ``[1]`` is a pure
+number. ``examples`` is the printed value of a field that is off by default.
 """
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from muletrain.config.peer_sections import (
+    FleetConfig,
+    NetworkConfig,
+    PipelineConfig,
+    check_fleet,
+    check_network,
+    check_pipeline,
 )
+from muletrain.config.section import Fraction, PositiveInt, Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 T = TypeVar("T")
-PositiveInt = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Precision(StrEnum):
+    """Arithmetic of forward and backward. ``AUTO`` measures, and takes the fastest."""
+
     AUTO = "auto"
     FP32 = "fp32"
     BF16 = "bf16"
@@ -37,7 +38,7 @@ class Precision(StrEnum):
 
 
 class Codec(StrEnum):
-    """How a tensor travels. ``INT8`` is block-wise absmax quantisation (SWARM app. J.1, "quantized activations")."""
+    """Encoding of a tensor on the wire. ``INT8`` is block-wise absmax quantisation (SWARM app. J.1)."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -45,26 +46,11 @@ class Codec(StrEnum):
     INT8 = "int8"
 
 
-class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys, finite numbers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
-
-    YIELDS: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose defaults give way to other fields, as sizes to a preset: a printed configuration must not set
-    them."""
-
-    def stated(self) -> set[str]:
-        """Fields (by attribute name) that a written copy of this section must name to mean the same."""
-        return set(type(self).model_fields)
-
-
 class ModelConfig(Section):
-    """The decoder (SWARM app. G, mapped one to one onto LlamaForCausalLM). Defaults stand behind '#': what is given
-    overrides a preset."""
+    """The decoder (SWARM app. G, as LlamaForCausalLM). Defaults are commented out: a set field overrides the preset."""
 
     YIELDS: ClassVar[frozenset[str]] = frozenset(
-        (
+        [
             "layers",
             "width",
             "heads",
@@ -75,11 +61,11 @@ class ModelConfig(Section):
             "rope_theta",
             "norm_eps",
             "share_layers",
-        )
+        ]
     )
     preset: str | None = Field(
         default=None,
-        description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields given beside it override it",
+        description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields set beside it override it",
         examples=["gpt3-125m"],
     )
     layers: PositiveInt = Field(default=4, description="depth [transformer blocks]")
@@ -96,7 +82,7 @@ class ModelConfig(Section):
         examples=[512],
     )
     vocab: PositiveInt = Field(
-        default=1024, description="vocabulary, and the size of a tokenizer trained by the run [tokens]"
+        default=1024, description="size of the vocabulary, and of a tokenizer that the run trains [tokens]"
     )
     context: PositiveInt = Field(default=128, description="longest sequence [tokens]")
     activation: Literal["gelu", "silu"] = Field(
@@ -109,12 +95,12 @@ class ModelConfig(Section):
     from_: str | None = Field(
         default=None,
         alias="from",
-        description="Hugging Face checkpoint folder to start from: sizes and weights are its own",
+        description="Hugging Face checkpoint folder that gives sizes and first weights",
         examples=["my-llama"],
     )
 
     def stated(self) -> set[str]:
-        """With a preset or a checkpoint only what was given: written out, a default would override theirs."""
+        """Beside a preset or a checkpoint, only the fields that were set: a written default would override theirs."""
         return super().stated() if self.preset is None and self.from_ is None else set(self.model_fields_set)
 
     @model_serializer(mode="wrap")
@@ -128,7 +114,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on."""
+    """The training text."""
 
     path: str = Field(
         default="pydoc",
@@ -149,16 +135,16 @@ class DataConfig(Section):
     )
     share: bool = Field(
         default=False,
-        description="give the tokens of the training text (so the text itself) to members that ask for them: a few peers without the data "
-        "take them, and the run outlives its only data owner. Whoever has the ticket can read the text then",
+        description="let members fetch the tokens of the training text: a few peers without the data keep them, so the run survives the "
+        "loss of its only data owner. Everyone who has the ticket can then read the text",
     )
 
 
 class TrainConfig(Section):
-    """The step: what one optimizer update sees."""
+    """The length of the run, and the size of a step (one optimizer update)."""
 
     steps: PositiveInt = Field(default=300, description="length of the run [optimizer steps]")
-    batch: PositiveInt = Field(default=16, description="batch of one step, over the whole fleet [sequences]")
+    batch: PositiveInt = Field(default=16, description="size of one step, over the whole fleet [sequences]")
     microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")
     sequence_start: PositiveInt | None = Field(
@@ -166,21 +152,21 @@ class TrainConfig(Section):
         description="sequence length at step 0, growing linearly to model.context (SWARM app. G) [tokens]",
         examples=[32],
     )
-    sequence_warmup: int = Field(default=0, ge=0, description="time until full sequence length [optimizer steps]")
+    sequence_warmup: int = Field(default=0, ge=0, description="steps until the full sequence length [optimizer steps]")
     time_limit: float | None = Field(
-        default=None, gt=0, description="stop in order after this long [s]", examples=[3600.0]
+        default=None, gt=0, description="end in order after this time [s]", examples=[3600.0]
     )
 
 
 def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
-    """The default of a field that depends on ``optimizer.name``. LAMB's are SWARM's (app. G): those of You et al. 2020
-    for a batch of 16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01), with learning rate
-    1e-3 and beta2 0.95."""
+    """The default of a field that depends on ``optimizer.name``. LAMB has SWARM's settings (app. G): those of You et
+    al. 2020 for a batch of 16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01), with
+    learning rate 1e-3 and beta2 0.95."""
     return lambda fields: lamb if fields.get("name") == "lamb" else adamw
 
 
 class OptimizerConfig(Section):
-    """AdamW, or LAMB with SWARM's settings (app. G); warm-up, decay, and clipping by the global norm over all
+    """AdamW, or LAMB with SWARM's settings (app. G), with warm-up, decay, and clipping by the global norm over all
     stages."""
 
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="update rule")
@@ -188,7 +174,7 @@ class OptimizerConfig(Section):
         default_factory=_by_rule(3e-3, 1e-3), gt=0, description="peak learning rate; default: 0.003, lamb 0.001 [1]"
     )
     betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.95), description="decay of the first and of the second moment, per step [1]"
+        default=(0.9, 0.95), description="decay of the first and the second moment per step [1]"
     )
     eps: float = Field(
         default_factory=_by_rule(1e-8, 1e-6),
@@ -213,90 +199,23 @@ class OptimizerConfig(Section):
     )
     final_lr: Fraction = Field(default=0.0, description="learning rate at the last step, as a share of the peak [1]")
     state_device: Literal["device", "cpu"] = Field(
-        default="device", description="where moments and fp32 master weights live"
+        default="device", description="memory of moments and fp32 master weights"
     )
     delayed: bool = Field(
         default=False,
-        description="average and update while the next step computes, which so lacks that update (DPU, SWARM sec. 3.2)",
-    )
-
-
-class FleetConfig(Section):
-    """How many peers and what they do. Speeds and links of an emulated fleet come from its profile."""
-
-    stages: PositiveInt = Field(default=2, description="parts the model is cut into [pipeline stages]")
-    layers: tuple[PositiveInt, ...] | None = Field(
-        default=None,
-        description="of each stage, together model.layers; default: cut as evenly as compute cost allows [transformer blocks]",
-        examples=[[2, 2]],
-    )
-    peers: PositiveInt | None = Field(
-        default=None,
-        description="'run' starts as many, default: 2 per stage; 'start' waits for as many, default: until every stage has one [peers]",
-        examples=[4],
-    )
-    trainers: PositiveInt | None = Field(
-        default=None,
-        description="at most so many peers build microbatches; default: 2 of a local fleet, else all that have the data [peers]",
-        examples=[2],
-    )
-    trace: bool = Field(
-        default=False,
-        description="write events when a peer takes a microbatch and has served it: timelines, benchmarks",
-    )
-    profile: str | None = Field(
-        default=None,
-        description="fleet TOML with machines and links to emulate ('muletrain config --fleet' prints one)",
-        examples=["slow-home"],
-    )
-    rebalance: Literal["off", "paper", "throughput"] = Field(
-        default="throughput",
-        description="who moves to another stage: those who raise the run's throughput; 'paper': SWARM's rule, one at a time by queue",
-    )
-    rebalance_period: Annotated[float, Field(ge=1, le=86400)] = Field(
-        default=60.0, description="between two decisions to move [s]"
-    )
-    adopt_after: Annotated[float, Field(ge=1, le=86400)] = Field(
-        default=30.0,
-        description="how long a stage may be without a peer before others adopt it, from the newest checkpoint on [s]",
-    )
-
-    @property
-    def local_peers(self) -> int:
-        """Processes of a local fleet."""
-        return self.peers or 2 * self.stages
-
-
-class PipelineConfig(Section):
-    """Strategy 'pipeline': membership as planned, which 'muletrain run --plan' fills in. Without seats: strategy
-    'swarm'."""
-
-    seats: tuple[tuple[str, ...], ...] = Field(
-        default=(),
-        description="names of peers, for each stage one a pipeline, e.g. [['a', 'b'], ['c', 'd']]: two stages, pipelines a-c and b-d; "
-        "who serves several pipelines stands there as often: [['a', 'a'], ['c', 'd']]",
-    )
-    schedule: Literal["gpipe", "1f1b"] = Field(
-        default="1f1b",
-        description="order of work at each stage. gpipe: forward before backward; 1f1b: backward first, few microbatches in between",
-    )
-    microbatches: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        default=(), description="of a step, by pipeline; none: evenly [microbatches]"
-    )
-    spares: tuple[str, ...] = Field(
-        default=(), description="names of further peers of 'run': they stand in for those that are lost"
+        description="average and update during the next step, which therefore uses weights one update old (DPU, SWARM sec. 3.2)",
     )
 
 
 class WireConfig(Section):
-    """How tensors travel."""
+    """Encoding of tensors on the wire."""
 
-    activations: Codec = Field(default=Codec.INT8, description="activations and their gradients")
-    gradients: Codec = Field(default=Codec.FP16, description="gradient averaging")
+    activations: Codec = Field(default=Codec.INT8, description="encoding of activations and their gradients")
+    gradients: Codec = Field(default=Codec.FP16, description="encoding of gradients while replicas average them")
 
 
 class ComputeConfig(Section):
-    """How a peer computes."""
+    """Resources and arithmetic of a peer."""
 
     device: str = Field(
         default="auto",
@@ -307,41 +226,31 @@ class ComputeConfig(Section):
         default=Precision.AUTO, description="arithmetic; auto measures for a second and takes the fastest"
     )
     threads: PositiveInt | None = Field(
-        default=None, description="CPU threads of a peer; default: cores / local peers [threads]", examples=[1]
+        default=None, description="CPU threads per peer; default: cores / local peers [threads]", examples=[1]
     )
     memory: float | None = Field(
-        default=None, gt=0, description="memory a peer may use; default: what is free [GiB]", examples=[8.0]
+        default=None, gt=0, description="memory that a peer may use; default: what is free [GiB]", examples=[8.0]
     )
     checkpointing: Literal["auto", "always", "never"] = Field(
-        default="auto", description="recompute activations in backward; auto stashes them where memory allows"
+        default="auto", description="recompute activations in backward; auto keeps them instead where memory allows"
     )
 
 
 class CheckpointConfig(Section):
-    """When the run is written down."""
+    """When and where checkpoints are written."""
 
-    every: int = Field(default=50, ge=0, description="time between checkpoints; 0: only at the end [optimizer steps]")
-    keep: PositiveInt = Field(default=2, description="how many of the newest are kept [checkpoints]")
+    every: int = Field(default=50, ge=0, description="steps between checkpoints; 0: only at the end [optimizer steps]")
+    keep: PositiveInt = Field(default=2, description="number of newest checkpoints to keep [checkpoints]")
     place: str | None = Field(
         default=None,
         examples=["s3://bucket/runs"],
-        description="a folder that all machines share, or a URL of fsspec (e.g. s3://bucket/folder), that peers write checkpoints to "
-        "themselves; default: the run folder, and parts on other machines against its loss",
-    )
-
-
-class NetworkConfig(Section):
-    """Where a peer listens."""
-
-    listen: str = Field(default="127.0.0.1", description="address to listen on; 'start' and 'join' use 0.0.0.0")
-    port: int = Field(default=0, ge=0, lt=65536, description="0: any free one [TCP port]")
-    announce: tuple[str, ...] = Field(
-        default=(), description="addresses others should dial instead (port forwarding), e.g. ['/ip4/1.2.3.4/tcp/4000']"
+        description="folder that all machines share, or fsspec URL (e.g. s3://bucket/folder), to which every peer writes its part; "
+        "default: the run folder, with copies of each part on other machines",
     )
 
 
 class RunConfig(Section):
-    """Everything a run is. Its digest is part of the run's identity."""
+    """The whole configuration of a run. Its digest is part of the run's identity."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -362,20 +271,19 @@ class RunConfig(Section):
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
-        _check_fleet(self.fleet)
-        _check_pipeline(self)
-        _check_network(self.network)
+        check_fleet(self.fleet)
+        check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
+        check_network(self.network)
         if self.data.share and self.fleet.trainers == 1:
             raise ValueError(
-                "data.share: of no use beside fleet.trainers = 1; let two peers build microbatches, or leave it out"
+                "data.share: has no effect with fleet.trainers = 1; let two peers build microbatches, or leave it out"
             )
         return self
 
     def local(self) -> RunConfig:
-        """With what a local fleet has where nothing is said: the peers of the plan, or two a stage, and two
+        """The configuration with the defaults of a local fleet: the peers of the plan, or two per stage, and two
         trainers."""
-        p = self.pipeline
-        peers = self.fleet.peers or sum(len(set(row)) for row in p.seats) + len(p.spares) or self.fleet.local_peers
+        peers = self.fleet.peers or len(self.pipeline.machines) or self.fleet.local_peers
         counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}
         return self.model_copy(update={"fleet": self.fleet.model_copy(update=counts)})
 
@@ -385,8 +293,8 @@ class RunConfig(Section):
         return self.train.batch // self.train.microbatch
 
 
-# The checks raise ValueError whose message starts with the field's dotted name and calls every other field it involves
-# by its dotted name too: the loader turns these into file and line.
+# Checks raise ValueError with a message that starts with the dotted name of the field, and uses the dotted names of all
+# other fields that it mentions: the loader turns them into file and line.
 
 
 def _check_shape(m: ModelConfig) -> None:
@@ -401,47 +309,15 @@ def _check_shape(m: ModelConfig) -> None:
             f"use {_near(m.width, m.heads)} heads or another width"
         )
     if m.kv_heads and m.heads % m.kv_heads:
-        raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}; use a divisor of it")
+        raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}; use a divisor")
 
 
 def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
     if f.layers is not None and sum(f.layers) != m.layers:
-        raise ValueError(f"fleet.layers: {sum(f.layers)} in all, model.layers is {m.layers}; they must be the same")
+        raise ValueError(f"fleet.layers: {sum(f.layers)} in total, but model.layers = {m.layers}; they must be equal")
     if f.stages > m.layers:
         raise ValueError(
             f"fleet.stages: {f.stages} stages for model.layers = {m.layers}; a stage needs at least one layer"
-        )
-
-
-def _check_pipeline(c: RunConfig) -> None:
-    p, stages = c.pipeline, c.fleet.stages
-    if c.fleet.layers is not None and len(c.fleet.layers) != stages:
-        raise ValueError(f"fleet.layers: {len(c.fleet.layers)} numbers for fleet.stages = {stages}; give one a stage")
-    if not p.seats:
-        if p.microbatches or p.spares:
-            raise ValueError(
-                "pipeline.seats: none, beside pipeline.microbatches or spares; name the peers of each stage"
-            )
-        return
-    if len(p.seats) != stages:
-        raise ValueError(f"pipeline.seats: {len(p.seats)} lists for fleet.stages = {stages}; give one a stage")
-    pipelines = len(p.seats[0])
-    for name in (name for row in (*p.seats, p.spares) for name in row):
-        if not re.fullmatch(r"\w[\w.-]{0,63}", name):
-            raise ValueError(
-                f"pipeline.seats: {name!r}: names have up to 64 letters, digits, '.', '_' and '-', as they name files, too"
-            )
-    if not pipelines or any(len(row) != pipelines for row in p.seats):
-        raise ValueError("pipeline.seats: as many names in each list as there are pipelines, and one pipeline at least")
-    names = [*(name for row in p.seats for name in dict.fromkeys(row)), *p.spares]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(
-            f"pipeline.seats: '{twice}' is named twice; a peer has seats of one stage only, or is among pipeline.spares"
-        )
-    if p.microbatches and (len(p.microbatches), sum(p.microbatches)) != (pipelines, c.microbatches):
-        raise ValueError(
-            f"pipeline.microbatches: {list(p.microbatches)} for {pipelines} pipelines and {c.microbatches} microbatches "
-            f"(train.batch / train.microbatch); give one number a pipeline, with that sum"
         )
 
 
@@ -455,21 +331,6 @@ def _check_batch(t: TrainConfig) -> None:
         raise ValueError(
             f"train.microbatch: {t.microbatch} does not divide train.batch = {t.batch}; use a divisor of the batch"
         )
-
-
-def _check_fleet(f: FleetConfig) -> None:
-    if f.peers is not None and f.peers < f.stages:
-        raise ValueError(
-            f"fleet.peers: {f.peers} peers cannot serve fleet.stages = {f.stages}; give at least one peer per stage"
-        )
-    if f.trainers is not None and f.peers is not None and f.trainers > f.peers:
-        raise ValueError(f"fleet.trainers: {f.trainers} trainers among fleet.peers = {f.peers}; at most one per peer")
-
-
-def _check_network(n: NetworkConfig) -> None:
-    for address in n.announce:
-        if not address.startswith("/"):
-            raise ValueError(f"network.announce: {address!r} is no address; write it as '/ip4/1.2.3.4/tcp/4000'")
 
 
 def _near(width: int, heads: int) -> int | str:

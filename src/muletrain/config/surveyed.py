@@ -1,4 +1,4 @@
-"""What was measured of machines and links, as a fleet file: for ``plan``, ``simulate fleet`` and emulation."""
+"""Measurements of machines and links as a fleet file, for ``plan``, ``simulate fleet`` and emulation."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.config.dump import toml_value
-from muletrain.config.fleet import BYTES_PER_S_PER_MBPS, Fleet, Machine, Matrix
+from muletrain.config.fleet_file import BYTES_PER_S_PER_MBPS, Fleet
+from muletrain.config.fleet_sections import Machine, Matrix
 from muletrain.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 NO_LIMIT_MBPS = 1e6
-"""Of a machine to itself, where it has one peer."""
+"""Bandwidth from a machine with one peer to itself."""
 LEAST_MBPS = 0.001
-"""Of a link on which nothing arrived: a fleet file has no word for none."""
+"""Bandwidth of a link on which nothing arrived; a fleet file cannot state that there is none."""
 FAR_MS = 10_000.0
-"""Its round trip."""
+"""Round trip of such a link."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One peer. ``place``: machines by number, of which one may have several peers. Seconds are those of one microbatch
-    in one block."""
+    """Measurements of one peer. ``place``: number of its machine, which may have several peers. ``forward_s`` and
+    ``backward_s``: one microbatch in one block."""
 
     name: str
     place: int
@@ -31,7 +32,7 @@ class Found:
     forward_s: float
     backward_s: float
     flops: float
-    """Sustained, forward and backward together [FLOP/s]."""
+    """Sustained speed of forward and backward together [FLOP/s]."""
     memory_bytes: int
     host_bytes: int | None
     disk_bytes: int
@@ -39,20 +40,20 @@ class Found:
 
 @dataclass(frozen=True)
 class Path:
-    """From one machine to another, or between two peers of one. Round trip, as both ends see it."""
+    """The path from one machine to another, or between two peers of one machine."""
 
     rtt_s: float
     bytes_per_s: float
 
 
 Paths = dict[tuple[int, int], Path]
-"""By places. What is not there could not be measured."""
+"""By places. Missing paths could not be measured."""
 
 
 def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
-    """Every peer is a machine by its own name; the places are its regions, '@' before the name of the first peer there
-    (no peer has such a name). A machine's up- and download are the fastest that any pair saw: no pair can tell whether
-    a machine does several at once."""
+    """The measured fleet. Every peer is a machine; every place is a region, called '@' and the name of its first peer.
+
+    Upload and download of a machine are the fastest that any pair measured, because pairs are measured one by one."""
     places = range(1 + max(p.place for p in peers))
     regions = tuple("@" + next(p.name for p in peers if p.place == place) for place in places)
     single = [sum(p.place == place for p in peers) == 1 for place in places]
@@ -88,17 +89,17 @@ def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
 
 
 def _fastest(matrix: list[list[tuple[float, float]]], place: int, single: list[bool], *, up: bool) -> float | None:
-    """None where there is no other."""
+    """Fastest bandwidth to or from another machine [Mb/s]; None: there is no other."""
     pairs = [(place, other) if up else (other, place) for other in range(len(matrix))]
     return max((matrix[a][b][1] for a, b in pairs if a != b or not single[a]), default=None)
 
 
 def written(fleet: Fleet, peers: Sequence[Found], about: Sequence[str]) -> str:
-    """As TOML, with what a fleet file has no field for as comments. ``about``: lines for its head."""
+    """The fleet as TOML, with other measurements as comments. ``about``: lines for its head."""
     tables = [*(f"# {line}" for line in about), f"name = {toml_value(fleet.name)}", ""]
     for machine, peer in zip(fleet.machines, peers, strict=True):
         block = f"a block: forward {format_duration(peer.forward_s)}, backward {format_duration(peer.backward_s)}"
-        tables += [f"# {block}; {format_bytes(peer.disk_bytes)} of disk free", "[[machines]]"]
+        tables += [f"# {block}; {format_bytes(peer.disk_bytes)} of free disk", "[[machines]]"]
         stated = ("name", "region", "device", "tflops", "memory_gib", "host_gib", "up_mbps", "down_mbps")
         tables += [f"{k} = {toml_value(v)}" for k in stated if (v := getattr(machine, k)) is not None]
         tables.append("")

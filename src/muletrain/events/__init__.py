@@ -1,16 +1,16 @@
-"""What happened, as typed events: one JSONL stream per process, which everything that reports is a fold over.
+"""Typed events, in one JSONL stream per process. Everything that reports is a fold over these streams.
 
-``kinds`` are facts that programs fold, ``notices`` are read by people, too. ``EventLog`` writes and notifies,
-``read_events`` and ``EventTail`` read. An event's ``t`` (wall time [s]) and ``peer`` (name of the process that wrote it)
-are added by the log. Steps are numbered by the state they lead to: the first is 1.
+``facts`` are for programs; ``notices`` also carry a sentence for people. ``EventLog`` writes and notifies;
+``read_events`` and ``EventTail`` read. The log adds ``t`` (wall time [s]) and ``peer`` (name of the process). Steps have
+the number of the state that they lead to; the first is 1.
 """
 
-from muletrain.events.base import (
+from muletrain.events.event import (
     KINDS,
     Event,
     EventError,
 )
-from muletrain.events.kinds import (
+from muletrain.events.facts import (
     TRAFFIC_CLASSES,
     Admitted,
     CheckpointFailed,

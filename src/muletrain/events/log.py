@@ -1,4 +1,4 @@
-"""Events on their way to a file, and back: one JSONL stream per process."""
+"""Writes events to a JSONL file per process, and reads them back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Literal, Self
 
-from muletrain.events.base import Event, EventError, parse
+from muletrain.events.event import Event, EventError, parse
 from muletrain.events.notices import Note
 
 if TYPE_CHECKING:
@@ -17,22 +17,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_WAITING = 4096
-"""Events kept for a disk that has no room for them."""
+"""Most events that wait for room on a full disk."""
 
 
 class EventLog:
-    """Appends events to a JSONL file, a line at a time, and tells subscribers. Thread safe.
+    """A log that appends events to a JSONL file, line by line, and notifies subscribers. Thread safe.
 
-    A write that fails (full disk) never reaches the caller: events wait for room, the oldest of too many are dropped
-    and counted; subscribers get one Note. A subscriber that raises is removed, with a Note. ``path`` None: subscribers
-    only.
+    The caller never sees a failed write (full disk): events wait for room, the oldest are dropped and counted if too
+    many wait, and subscribers get one Note. A subscriber that raises is removed, with a Note. ``path`` None: no file.
     """
 
     def __init__(self, path: Path | None, peer: str, *, now: Callable[[], float] = time.time) -> None:
         self.path = path
         self.peer = peer
         self.dropped = 0
-        """Events that will never be in the file."""
+        """Number of events that were lost."""
         self._waiting: deque[bytes] = deque()
         self._told = False
         self._now = now
@@ -41,8 +40,8 @@ class EventLog:
         self._file: int | None = None if path is None else _open(path)
 
     def emit(self, event: Event, peer: str | None = None) -> None:
-        """Stamp, write, notify (subscribers are called in this thread, in order; they should be quick). ``peer``: who
-        said it, if it is passed on for another process."""
+        """Stamp, write and notify. Subscribers are called in this thread, in order, and should be quick. ``peer``: name
+        of the process that the event comes from; default: this one."""
         with self._lock:
             stamped = dataclasses.replace(event, t=self._now(), peer=peer or self.peer)
             trouble = self._write(stamped)
@@ -76,7 +75,7 @@ class EventLog:
         self.close()
 
     def _write(self, event: Event) -> Note | None:
-        """Returns what to tell people, once, when the file stops taking events."""
+        """Returns a Note for people when the file first stops taking events."""
         if self._file is None:
             return None
         self._waiting.append(event.to_json().encode() + b"\n")
@@ -87,11 +86,11 @@ class EventLog:
         if reason is None or self._told:
             return None
         self._told = True
-        message = f"{self.path}: {reason}; events wait for room (the newest {MAX_WAITING} do), training goes on"
+        message = f"{self.path}: {reason}; training continues, and the newest {MAX_WAITING} events wait for room"
         return Note(level="warning", message=message)
 
     def _write_waiting(self) -> str | None:
-        """As many as fit, oldest first; why not all."""
+        """Write as many as fit, oldest first. Returns why not all."""
         assert self._file is not None
         while self._waiting:
             end: int | None = None
@@ -107,7 +106,7 @@ class EventLog:
         return None
 
     def _tear_off(self, end: int | None) -> None:
-        """Half a line may have been written: shrinking works on a full disk."""
+        """Remove half a line, if one was written; truncating works on a full disk."""
         try:
             if self._file is not None and end is not None:
                 os.ftruncate(self._file, end)
@@ -118,14 +117,14 @@ class EventLog:
         for callback in list(self._subscribers):
             try:
                 callback(event)
-            except Exception as e:  # whatever a reporter does wrong, training goes on
+            except Exception as e:  # training continues whatever a reporter does
                 self._subscribers.remove(callback)
                 name = getattr(callback, "__qualname__", type(callback).__name__)
-                self.note(f"{name} failed on a {event.kind} event and gets no more: {e!r}", "warning")
+                self.note(f"{name} failed on a {event.kind} event and gets no more events: {e!r}", "warning")
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every event of a finished or growing file; a torn last line is left out. Raises EventError with the line."""
+    """Every event of a file, which may still grow; a torn last line is left out. Raises EventError with the line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
@@ -133,17 +132,17 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 class EventTail:
-    """Follows all ``*.jsonl`` files of a run folder; new files are found as they appear."""
+    """Follows all ``*.jsonl`` files of a run folder, including new ones."""
 
     def __init__(self, folder: Path, *, from_now: bool = False) -> None:
-        """``from_now``: what is written already is another process's past."""
+        """``from_now``: skip what is already written."""
         self.folder = folder
         old = folder.glob("*.jsonl") if from_now else ()
-        # up to the last whole line: a torn one is cut off when its file is opened again
+        # to the last whole line: the writer cuts off a torn one
         self._offsets: dict[Path, int] = {path: path.read_bytes().rfind(b"\n") + 1 for path in old}
 
     def poll(self) -> list[Event]:
-        """What was written since the last poll, in the order of wall time. A line that is no event becomes a Note."""
+        """New events since the last poll, by wall time. A line that is no event becomes a Note."""
         events = [event for path in sorted(self.folder.glob("*.jsonl")) for event in self._new(path)]
         return sorted(events, key=lambda e: e.t)
 
@@ -162,7 +161,7 @@ class EventTail:
 
 
 def _open(path: Path) -> int:
-    """Opens for appending; half a line left by a killed process is cut off."""
+    """Open for appending, and cut off half a line that a killed process left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     size = os.fstat(file).st_size

@@ -1,25 +1,26 @@
-"""What a person should read of a run, as typed events with a sentence each."""
+"""Events of a run with a sentence for people."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from muletrain.events.base import Event
+from muletrain.events.event import Event
+from muletrain.units import plural
 
 Level = Literal["info", "warning", "error"]
 
 
 @dataclass(frozen=True)
 class Note(Event):
-    """A sentence without a type of its own: nothing but a person reads it."""
+    """A sentence without a type of its own, for people only."""
 
     level: Level
     message: str
 
 
 class Notice(Event, abstract=True):
-    """``TEXT`` is its sentence, with the names of its fields in braces."""
+    """Base of events with a sentence: ``TEXT``, with field names in braces."""
 
     TEXT: ClassVar[str]
     level: ClassVar[Level] = "warning"
@@ -34,7 +35,7 @@ class Notice(Event, abstract=True):
 
 @dataclass(frozen=True)
 class MicrobatchesRerun(Notice):
-    """Microbatches that are in no accumulator of a stage are computed again."""
+    """A stage computes microbatches again that are in none of its accumulators."""
 
     step: int
     stage: int
@@ -42,23 +43,27 @@ class MicrobatchesRerun(Notice):
 
     @property
     def message(self) -> str:
-        what = "microbatch" if self.microbatches == 1 else "microbatches"
-        return f"step {self.step}: stage {self.stage} runs {self.microbatches} {what} again"
+        return f"step {self.step}: stage {self.stage} computes {plural(self.microbatches, 'microbatch')} again"
 
 
 @dataclass(frozen=True)
 class OrphansTaken(Notice):
-    """A trainer gives out the microbatches of ``owners``, trainers that do not."""
+    """A trainer took over microbatches of ``owners``, trainers that stopped."""
 
-    TEXT = "step {step}: nobody works on microbatches of {owners}: this peer gives them out ({microbatches})"
     step: int
     owners: str
     microbatches: int
 
+    @property
+    def message(self) -> str:
+        return f"step {self.step}: this trainer takes over {plural(self.microbatches, 'microbatch')} of {self.owners}"
+
 
 @dataclass(frozen=True)
 class AveragingFailed(Notice):
-    TEXT = "averaging step {step}, attempt {attempt}: {reason}"
+    """An attempt to average a step failed."""
+
+    TEXT = "averaging of step {step} failed (attempt {attempt}): {reason}"
     step: int
     attempt: int
     reason: str
@@ -66,44 +71,48 @@ class AveragingFailed(Notice):
 
 @dataclass(frozen=True)
 class LeftBehind(Notice):
-    """Other replicas average a step without this peer; it takes what they reduce."""
+    """The other replicas average a step without this peer, which fetches their result."""
 
-    TEXT = "step {step}: replicas that do not reach this peer go on without it"
+    TEXT = "step {step}: the other replicas cannot reach this peer and average without it"
     step: int
 
 
 @dataclass(frozen=True)
 class RoundGivenUp(Notice):
-    """This peer holds a gradient of the step that will not count."""
+    """This peer's averaged gradient of a step will not count."""
 
-    TEXT = "step {step}: most replicas average without this peer, so what it holds will not count"
+    TEXT = "step {step}: most replicas average without this peer, so its result does not count"
     step: int
 
 
 @dataclass(frozen=True)
 class ReplicaApart(Notice):
-    """A replica answers questions, but large messages from it do not come."""
+    """A replica answers calls, but its large messages do not arrive."""
 
-    TEXT = "step {step}: {name} answers, but sends no chunks: no averaging with it for {steps} steps"
     step: int
     name: str
     steps: int
 
+    @property
+    def message(self) -> str:
+        pause = plural(self.steps, "step")
+        return f"step {self.step}: {self.name} answers, but its chunks do not arrive; averaging without it for {pause}"
+
 
 @dataclass(frozen=True)
 class WeightsDiffer(Notice):
-    """A replica does not have the weights that most have."""
+    """A replica's weights differ from those of most replicas."""
 
-    TEXT = "step {step}: {name} has other weights than the other replicas, and takes theirs"
+    TEXT = "step {step}: the weights of {name} differ from the other replicas'; it copies theirs"
     step: int
     name: str
 
 
 @dataclass(frozen=True)
 class GradientStandsOut(Notice):
-    """A member's gradient is left out of the step, and ``who`` computes it again."""
+    """A member's gradient is an outlier and left out of the step; ``who`` computes it again."""
 
-    TEXT = "step {step}: the gradient of {name} stands out: {who} computes it again"
+    TEXT = "step {step}: the gradient of {name} is an outlier; {who} computes it again"
     step: int
     name: str
     who: str
@@ -111,24 +120,26 @@ class GradientStandsOut(Notice):
 
 @dataclass(frozen=True)
 class ResultsDiffer(Notice):
-    """The second result of a gradient that stood out is another one."""
+    """A second peer got another result for a gradient that was an outlier."""
 
-    TEXT = "step {step}: another result came of the microbatches of {name}; its hardware may be faulty"
+    TEXT = "step {step}: a second peer got another result for the microbatches of {name}, whose hardware may be faulty"
     step: int
     name: str
 
 
 @dataclass(frozen=True)
 class InputsNotFinite(Notice):
-    """Another stage's activations or gradients made this peer's gradient not finite."""
+    """Inputs from other stages made this peer's gradient not finite."""
 
-    TEXT = "step {step}: what other stages gave this peer made its gradient not finite: it is computed again"
+    TEXT = "step {step}: inputs from other stages made the gradient not finite; it is computed again"
     step: int
 
 
 @dataclass(frozen=True)
 class StepSkipped(Notice):
-    TEXT = "step {step}: the gradient is not finite, so everyone skips the step: the weights stay as they are"
+    """The gradient of a step is not finite, so the weights stay."""
+
+    TEXT = "step {step}: the gradient is not finite; all peers skip the step, and the weights stay unchanged"
     step: int
 
 
@@ -139,24 +150,24 @@ class StepSkipped(Notice):
 class StateMissed(Notice):
     """This peer fell behind, or has wrong weights."""
 
-    TEXT = "{reason}: this peer takes a replica's state"
+    TEXT = "{reason}: this peer copies a replica's state"
     reason: str
 
 
 @dataclass(frozen=True)
 class GradientTaken(Notice):
-    """This peer missed a step, and applied it after all."""
+    """This peer missed a step, and applied it later."""
 
-    TEXT = "{reason}: took it from a replica and applied it"
+    TEXT = "{reason}: fetched it from a replica and applied it"
     level = "info"
     reason: str
 
 
 @dataclass(frozen=True)
 class TransferFailed(Notice):
-    """``what`` (a state, a gradient, tokens, a part of a checkpoint) did not come from ``source`` ('' for several)."""
+    """``what`` (a state, a gradient, tokens, a part) could not be fetched from ``source`` ('': from several)."""
 
-    TEXT = "{what} did not come: {reason}"
+    TEXT = "{what} could not be fetched: {reason}"
     level = "info"
     what: str
     reason: str
@@ -165,7 +176,9 @@ class TransferFailed(Notice):
 
 @dataclass(frozen=True)
 class PeerMoved(Notice):
-    TEXT = "{name} moves from stage {stage} to {target}"
+    """A peer moves to another stage."""
+
+    TEXT = "{name} moves from stage {stage} to stage {target}"
     level = "info"
     name: str
     stage: int
@@ -174,7 +187,7 @@ class PeerMoved(Notice):
 
 @dataclass(frozen=True)
 class MoveDecided(Notice):
-    """This peer is to go to stage ``target``."""
+    """This peer decided to move to stage ``target``."""
 
     TEXT = "stage {target} {reason}"
     level = "info"
@@ -184,76 +197,92 @@ class MoveDecided(Notice):
 
 @dataclass(frozen=True)
 class MoveRefused(Notice):
+    """This peer has too little memory for the stage that it should move to."""
+
     TEXT = "stage {stage} needs more memory than this machine may use (--memory): this peer stays"
     stage: int
 
 
 @dataclass(frozen=True)
 class LeavePutOff(Notice):
-    TEXT = "{name} wants to leave, but {reason}: it stays until that changes"
+    """A peer cannot leave yet."""
+
+    TEXT = "{name} wants to leave, but {reason}; it stays until that changes"
     name: str
     reason: str
 
 
 @dataclass(frozen=True)
 class LeaveCancelled(Notice):
-    """The other peers of its stage died while this one left."""
+    """The other peers of its stage died while this one left, so it stays."""
 
-    TEXT = "no other peer of stage {stage} came on: this one is back"
+    TEXT = "no other peer of stage {stage} is alive; this one stays"
     stage: int
 
 
 @dataclass(frozen=True)
 class DeviceLate(Notice):
-    TEXT = "{job}: the others go on without this peer until it returns"
+    """The device does not return from a job."""
+
+    TEXT = "{job}; the other peers continue without this one until its device responds"
     job: str
 
 
 @dataclass(frozen=True)
 class DeviceBack(Notice):
+    """The device returned from a late job."""
+
     TEXT = "the device works again"
     level = "info"
 
 
 @dataclass(frozen=True)
 class StageEmpty(Notice):
-    """``stages`` lost all peers, and nothing but a machine that joins, or theirs if they come back, can help."""
+    """``stages`` lost all peers, and the run waits for a machine that joins or comes back."""
 
-    TEXT = "{stages} lost all peers, {lacks}. The run waits for {minutes} minutes"
     stages: str
     lacks: str
     minutes: int
 
+    @property
+    def message(self) -> str:
+        return f"{self.stages} lost all peers, {self.lacks}. The run waits for {plural(self.minutes, 'minute')}"
+
 
 @dataclass(frozen=True)
 class NoTrainer(Notice):
-    """No peer that builds microbatches is left."""
+    """The run lost its last trainer, and waits for another one."""
 
-    TEXT = (
-        "no trainer is left: no peer has the data. Let a machine join that has it ('muletrain join'). "
-        "The run waits for {minutes} minutes, and writes a checkpoint meanwhile"
-    )
     minutes: int
+
+    @property
+    def message(self) -> str:
+        return (
+            "no trainer is left, because no peer has the data; join with a machine that has it ('muletrain join --data PATH'). "
+            f"The run writes a checkpoint, and waits for {plural(self.minutes, 'minute')}"
+        )
 
 
 @dataclass(frozen=True)
 class LastTrainer(Notice):
-    TEXT = "{name} is the only trainer left: no other peer has the data, should it go"
+    """Only one trainer is left."""
+
+    TEXT = "{name} is the only trainer left; no other peer has the data"
     name: str
 
 
 @dataclass(frozen=True)
 class TrainerAdded(Notice):
-    """A peer that took the run's tokens builds microbatches from now on."""
+    """A peer that fetched the run's tokens became a trainer."""
 
-    TEXT = "{name} has the run's tokens, and builds microbatches, too"
+    TEXT = "{name} has the run's tokens and now builds microbatches too"
     level = "info"
     name: str
 
 
 @dataclass(frozen=True)
 class SeatEmpty(Notice):
-    """A planned pipeline lacks the peer ``seat``. ``spares`` take its microbatches; '': there is no spare."""
+    """A planned pipeline lost the peer ``seat``. ``spares`` take its microbatches; '': there is no spare."""
 
     pipeline: int
     stage: int
@@ -262,15 +291,17 @@ class SeatEmpty(Notice):
 
     @property
     def message(self) -> str:
-        lacks = f"pipeline {self.pipeline} has no '{self.seat}' at stage {self.stage}"
+        lacks = f"pipeline {self.pipeline} lacks '{self.seat}' at stage {self.stage}"
         if self.spares:
             return f"{lacks}: {self.spares} (spare) takes its microbatches"
-        return f"{lacks} and no spare: the stage's other peers share its microbatches, as strategy swarm has it"
+        return f"{lacks}, and there is no spare: the stage's other peers share its microbatches, as in strategy swarm"
 
 
 @dataclass(frozen=True)
 class SeatFilled(Notice):
-    TEXT = "'{seat}' is at stage {stage}: pipeline {pipeline} is as planned there"
+    """A planned peer took its seat again."""
+
+    TEXT = "'{seat}' serves stage {stage} of pipeline {pipeline} again, as planned"
     level = "info"
     pipeline: int
     stage: int
@@ -279,15 +310,15 @@ class SeatFilled(Notice):
 
 @dataclass(frozen=True)
 class ForkKept(Notice):
-    """This peer cannot go over to the history that stays."""
+    """This peer cannot switch to the history that wins."""
 
-    TEXT = "this peer stays with its side's history for now: {reason}"
+    TEXT = "this peer keeps its side's history for now: {reason}"
     reason: str
 
 
 @dataclass(frozen=True)
 class DirectoryFailed(Notice):
-    """The directory, or a peer that it named, did not answer, which delays what needs it."""
+    """The directory, or a peer that it named, did not answer."""
 
     TEXT = "{what}: {reason}"
     level = "info"
@@ -297,8 +328,8 @@ class DirectoryFailed(Notice):
 
 @dataclass(frozen=True)
 class PartNotKept(Notice):
-    """A part of a checkpoint cannot be kept in this peer's own place."""
+    """This peer could not keep its copy of a checkpoint part."""
 
-    TEXT = "a checkpoint's part is not kept here: {reason}"
+    TEXT = "this peer does not keep its copy of a checkpoint part: {reason}"
     level = "info"
     reason: str

@@ -38,7 +38,7 @@ from muletrain.wire.frame import frame_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine
 
-    from muletrain.config.fleet import FleetPeer, Link, Stall
+    from muletrain.config.fleet_file import FleetPeer, Link, Stall
     from muletrain.network.roads import Route
 
 BEHIND = 2

@@ -11,7 +11,8 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING
 
-from muletrain.config.fleet import Fleet, Machine
+from muletrain.config.fleet_file import Fleet
+from muletrain.config.fleet_sections import Machine
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.papers.reproduction import Constant, Reproduction, Statement, Value

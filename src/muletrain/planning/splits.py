@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.config.plan import Split
+from muletrain.config.plan_file import Split
 from muletrain.planning.cost import all_reduce_s, makespan_s
 from muletrain.planning.swapping import round_s
 from muletrain.strategies.pipeline import in_flight
@@ -24,7 +24,7 @@ from muletrain.strategies.pipeline import in_flight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.config.plan import Prediction
+    from muletrain.config.plan_file import Prediction
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Layer
     from muletrain.strategies.pipeline import Schedule

@@ -18,7 +18,7 @@ from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.estimate import STASH_SHARE, stage_memory
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.config.fleet import load_fleet
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length

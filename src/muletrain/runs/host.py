@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 import muletrain
-from muletrain.config.fleet import Link, limited_peer, load_fleet
+from muletrain.config.fleet_file import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.network.shaped import ShapedNetwork
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.join.rendezvous import Rendezvous
-    from muletrain.runs.measure.survey import Survey
+    from muletrain.runs.measure.fleet_survey import Survey
     from muletrain.runs.spec import WorkerSpec
     from muletrain.runtime.members.roster import Roster
 

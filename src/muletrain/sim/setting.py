@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, stage_memory
-from muletrain.config.fleet import QUEUE_S
+from muletrain.config.fleet_sections import QUEUE_S
 from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.cost import RunCost, StageCost, service_s
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from muletrain.config.fleet import Fleet, FleetPeer, Link, Machine
+    from muletrain.config.fleet_file import Fleet, FleetPeer, Link
+    from muletrain.config.fleet_sections import Machine
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut

@@ -6,7 +6,7 @@ To add a fifth strategy:
 
 1. Write ``strategies/NAME.py``: a frozen dataclass with the methods of ``base.Strategy`` and, if a run's configuration
    can ask for it, ``of``.
-2. Append it to ``STRATEGIES``, and its name to ``config.plan.Strategy``; ``tests/test_strategies.py`` calls each of its
+2. Append it to ``STRATEGIES``, and its name to ``config.plan_file.Strategy``; ``tests/test_strategies.py`` calls each of its
    methods.
 3. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner``; without one, ``muletrain plan`` says what
    is missing.
@@ -23,7 +23,7 @@ from muletrain.strategies.swarm import SWARM
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.config.plan import Strategy as Name
+    from muletrain.config.plan_file import Strategy as Name
     from muletrain.config.schema import RunConfig
     from muletrain.strategies.base import Strategy
 

@@ -1,0 +1,1 @@
+"""Everything that people read: the live console, tables, pictures, the final report."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display on a terminal, plain lines elsewhere, or JSON lines."""
+"""The display of a running run: live on a terminal, plain lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muletrain import events as ev
-from muletrain.cli.show.report import final_report
+from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.view import PeerView, RunView, headline, is_warning, printable
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_bytes, format_duration
@@ -37,23 +37,24 @@ __all__ = [
     "status",
 ]
 
-PLAIN_WIDTH = 120  # a pipe or a file has no width of its own
+PLAIN_WIDTH = 120
+"""Width of tables in a pipe or a file [columns]."""
 STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "left": "dim", "finished": "dim"}
 
 
 def make_console(file: TextIO | None = None) -> Console:
-    """A rich console on ``file`` (default: standard output), wide enough for tables where there is no terminal."""
+    """A rich console on ``file`` (default: standard output), wide enough for tables without a terminal."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
 
 
 def say(console: Console, text: str) -> None:
-    """A paragraph: on a terminal broken between words, elsewhere one line, as programs that read it like it."""
+    """Print a paragraph, wrapped on a terminal, and as one line elsewhere."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 
 class LiveConsole:
-    """Folds events into ``view`` and shows it. Call it with each event, from any one thread; use it in a ``with``."""
+    """Folds events into ``view`` and shows it. Use it in a ``with``, and call it with each event, from one thread."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class LiveConsole:
         self._live = None
 
     def __call__(self, event: ev.Event) -> None:
-        """Fold the event; print a sentence if it deserves one, and a progress line when the last one is old enough."""
+        """Fold the event; print its sentence, and a progress line if the last one is old enough."""
         with self._lock:
             news = self.view.fold(event)
         sentence = headline(event, self.view) if news else None
@@ -125,9 +126,9 @@ class JsonConsole:
 
 
 def plain_line(view: RunView) -> str:
-    """Progress in one line, for logs and pipes."""
+    """Progress as one line, for logs and pipes."""
     stages = view.stages(present=True).items()
-    peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'nobody'}" for s, peers in stages)
+    peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'no peer'}" for s, peers in stages)
     gone = f"; {gone} gone" if (gone := view.gone()) else ""
     return (
         f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
@@ -135,7 +136,7 @@ def plain_line(view: RunView) -> str:
 
 
 def status(view: RunView) -> RenderableType:
-    """Progress and every stage's peers, as drawn on a terminal."""
+    """Progress and the peers of every stage, as drawn on a terminal."""
     parts: list[RenderableType] = [_progress(view)] if view.started else []
     if view.probing:
         bar = ProgressBar(total=view.probing.total, completed=view.probing.done, width=30)
@@ -163,7 +164,7 @@ def _peers(view: RunView) -> RenderableType:
         table.add_column(header, justify="right")
     for stage, peers in view.stages(present=True).items():
         if not peers:
-            table.add_row(str(stage), "[bold red]nobody[/]")
+            table.add_row(str(stage), "[bold red]no peer[/]")
         for n, peer in enumerate(peers):
             table.add_row(str(stage) if n == 0 else "", *_peer_row(peer))
     if gone := view.gone():

@@ -1,4 +1,4 @@
-"""A plan as a picture: which region serves which stage, and what goes over which links."""
+"""A picture of a plan: which region serves which stage, and the links between them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from muletrain.config.fleet import Fleet
-    from muletrain.config.plan import Plan, Prediction
+    from muletrain.config.fleet_file import Fleet
+    from muletrain.config.plan_file import Plan, Prediction
 
 DRAWN = 2
-"""Strategies side by side: the recommended one, and the fastest of the others."""
+"""Strategies drawn side by side: the recommended one, and the fastest of the others."""
 LABELLED = 24
-"""Links with their speeds beside them; more would hide each other."""
+"""Most links with labels; more would hide each other."""
 
 
 def draw(plan: Plan, fleet: Fleet, path: Path) -> None:
-    """Stages from left to right, regions from top to bottom; links by width of what they carry, by colour of what they
-    could.
+    """Draw stages from left to right and regions from top to bottom. The width of a link shows its traffic, the colour
+    its bandwidth.
 
     Raises OSError."""
     from matplotlib import colormaps
@@ -59,7 +59,7 @@ def _shown(plan: Plan) -> list[Prediction]:
 
 
 def _bandwidths(fleet: Fleet) -> list[float]:
-    """Between two machines of each two entries of the file [bytes/s], where limited."""
+    """Limited bandwidths between the entries of the file [bytes/s]."""
     firsts = list({peer.region + (peer.device or ""): peer.index for peer in fleet.peers()}.values())
     links = [fleet.between_kinds(a, b).bandwidth_bytes_per_s for a in firsts for b in firsts]
     return [width for width in links if width != float("inf")]
@@ -80,7 +80,7 @@ def _draw_one(axes: Axes, p: Prediction, fleet: Fleet, regions: list[str], scale
         axes.plot(*ends, color=colour, linewidth=0.8 + 3 * pairs, zorder=1)
         if len(links) <= LABELLED:
             (left, right), (top, bottom) = ends
-            share = (0.5, 0.28, 0.25, 0.18)[min(3, abs(bottom - top))]  # beside the labels of those that cross it
+            share = (0.5, 0.28, 0.25, 0.18)[min(3, abs(bottom - top))]  # beside the labels of links that cross it
             at = left + share * (right - left), top + share * (bottom - top)
             speed = (
                 "" if mbps == float("inf") else f"{mbps / 1000:.3g} Gb/s\n" if mbps >= 1000 else f"{mbps:.3g} Mb/s\n"
@@ -117,13 +117,13 @@ def _draw_one(axes: Axes, p: Prediction, fleet: Fleet, regions: list[str], scale
 
 
 def _links(p: Prediction, fleet: Fleet) -> dict[tuple[int, str, str], tuple[float, float, float]]:
-    """By stage and regions, to the next stage (of one stage: between its regions): the share of its pairs, the
-    narrowest bandwidth [bytes/s] and the longest delay [s]. A pipeline's pairs are fixed; elsewhere everyone may send
-    to everyone."""
+    """By stage and two regions, the links to the next stage (or, with one stage, between its regions): share of the
+    stage's pairs, narrowest bandwidth [bytes/s], longest delay [s]. A pipeline has fixed pairs; otherwise all may send
+    to all."""
     peers = {peer.name: peer for peer in fleet.peers()}
     found: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     totals = Counter[int]()
-    several = len(p.stages) > 1  # else what replicas average is all there is to draw
+    several = len(p.stages) > 1  # else replicas only average
     for stage, (one, two) in enumerate(pairwise(p.stages) if several else [(p.stages[0], p.stages[0])]):
         fixed = p.schedule and several
         pairs = (

@@ -1,4 +1,4 @@
-"""While a fleet is played: how far it is, and what Ctrl-C does."""
+"""Progress of a simulated fleet, and its Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Self
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from muletrain.cli.show.console import make_console
-from muletrain.units import format_duration
+from muletrain.units import format_duration, plural
 
 if TYPE_CHECKING:
     from types import FrameType
 
 LINES_S = (1.0, 5.0)
-"""Where there is no terminal: until the first line; between two of them, twice as long each time, up to"""
+"""Seconds to the first and to the second progress line without a terminal; later pauses double."""
 SELDOM_S = 60.0
+"""Longest pause between two progress lines [s]."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Playing:
-    """Shows on standard error how much of ``horizon_s`` was played: as a bar, or where there is no terminal as a line
-    now and then (``quiet``: neither). The first Ctrl-C (or SIGTERM) ends the play in order, a second one the program.
-    Use it in a ``with``, and call it as a play asks whether it goes on (``sim.fleet.accounts.GoesOn``)."""
+    """Shows on standard error how much of ``horizon_s`` was played: as a bar, or as lines without a terminal (``quiet``:
+    nothing). The first Ctrl-C (or SIGTERM) ends the play in order, a second one ends the program. Use it in a ``with``,
+    and pass it to a play as ``sim.fleet.accounts.GoesOn``."""
 
     def __init__(self, what: str, horizon_s: float, *, quiet: bool) -> None:
         self._what, self._horizon_s, self._quiet = what, horizon_s, quiet
@@ -41,7 +42,7 @@ class Playing:
         self._task = self._bar.add_task(self._so_far(0.0, 0.0), total=horizon_s)
         self._pause_s = LINES_S[1]
         self.stopped_by: int | None = None
-        """The number of the signal that ended it."""
+        """Number of the signal that ended the play."""
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
@@ -71,5 +72,4 @@ class Playing:
         return self.stopped_by is None
 
     def _so_far(self, now_s: float, steps: float) -> str:
-        done = int(steps)
-        return f"{format_duration(now_s)} of {format_duration(self._horizon_s)}, {done} step{'s' * (done != 1)}"
+        return f"{format_duration(now_s)} of {format_duration(self._horizon_s)}, {plural(int(steps), 'step')}"

@@ -1,4 +1,4 @@
-"""What ``muletrain status`` shows: the members' own announcements, checked."""
+"""The output of ``muletrain status``: the members' announcements, checked."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
 
 
 FRESH_S = 15.0
-"""Older announcements are out of date: members announce themselves every 10 s (``runtime.peer.peer.ANNOUNCE_S``), and
-clocks differ by some seconds."""
+"""Age from which an announcement is stale: members announce every 10 s (``runtime.peer.peer.ANNOUNCE_S``), and clocks
+differ by some seconds."""
 
 
 def furthest(peers: Sequence[Announced]) -> Announced:
-    """Who speaks for the run. One that died, or has yet to hear of a step back, may have been further."""
+    """The member whose numbers stand for the run: the furthest fresh one. A stale one may have died before a step back."""
     return max([p for p in peers if p.age_s <= FRESH_S] or peers, key=lambda p: p.step)
 
 
 def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableType:
-    """The run in a line, and its peers by stage."""
+    """The run as a line, and its peers by stage."""
     if not peers:
-        waits = f"the run has not begun; it waits for: {', '.join(missing)}"
-        return Text(waits if missing else "the run has just begun (or ended): nobody has announced itself; ask again")
+        waits = f"training has not started; waiting for: {', '.join(missing)}"
+        return Text(waits if missing else "no peer has announced itself: the run has just started or ended; try again")
     at = furthest(peers)
     figures = [f"step {at.step} of {at.steps}"]
     if at.loss is not None and at.tokens_per_s is not None:
         figures += [f"loss {at.loss:.3f}", f"{at.tokens_per_s:,.0f} tokens/s"]
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for header in ("stage", "peer", "step", "said", "id"):
-        table.add_column(header, justify="right" if header in ("step", "said") else "left")
+    for header in ("stage", "peer", "step", "seen", "id"):
+        table.add_column(header, justify="right" if header in ("step", "seen") else "left")
     for stage in range(at.stages):
         for p in (of_stage := [p for p in peers if p.stage == stage]):
             role = " (trainer)" if p.trainer else ""
             table.add_row(str(stage), Text(p.name + role), str(p.step), f"{p.age_s:.0f} s ago", p.id[-8:])
         if not of_stage:
-            table.add_row(str(stage), Text("nobody announced itself lately", style="bold red"), "", "", "")
+            table.add_row(str(stage), Text("no recent announcement", style="bold red"), "", "", "")
     return Group(Text("  ".join(figures), style="bold"), table)
 
 
 class Announced(BaseModel):
-    """What a member says about itself in the directory (``runtime.peer.peer``): as far as it can be understood."""
+    """The announcement of a member in the directory (``runtime.peer.peer``), checked."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     id: str
     age_s: float
-    """Since it said so."""
+    """Age of the announcement [s]."""
     name: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(printable)]
     stage: Annotated[int, Field(ge=0)]
     stages: Annotated[int, Field(ge=1, le=4096)]
@@ -65,9 +65,9 @@ class Announced(BaseModel):
     steps: Annotated[int, Field(ge=0)]
     loss: float | None = None
     tokens_per_s: float | None = None
-    """These two: of the run, as this member counts."""
+    """``loss`` and ``tokens_per_s`` are of the run, as this member counts them."""
     left: bool = False
-    """It went in order."""
+    """Whether it left in order."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -77,7 +77,8 @@ class Announced(BaseModel):
 
     @classmethod
     def read(cls, peer: PeerId, value: bytes, age_s: float = 0.0) -> Announced | None:
+        """The announcement in ``value``; None if it is malformed."""
         try:
             return cls.model_validate({**json.loads(value), "id": peer, "age_s": max(0.0, age_s)})
-        except (ValueError, TypeError, RecursionError):  # a hint that makes no sense hides nobody else's
+        except (ValueError, TypeError, RecursionError):  # a malformed announcement does not hide the others
             return None

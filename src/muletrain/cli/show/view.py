@@ -1,4 +1,4 @@
-"""A run's events folded into what people ask about: how far, how good, how fast, who does what, what went wrong."""
+"""A fold over a run's events: progress, loss, speed, the state of each peer, warnings."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from muletrain import events as ev
-from muletrain.cli.show.faults import FaultsView
-from muletrain.units import format_bytes, format_count, format_duration
+from muletrain.cli.show.injected_faults import FaultsView
+from muletrain.units import format_bytes, format_count, format_duration, plural
 
-SMOOTHING = 0.9  # weight of the past in the shown loss: about the last ten steps
-WINDOW = 20  # steps over which speed is measured: long enough to even out, short enough to follow
-FORGOTTEN = 20  # steps after which a peer that the others leave out is not shown among them any more
+SMOOTHING = 0.9
+"""Weight of the past in the shown loss: about the last ten steps."""
+WINDOW = 20
+"""Steps over which speed is measured."""
+FORGOTTEN = 20
+"""Steps after which a suspected peer is no longer shown."""
 FINAL = frozenset(
     {"expelled", "removed", "ended"}
 )  # states that nothing ends: what such a peer said last may come late
@@ -22,7 +25,7 @@ GONE = FINAL | {"left", "replaced"}  # states of peers of which nothing more is 
 
 @dataclass
 class PeerView:
-    """One peer as its own events and the others' suspicions show it. Totals run from the start of the run."""
+    """One peer, from its own events and the suspicions of others. Totals are since the start of the run."""
 
     name: str
     peer_id: str = ""
@@ -34,7 +37,7 @@ class PeerView:
     threads: int = 0
     state: str = "joining"
     suspected_at: int = 0
-    """Step of the run, where that is its state."""
+    """Step of the run at which it became suspected."""
     step: int = 0
     microbatches: int = 0
     recomputed: int = 0
@@ -43,7 +46,7 @@ class PeerView:
     apply_s: float = 0.0
     wait_s: float = 0.0
     sent: dict[str, Counter[str]] = field(default_factory=dict)
-    """Bytes by receiver (name where known) and traffic class."""
+    """Bytes by receiver (name if known) and traffic class."""
 
     @property
     def total_s(self) -> float:
@@ -52,7 +55,7 @@ class PeerView:
 
     @property
     def idle_share(self) -> float:
-        """Share of that time in which there was nothing to compute; NaN before the first step."""
+        """Share of that time without anything to compute; NaN before the first step."""
         return self.wait_s / self.total_s if self.total_s else math.nan
 
     def sent_bytes(self, kind: str | None = None) -> int:
@@ -61,21 +64,21 @@ class PeerView:
 
 
 class RunView:
-    """State of a run after the events folded so far."""
+    """The state of a run after the events folded so far."""
 
     def __init__(self, *, whole: bool = True) -> None:
-        """``whole``: events of all peers come, so that a stage of which none is heard has none."""
+        """``whole``: events of all peers arrive, so a stage without events has no peer."""
         self.whole = whole
         self.started: ev.RunStarted | None = None
         self.finished: ev.RunFinished | None = None
         self.evaluated: ev.Evaluated | None = None
         self.checkpoint: ev.CheckpointWritten | None = None
         self.peers: dict[str, PeerView] = {}
-        """By who tells of them (``Event.peer``): the name that a peer began with, in its own log also where the run
-        calls it otherwise. One whose name was taken over: by id."""
+        """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
+        took over: by id."""
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
-        """While machines and links are measured."""
+        """Set while machines and links are measured."""
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
         self.faults = FaultsView(self.name_of)
@@ -89,11 +92,11 @@ class RunView:
         self._recent: deque[ev.StepDone] = deque(maxlen=WINDOW)
         self._seen: set[tuple[int, str]] = set()
         self._back = ""
-        """Lineage that the last step back began with."""
+        """Lineage of the last step back."""
 
     @property
     def steps(self) -> int:
-        """Steps the run shall take; 0 before it is known."""
+        """Planned steps of the run; 0: not known yet."""
         return self.started.steps if self.started else 0
 
     @property
@@ -103,30 +106,30 @@ class RunView:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all steps up to the current one. A step that was taken back and done again counts once."""
+        """Tokens of all steps up to the current one. A step that was done twice counts once."""
         return sum(tokens for step, tokens in self._tokens.items() if step <= self.step)
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first step to the end of the last [s], with all waiting between them."""
+        """Time from the start of the first step to the end of the last, including waits [s]."""
         return max(0.0, self._end - self._begin) if self._tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole fleet, over the last steps; NaN before the first step."""
+        """Speed of the whole fleet over the last steps; NaN before the first step."""
         seconds = sum(e.duration_s for e in self._recent)
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
     @property
     def seconds_left(self) -> float:
-        """At the speed of the last steps; NaN before the first step."""
+        """Time to the end at the speed of the last steps; NaN before the first step."""
         if not self._recent:
             return math.nan
         return max(0, self.steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
 
     def stages(self, *, present: bool = False) -> dict[int, list[PeerView]]:
-        """Peers by stage, both in order; stages without a peer are there, empty, if we hear of the whole run.
-        ``present``: those only that have not gone, for in a long run most of those that ever came have."""
+        """Peers by stage, both in order. Empty stages are included if events of all peers arrive. ``present``: without
+        peers that are gone."""
         count = self.started.stages if self.started and self.whole else 0
         found: dict[int, list[PeerView]] = {s: [] for s in range(count)}
         for peer in sorted(self.peers.values(), key=lambda p: (p.stage, p.name)):
@@ -135,29 +138,29 @@ class RunView:
         return found
 
     def gone(self) -> int:
-        """Peers that were here once."""
+        """Number of peers that are gone."""
         return sum(map(self._has_gone, self.peers.values()))
 
     def _has_gone(self, peer: PeerView) -> bool:
         return peer.state in GONE or (peer.state == "suspected" and self.step - peer.suspected_at > FORGOTTEN)
 
     def ended(self, name: str) -> None:
-        """The process of the peer ``name`` was killed."""
+        """Note that the process of the peer ``name`` was killed."""
         if name in self.peers:
             self.peers[name].state = "ended"
 
     def name_of(self, peer_id: str) -> str:
-        """A peer's name, or the end of its id (all ids begin alike) when it has not joined yet."""
+        """A peer's name; before it has joined, the end of its id (all ids begin alike)."""
         known = self._by_id.get(peer_id) or self.peers.get(peer_id)
         is_id = len(peer_id) > 40 and peer_id.isalnum()  # base58 of a key, not an address
         return known.name if known is not None else f"..{peer_id[-8:]}" if is_id else peer_id
 
     def tokens_per_microbatch(self) -> float:
-        """At full sequence length."""
+        """Tokens of a microbatch at full sequence length."""
         return self.started.tokens_per_step / max(1, self.started.microbatches) if self.started else math.nan
 
     def fold(self, event: ev.Event) -> bool:
-        """Take one event in. False if it says nothing new: a warning that was given before, a step told twice."""
+        """Fold one event. Returns False if it is no news: a repeated warning, or a step reported twice."""
         self.faults.fold(event)
         match event:
             case ev.RunStarted():
@@ -220,7 +223,7 @@ class RunView:
         self.missing = []
 
     def _set_aside(self, peer: PeerView) -> None:
-        """Another one has its name from now on."""
+        """Rename a peer whose name another one took over."""
         self.peers[peer.peer_id] = peer
         peer.name = f"{peer.name} ({peer.peer_id[-8:]})"
         peer.state = peer.state if peer.state in GONE else "replaced"
@@ -243,7 +246,7 @@ class RunView:
             peer.sent.setdefault(receiver, Counter()).update(classes)
 
     def _done(self, event: ev.StepDone) -> bool:
-        if (event.step, event.lineage) in self._seen:  # two peers may both think it is theirs to tell
+        if (event.step, event.lineage) in self._seen:  # two peers may both report it
             return False
         self._seen.add((event.step, event.lineage))
         self.step, self.last, self.missing = event.step, event, []
@@ -267,12 +270,12 @@ class RunView:
 
 
 def printable(text: str) -> str:
-    """``text``, which may come from anybody, on one line and without what would steer a terminal."""
+    """Untrusted ``text`` on one line, without control characters."""
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
 
 
 def is_warning(event: ev.Event) -> bool:
-    """Does the event tell of something wrong?"""
+    """Whether the event is a warning."""
     kinds = (
         ev.JoinRefused,
         ev.FrameRefused,
@@ -287,7 +290,7 @@ def is_warning(event: ev.Event) -> bool:
 
 
 def _stepped_back(event: ev.SteppedBack, view: RunView) -> str:
-    """The first to tell of it may have been behind, or be a newcomer, which had done no step."""
+    """The sentence; the process that reports it may be behind, or a newcomer without a step."""
     stages = f"stage{'s' if len(event.lost) > 1 else ''} {', '.join(map(str, event.lost))}"
     where = f"the checkpoint of step {event.to}" if event.to else "the beginning"
     moves = f"; {', '.join(event.moves)}" if event.moves else ""
@@ -297,38 +300,37 @@ def _stepped_back(event: ev.SteppedBack, view: RunView) -> str:
 
 
 def essence(reason: str) -> str:
-    """Without the ways that the network's daemon tried one after the other, each with its addresses: the events have
-    them."""
+    """``reason`` without the addresses that the network's daemon tried; the event has them."""
     return re.sub(r": (?:Connect failed\. msg=)?failed to dial.*: ([^:]+)$", r": \1", reason, flags=re.DOTALL)
 
 
 def headline(event: ev.Event, view: RunView) -> str | None:
-    """The event as a sentence; None for what only the numbers show."""
+    """The event as a sentence; None for events that only change numbers."""
     match event:
         case ev.RunStarted():
-            return f"run {event.run_id}: {event.steps} steps, {event.stages} stages, {event.peers} peers"
+            return f"run {event.run_id}: {plural(event.steps, 'step')}, {plural(event.stages, 'stage')}, {plural(event.peers, 'peer')}"
         case ev.PeerJoined():
             role = ", trainer" if event.trainer else ""
             size = f"{format_count(event.params)} parameters"
             return f"{event.name} serves stage {event.stage} ({event.device}, {event.precision}, {size}{role})"
         case ev.Waiting():
-            return f"waiting: {', '.join(event.missing)}" if event.missing else "nothing missing any more"
+            return f"waiting: {', '.join(event.missing)}" if event.missing else "nothing is missing any more"
         case ev.ProbeProgress():
             return event.what
         case ev.FleetMeasured():
-            return f"measured {len(event.peers)} peer{'s' * (len(event.peers) != 1)}: {event.path}"
+            return f"measured {plural(len(event.peers), 'peer')}: {event.path}"
         case ev.ProbeFailed():
             return f"the fleet was not measured: {event.reason}"
         case ev.JoinRefused():
-            return f"{event.remote} was not let in: {event.reason}"
+            return f"{event.remote} was not admitted: {event.reason}"
         case ev.FrameRefused():
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
         case ev.PeerSuspected():
-            return f"{view.name_of(event.peer_id)} is left out for now: {essence(event.reason)}"
+            return f"{view.name_of(event.peer_id)} is suspected and gets no work: {essence(event.reason)}"
         case ev.PeerBanned():
-            return f"{view.name_of(event.peer_id)} is left out for {format_duration(event.seconds)}: it keeps sending rubbish"
+            return f"{view.name_of(event.peer_id)} is banned for {format_duration(event.seconds)}: it keeps sending malformed messages"
         case ev.PeerExpelled():
-            return f"{event.name} is out: up to step {event.step} it did not compute what its replicas computed"
+            return f"{event.name} was expelled after step {event.step}: its results differ from those of its replicas"
         case ev.MemberRemoved():
             return f"{event.name} was removed by the run's owner"
         case ev.PeerLeft():
@@ -336,8 +338,8 @@ def headline(event: ev.Event, view: RunView) -> str | None:
         case ev.LineageLeft():
             apart = event.step - event.forked_at + 1
             return (
-                f"{event.peer}: a partition healed, both of whose sides had gone on from step {event.forked_at}; it gives up its own "
-                f"side's {apart} steps and takes the others' state after step {event.to_step}"
+                f"{event.peer}: a partition since step {event.forked_at} healed; this peer drops {plural(apart, 'step')} of its own side, "
+                f"and takes the other side's state after step {event.to_step}"
             )
         case ev.FaultInjected():
             return f"chaos: {event.planned} hits {', '.join(event.who)} after step {event.step}"
@@ -345,7 +347,7 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             cost = f"{format_bytes(event.bytes)}, {format_duration(event.seconds)}"
             return f"checkpoint of step {event.step}: {event.path} ({cost})"
         case ev.CheckpointFailed():
-            return f"no checkpoint of step {event.step}: {event.reason}"
+            return f"the checkpoint of step {event.step} failed: {event.reason}"
         case ev.SteppedBack():
             return _stepped_back(event, view)
         case ev.Evaluated():

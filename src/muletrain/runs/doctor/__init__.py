@@ -1,0 +1,1 @@
+"""``muletrain doctor``: checks whether a machine can train."""

@@ -1,5 +1,5 @@
-"""A process that makes the checks of one part: ``python -m muletrain.runs.doctor.process PART`` with a ``Question`` on
-standard input (it may hold a ticket) prints a line of JSON for each ``Check``."""
+"""The process that makes the checks of one part. ``python -m muletrain.runs.doctor.process PART`` reads a ``Question``
+from standard input (it may contain a ticket), and prints a line of JSON per ``Check``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 import sys
 from dataclasses import asdict
 
-from muletrain.runs.doctor.checks import NETWORK, Check, Question
+from muletrain.runs.doctor.examination import NETWORK, Check, Question
 
 
 async def _network(question: Question) -> None:
-    from muletrain.runs.doctor.network import network_checks
+    from muletrain.runs.doctor.network_checks import network_checks
 
     async for check in network_checks(question):
         _print(check)
@@ -28,12 +28,12 @@ def main() -> None:
     if sys.argv[1] == NETWORK.name:
         asyncio.run(_network(question))
     else:
-        from muletrain.runs.doctor.machine import machine_checks
+        from muletrain.runs.doctor.machine_checks import machine_checks
 
         for check in machine_checks(question):
             _print(check)
     sys.stdout.flush()
-    os._exit(0)  # threads of torch and the daemon's have nothing left to say
+    os._exit(0)  # do not wait for threads of torch and of the daemon
 
 
 if __name__ == "__main__":

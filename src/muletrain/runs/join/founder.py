@@ -18,7 +18,7 @@ from muletrain.runs.join.admission import RunInfo
 from muletrain.runs.join.limits import check_tokenizer
 from muletrain.runs.join.messages import Ready
 from muletrain.runs.join.rendezvous import Rendezvous
-from muletrain.runs.measure.survey import Survey
+from muletrain.runs.measure.fleet_survey import Survey
 from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 

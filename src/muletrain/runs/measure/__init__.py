@@ -1,0 +1,1 @@
+"""Measures this machine, and the fleet of a run before it trains."""

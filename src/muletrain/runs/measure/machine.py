@@ -1,4 +1,4 @@
-"""What the peers of one machine may use: its GPUs dealt out, its memory shared."""
+"""What the peers of one machine may use: their devices, and their shares of its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from muletrain.compute.probe import chip, choose_precision, device_count, device
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.devices import find_device
-from muletrain.units import format_memory
+from muletrain.units import format_memory, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,30 +21,29 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
 
 ADVICE = (
-    "use more fleet.stages, a smaller train.microbatch, compute.checkpointing = 'auto', or, where a GPU's memory is what is "
-    "short, optimizer.state_device = 'cpu'"
+    "use more fleet.stages, a smaller train.microbatch, compute.checkpointing = 'auto', or, if GPU memory is short, "
+    "optimizer.state_device = 'cpu'"
 )
 
 
 def devices(asked: str, gpus: int) -> list[str]:
-    """What to compute on where ``gpus`` are there: each of them under 'auto' and 'cuda', else what was asked for."""
+    """The devices of a machine with ``gpus``: all of them for 'auto' and 'cuda', otherwise the one asked for."""
     return [f"cuda:{k}" for k in range(gpus)] if asked in ("auto", "cuda") and gpus else [asked]
 
 
 def dealt(devices: Sequence[str], peers: int) -> list[str]:
-    """The device of each of ``peers``, in turn."""
+    """The device of each of ``peers``, dealt in turn."""
     return [devices[k % len(devices)] for k in range(peers)]
 
 
 def own_devices(asked: str) -> list[str]:
-    """``devices`` of this machine."""
+    """The devices of this machine."""
     return devices(asked, device_count() if asked in ("auto", "cuda") else 0)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one peer process may use. ``flops``: what the catalogue says of the device [FLOP/s], 0 if it is not
-    there."""
+    """What one peer process may use. ``flops``: speed of the device in the catalogue [FLOP/s]; 0: unknown."""
 
     device: torch.device
     precision: Precision
@@ -55,9 +54,9 @@ class Machine:
     def probe(
         cls, device: str, precision: Precision, memory_gib: float | None, sharing: int = 1, host: int | None = None
     ) -> Machine:
-        """Measures for at most a second. ``sharing`` peers use the device; ``host``: this peer's share of the machine's
-        memory [bytes] (measured before the first of them took any), default: all that is free. Raises ConfigError for a
-        device that is not there.
+        """Measure for at most a second. ``sharing``: number of peers on the device. ``host``: this peer's share of the
+        machine's memory, measured before any peer took some [bytes]; default: all that is free. Raises ConfigError for a
+        device that does not exist.
         """
         chosen = pick_device(device)
         measured = choose_precision(chosen) if precision is Precision.AUTO else precision
@@ -69,13 +68,13 @@ class Machine:
 
     @property
     def kind(self) -> str:
-        """Devices of one kind compute the same bits."""
+        """Kind of the device: devices of one kind compute identical bits."""
         return f"cpu ({platform.machine()})" if self.device.type == "cpu" else self.device.type
 
 
 def memory_of(device: torch.device, memory_gib: float | None, sharing: int, host: int | None) -> Offer:
-    """One peer's share of what is there, without opening a GPU: an accelerator's memory counts as free, the machine's
-    is measured."""
+    """One peer's share of memory, without opening a GPU: all of an accelerator's memory counts as free; host memory is
+    measured."""
     beside = free_memory_of_machine(sharing) if host is None else host
     if device.type == "cpu":
         return Offer(beside if memory_gib is None else int(memory_gib * 2**30))
@@ -84,22 +83,21 @@ def memory_of(device: torch.device, memory_gib: float | None, sharing: int, host
 
 
 def free_memory_of_machine(peers: int) -> int:
-    """What each of ``peers`` on it may take [bytes]."""
+    """Each peer's share of the machine's free memory [bytes]."""
     import torch
 
     return free_memory(torch.device("cpu")) // peers
 
 
 def check_local(needs: Sequence[StageMemory], dealt: Sequence[str], memory_gib: float | None, host: int) -> None:
-    """Nobody but the peers of this machine can serve the stages. Raises CapacityError with the numbers where they
-    cannot."""
+    """Check that the peers of this machine can serve all stages. Raises CapacityError with the numbers."""
     offers = [memory_of(pick_device(d), memory_gib, dealt.count(d), host) for d in dealt]
     for stage, need in enumerate(needs):
         if any(need.fits(o) for o in offers):
             continue
         largest = max(offers, key=lambda o: o.device)
-        shared = f" ({len(dealt)} peers share this machine)" if len(dealt) > 1 and memory_gib is None else ""
+        shared = f" ({plural(len(dealt), 'peer')} share this machine)" if len(dealt) > 1 and memory_gib is None else ""
         raise CapacityError(
-            f"stage {stage} of {len(needs)} needs {need.need(largest)}, a peer here may use {largest}{shared}: {need}. Nothing was "
-            f"started; {ADVICE}. compute.memory says how much a peer may use where {format_memory(largest.device)} is not the truth"
+            f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need}. Nothing was "
+            f"started; {ADVICE}. If {format_memory(largest.device)} is wrong, set compute.memory"
         )

@@ -1,13 +1,13 @@
-"""Measuring a machine and its links, before the run begins: a member's part. The founder's is ``survey.py``.
+"""Measures a machine and its links before the run begins: a member's part. ``fleet_survey.py`` is the founder's part.
 
-Calls, founder to member: ``probe.block`` (how fast are you?), ``probe.link`` (how far is that member from you?). Nobody
-else is obeyed, and nobody after the run has begun; each call sends a bounded number of bytes for a bounded time.
+The founder calls ``probe.block`` (how fast are you?) and ``probe.link`` (how far is that member from you?). Members
+refuse calls from others, and calls after the run has begun. Each call sends a bounded amount for a bounded time.
 
-A link is measured on the run's own stream of pipeline traffic, encryption, routers and relays included: frames go there
-(``probe.echo``), small ones come back (``probe.echoed``), and one clock sees them go and come. So nobody has to believe
-the other's clock, and nobody sends more than it is sent. Round trips are those of single bytes. For bandwidth, pieces
-are sent one after the other: how fast their echoes come back is how fast they arrived. The first half of them does not
-count: TCP begins slowly. Ever more are sent until that takes long enough, on far links longer.
+A link is measured on the run's stream of pipeline traffic, with encryption, routers and relays: frames go out
+(``probe.echo``), small frames return (``probe.echoed``), and one clock times both, so that no clock has to be trusted.
+Round trips are those of single bytes. For bandwidth, pieces are sent back to back; their echoes return at the rate at
+which the pieces arrive. The first half is ignored, because TCP starts slowly. Volleys grow until one takes long enough,
+which is longer on far links.
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ if TYPE_CHECKING:
     from muletrain.runs.measure.machine import Machine
 
 TRIPS = 9
-"""Round trips, of which the first opens the stream and does not count."""
+"""Number of round trips; the first opens the stream and is ignored."""
 PIECES = 16
+"""Pieces of a volley."""
 FIRST, MOST = 1 << 15, 1 << 25
-"""Bytes of the first and of the largest of all volleys of so many pieces: what a link costs is less than twice the
-largest."""
+"""Bytes of the first and of the largest volley; all volleys on a link take less than twice the largest."""
 FAR = 6
-"""Round trips that a volley must take, at least: in each TCP about doubles what is under way."""
+"""Least duration of a volley, in round trips: in each, TCP about doubles the data in flight."""
 ENOUGH = 0.6
-"""Of the time that a volley should take."""
+"""Share of its target time that a volley must take to count."""
 LIMIT_S = 20.0
-"""Of one direction of one link."""
+"""Longest measurement of one direction of a link [s]."""
 REPLY_S = 10.0
+"""Longest send of an echo [s]."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class AskBlock(Message):
-    """``names``: of everybody who is measured."""
+    """Asks for the speed of a block. ``names``: of all peers that are measured."""
 
     KIND: ClassVar[str] = "probe.block"
     names: Annotated[tuple[tuple[Id, Name], ...], Field(max_length=4096)]
 
 
 class BlockFound(Message):
-    """Seconds of one microbatch of so many sequences in one block. ``machine``: the same for all peers of a machine.
+    """The answer: times of one microbatch of ``sequences`` in one block. ``machine``: equal for all peers of a machine.
     ``disk``: free bytes in the run folder."""
 
     forward_s: Annotated[Positive, Field(lt=1e4)]
@@ -80,7 +81,7 @@ class BlockFound(Message):
 
 
 class AskLink(Message):
-    """``seconds``: how long volleys should take."""
+    """Asks for the link to another member. ``seconds``: target time of a volley."""
 
     KIND: ClassVar[str] = "probe.link"
     to: Id
@@ -88,14 +89,14 @@ class AskLink(Message):
 
 
 class LinkFound(Message):
-    """Median round trip, and what arrives there of what is sent from here [bytes/s]."""
+    """The answer: median round trip, and bandwidth towards that member."""
 
     rtt_s: Annotated[Positive, Field(lt=1e3)]
     bytes_per_s: Annotated[Positive, Field(lt=1e13)]
 
 
 class Echo(Message):
-    """With one tensor: bytes that mean nothing."""
+    """A frame to be answered, with one tensor of random bytes."""
 
     KIND: ClassVar[str] = "probe.echo"
     TENSORS: ClassVar[int] = 1
@@ -103,12 +104,14 @@ class Echo(Message):
 
 
 class Echoed(Message):
+    """The answer to ``Echo``."""
+
     KIND: ClassVar[str] = "probe.echoed"
     number: Natural
 
 
 class Prober:
-    """Answers the founder, and everyone's echoes."""
+    """Answers the founder's calls, and the echoes of all members."""
 
     def __init__(
         self,
@@ -119,21 +122,22 @@ class Prober:
         learn: Callable[[dict[PeerId, str]], None],
         block: Callable[[], BlockFound],
     ) -> None:
-        """``net``: for calls; ``links``: what training will send its frames on. ``learn`` is told names; ``block``
-        measures, for seconds, in a thread."""
+        """``net``: for calls; ``links``: the network of training frames. ``learn`` takes names; ``block`` measures for
+        seconds, in a thread."""
         self._net, self._links, self._founder, self._clock = net, links, founder, clock
         self._learn, self._block = learn, block
         self._busy, self._begun = asyncio.Lock(), False
-        self._noise = os.urandom(MOST // PIECES)  # what could be compressed would seem fast
+        self._noise = os.urandom(MOST // PIECES)  # random, because compressible data would seem fast
         self._expected: dict[int, tuple[PeerId, asyncio.Future[float]]] = {}
 
     def open(self) -> None:
+        """Answer from now on."""
         self._net.serve(AskBlock.KIND, self._on_block)
         self._net.serve(AskLink.KIND, self._on_link)
         self._links.receive(self._on_frame, (Echo.KIND, Echoed.KIND), self)
 
     def close(self) -> None:
-        """The run begins: what is still on its way means nothing any more."""
+        """Stop, because the run begins; late frames are ignored."""
         self._begun, self._noise = True, b""
 
     # What is taken (``network.base.Bounds``)
@@ -147,13 +151,13 @@ class Prober:
             return
         Echo.parse(frame)
         if frame.tensors[0].codec != RAW or math.prod(frame.tensors[0].shape) > MOST // PIECES:
-            raise Malformed("a piece larger than any")
+            raise Malformed("the piece is too large")
 
     def _check(self, sender: PeerId) -> None:
         if sender != self._founder:
-            raise AdmissionError("only the run's first peer has others measure")
+            raise AdmissionError("only the run's first peer may ask for measurements")
         if self._begun:
-            raise AdmissionError("the run has begun: measuring would hold it up")
+            raise AdmissionError("the run has begun; measuring would slow it down")
 
     async def _on_block(self, sender: PeerId, payload: bytes) -> bytes:
         self._check(sender)
@@ -183,10 +187,10 @@ class Prober:
             size = min(MOST, max(2 * size, min(8 * size, int(rate * wanted_s))))
 
     async def _volley(self, to: PeerId, pieces: int, size: int, end: float) -> list[tuple[float, int]]:
-        """When each echo was there, from the beginning on [s], and how many bytes were sent for it. Raises
-        NetworkError; DeadlineExceeded after ``end``."""
+        """For each piece, the time of its echo since the start [s] and its bytes. Raises NetworkError; DeadlineExceeded
+        after ``end``."""
         waits: list[asyncio.Future[float]] = []
-        numbers = [secrets.randbits(47) for _ in range(pieces)]  # nobody answers what it has not got
+        numbers = [secrets.randbits(47) for _ in range(pieces)]  # random, so that only received pieces can be answered
         for number in numbers:
             waits.append(asyncio.get_running_loop().create_future())
             self._expected[number] = to, waits[-1]
@@ -194,8 +198,7 @@ class Prober:
         async def there_and_back() -> list[tuple[float, int]]:
             piece = encode_raw(memoryview(self._noise)[:size])
             frames = (Echo(number=number).frame([piece]) for number in numbers)
-            # all at once, and not paced: a window that grows, and a sender that is woken late, would leave the link
-            # idle
+            # all at once and unpaced: a growing window, or a sender that wakes late, would leave the link idle
             sends = (self._links.send(to, f, channel=Channel.CONTROL, timeout_s=LIMIT_S) for f in frames)
             sent = await asyncio.gather(*sends)
             return [(await wait - begin, nbytes) for wait, nbytes in zip(waits, sent, strict=True)]
@@ -220,12 +223,12 @@ class Prober:
 
 
 def seconds_per_byte(volley: list[tuple[float, int]]) -> float:
-    """Of (time, bytes) as they came, the first of which counts as a beginning only.
+    """The inverse rate of (time, bytes) arrivals; the first arrival only marks the start.
 
-    A busy machine sees some late, and then several at once; nothing is seen early. So the line that is nowhere above
-    the times, and as near to them all as can be, is the one of the link (as Moon et al. 1999 take clock skew from
-    delays): the edge of the lower convex hull over the mean, which is the pair around it that is lowest there; not of
-    neighbours, which may have been seen at once."""
+    A busy machine sees arrivals late and several at once, but never early. So the link's line is the highest one that
+    is nowhere above the times (Moon et al. 1999 estimate clock skew from delays in this way): the edge of the lower
+    convex hull at the mean, spanned by the pair of arrivals that is lowest there. Neighbours are excluded, because they
+    may have been seen at once."""
     times = [seen for seen, _ in volley]
     total = list(itertools.accumulate(nbytes for _, nbytes in volley))
     middle = sum(total) / len(total)
@@ -240,7 +243,7 @@ def seconds_per_byte(volley: list[tuple[float, int]]) -> float:
 
 
 def block_of(spec: ModelSpec, sequences: int, machine: Machine, folder: Path, identity: bytes) -> BlockFound:
-    """This machine's. Raises CapacityError."""
+    """Measure a block on this machine. Raises CapacityError."""
     times = block_times(spec, sequences, machine.device, machine.precision)
     return BlockFound(
         forward_s=times.forward_s,
@@ -253,8 +256,8 @@ def block_of(spec: ModelSpec, sequences: int, machine: Machine, folder: Path, id
 
 
 def identity_of(run_id: str, emulated: str = "") -> bytes:
-    """The same for the processes of one machine and one network namespace, and no word about it to others.
-    ``emulated``: a name, where each process stands for a machine of its own."""
+    """A hash that is equal for processes of one machine and one network namespace, and reveals nothing. ``emulated``: a
+    name, if each process emulates a machine of its own."""
     try:
         system = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/net")]
     except OSError:  # macOS

@@ -1,4 +1,4 @@
-"""How good a model is, beside models that only count tokens."""
+"""The quality of a model, beside a unigram and a bigram model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Quality:
-    """Mean cross-entropy on the held-out text [nats/token], of the model and of two models that only count tokens
-    (None: the training text is too short to count)."""
+    """Mean cross-entropy on the held-out text [nats/token] of the model, and of a unigram and a bigram model (None: too
+    little training text)."""
 
     loss: float
     unigram: float | None
     bigram: float | None
     """Interpolated with the unigram."""
     tokens: int
-    """Held-out tokens it was measured on ..."""
+    """Held-out tokens used."""
     heldout: int
-    """... of so many."""
+    """Held-out tokens in total."""
     counted: int
-    """Training tokens that were counted ..."""
+    """Training tokens that unigram and bigram counted."""
     trained: int
-    """... of so many."""
+    """Training tokens in total."""

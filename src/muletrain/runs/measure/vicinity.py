@@ -1,8 +1,6 @@
-"""How a peer looks from another member: what ``muletrain doctor --ticket`` asks, so that a clock or a closed port is
-found before it costs anything.
+"""How a member sees another peer: ``muletrain doctor --ticket`` asks, to find a wrong clock or a closed port early.
 
-One call, anyone in the run to any member: ``run.seen``. A member connects back to nobody but the caller: to the address
-that it sees it at, a few times a second at most.
+The one call is ``run.seen``. A member connects back to the caller's address only, and a few times per second at most.
 """
 
 from __future__ import annotations
@@ -24,22 +22,23 @@ if TYPE_CHECKING:
     from muletrain.network.libp2p import Libp2pNetwork
 
 DIAL_S = 4.0
+"""Longest attempt to connect back [s]."""
 BURST, PER_S = 10.0, 2.0
-"""Connections back that are tried at once, and per second after that, for all callers together."""
+"""Attempts to connect back, at once and per second, for all callers together."""
 CALL_TIMEOUT_S = 12.0
+"""Longest call, with an attempt to connect back [s]."""
 
 
 class AskSeen(Message):
-    """``port``: a TCP port of the caller to connect to; 0: none."""
+    """Asks a member how it sees the caller. ``port``: TCP port of the caller to connect to; 0: none."""
 
     KIND: ClassVar[str] = "run.seen"
     port: Annotated[int, Field(ge=0, lt=65536)]
 
 
 class Seen(Message):
-    """``time``: the member's wall clock [s]. ``host``: the address that the caller is seen at; '': it comes by way of
-    others. ``reached``: could its port be connected to; None: not tried. ``carries``: the member leads others to whom
-    they cannot reach."""
+    """The answer. ``time``: the member's wall clock [s]. ``host``: the caller's address; '': it is relayed. ``reached``:
+    whether its port answers; None: not tried. ``carries``: whether the member relays traffic for others."""
 
     time: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
     host: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-fA-F.:]*$")]
@@ -48,7 +47,7 @@ class Seen(Message):
 
 
 def serve_sight(net: Libp2pNetwork, *, carries: bool) -> None:
-    """Answer as this member sees the caller."""
+    """Answer ``run.seen``."""
     dials = _Dials(time.monotonic)
 
     async def answer(sender: PeerId, payload: bytes) -> bytes:
@@ -61,7 +60,7 @@ def serve_sight(net: Libp2pNetwork, *, carries: bool) -> None:
 
 
 class _Dials:
-    """A bucket of tokens."""
+    """A token bucket that limits attempts to connect back."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now, self._tokens, self._filled = now, BURST, now()
@@ -76,7 +75,7 @@ class _Dials:
 
 
 async def connects(host: str, port: int) -> bool:
-    """Does somebody take a TCP connection there?"""
+    """Whether a TCP connection to ``host`` and ``port`` succeeds."""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(DIAL_S):
             _, writer = await asyncio.open_connection(host, port)
@@ -86,7 +85,7 @@ async def connects(host: str, port: int) -> bool:
 
 
 async def seen_by(net: Network, member: PeerId, port: int = 0) -> tuple[Seen, float, float]:
-    """Its answer, by how much its clock is ahead of ours, and what that may be off by [s]. Raises NetworkError."""
+    """The member's answer, how far its clock is ahead of ours, and the error of that [s]. Raises NetworkError."""
     begin, clock = time.time(), time.monotonic()
     seen = Seen.unpack(await net.call(member, AskSeen.KIND, AskSeen(port=port).pack(), timeout_s=CALL_TIMEOUT_S))
     half_s = (time.monotonic() - clock) / 2
@@ -94,8 +93,8 @@ async def seen_by(net: Network, member: PeerId, port: int = 0) -> tuple[Seen, fl
 
 
 async def sights(net: Network, members: list[PeerId], port: int) -> dict[PeerId, tuple[Seen, float, float]]:
-    """By those that answer: the clock by a first call, on a connection that is there, the port by another, which takes
-    longer."""
+    """Answers by member, as ``seen_by``. The clock comes from a quick call on an open connection, the port from a
+    second, slower call."""
 
     async def both(member: PeerId) -> tuple[Seen, float, float]:
         await seen_by(net, member)

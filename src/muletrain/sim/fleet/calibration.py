@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from muletrain import events as ev
 from muletrain.config.costs import Costs, DeviceSpeed
-from muletrain.config.fleet import Fleet, Machine, load_fleet
+from muletrain.config.fleet_file import Fleet, load_fleet
+from muletrain.config.fleet_sections import Machine
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.model.spec import ModelSpec

@@ -51,7 +51,7 @@ from muletrain.wire.frame import frame_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from muletrain.config.fleet import Link
+    from muletrain.config.fleet_file import Link
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.base import Frame

@@ -14,7 +14,7 @@ from muletrain.sim.fleet.trace import TRACE_A, read_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.config.fleet import Churn
+    from muletrain.config.fleet_sections import Churn
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.fleet.accounts import GoesOn, Outcome

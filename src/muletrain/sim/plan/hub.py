@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import stage_memory, stash_bytes
-from muletrain.config.plan import Prediction, Split, Stage
+from muletrain.config.plan_file import Prediction, Split, Stage
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.allocate import allocate
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from muletrain.compute.estimate import StageMemory
-    from muletrain.config.fleet import Link
-    from muletrain.config.plan import Memory
+    from muletrain.config.fleet_file import Link
+    from muletrain.config.plan_file import Memory
     from muletrain.config.schema import RunConfig
     from muletrain.planning.allocate import Allocation
     from muletrain.planning.hub_task import HubStage

@@ -14,7 +14,7 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from muletrain.config.plan import Prediction, Split, Stage
+from muletrain.config.plan_file import Prediction, Split, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
@@ -32,7 +32,7 @@ from muletrain.units import format_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from muletrain.config.plan import Memory
+    from muletrain.config.plan_file import Memory
     from muletrain.planning.partition import Cut
     from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.plan.question import Question, Scene

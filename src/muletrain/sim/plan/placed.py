@@ -17,7 +17,7 @@ from muletrain.strategies.pipeline import Pipeline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.config.fleet import Link
+    from muletrain.config.fleet_file import Link
     from muletrain.planning.placement import Assignment
     from muletrain.sim.plan.question import Scene
     from muletrain.sim.setting import Setting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.config.plan import Plan
+from muletrain.config.plan_file import Plan
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import recommend
 from muletrain.sim.plan import hub as plan_hub

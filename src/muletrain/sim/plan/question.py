@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from muletrain.config.costs import Costs
-from muletrain.config.plan import Memory, Traffic
+from muletrain.config.plan_file import Memory, Traffic
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.setting import (
     AMPLE,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from muletrain.compute.estimate import Offer, StageMemory
-    from muletrain.config.fleet import Fleet, FleetPeer, Link
-    from muletrain.config.plan import Prediction
+    from muletrain.config.fleet_file import Fleet, FleetPeer, Link
+    from muletrain.config.plan_file import Prediction
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import stage_memory, stash_bytes
-from muletrain.config.plan import Memory, Prediction, Stage
+from muletrain.config.plan_file import Memory, Prediction, Stage
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
@@ -20,7 +20,7 @@ from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
-    from muletrain.config.fleet import FleetPeer
+    from muletrain.config.fleet_file import FleetPeer
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
     from muletrain.sim.plan.question import Question

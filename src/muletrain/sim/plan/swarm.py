@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from muletrain.config.plan import Prediction, Split, Stage
+from muletrain.config.plan_file import Prediction, Split, Stage
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.planning.splits import parted
 from muletrain.sim.fleet.flow import Flow, Rules, Weather
@@ -25,7 +25,7 @@ from muletrain.strategies import find
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from muletrain.config.plan import Memory, Traffic
+    from muletrain.config.plan_file import Memory, Traffic
     from muletrain.planning.partition import Cut
     from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.fleet.rates import Counts

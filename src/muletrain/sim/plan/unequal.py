@@ -16,7 +16,7 @@ from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
 from muletrain.sim.setting import takes_s
 
 if TYPE_CHECKING:
-    from muletrain.config.plan import Prediction
+    from muletrain.config.plan_file import Prediction
     from muletrain.planning.groups import Serving
     from muletrain.planning.partition import Cut
     from muletrain.sim.plan.question import Question, Scene

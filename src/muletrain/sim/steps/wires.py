@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from muletrain.config.fleet import Link
+from muletrain.config.fleet_file import Link
 from muletrain.planning.cost import ALIKE
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from muletrain.config.fleet import QUEUE_S
+from muletrain.config.fleet_sections import QUEUE_S
 
 FORWARD_S, BACKWARD_S = 0.05, 0.1
 """Service times of a peer of speed 1."""

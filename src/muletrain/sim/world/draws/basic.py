@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from muletrain.config.fleet import QUEUE_S
+from muletrain.config.fleet_sections import QUEUE_S
 from muletrain.sim.world.scenario import BACKWARD_S, FOR_EVER_S, FORWARD_S, SIDES, Fault, Scenario, planned, stage_of
 
 POINTS = ("forward", "backward", "seal", "shard", "reduced", "round_entry")

@@ -1,5 +1,4 @@
-"""What ``muletrain doctor`` looks at beyond this machine: does it listen, and, with a ticket, how does it look from the
-run's members."""
+"""The checks of ``muletrain doctor`` on the network: can this machine listen, and can a run's members reach it?"""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, NetworkError
-from muletrain.runs.doctor.checks import NETWORK, Check, Question, Verdict, advised
+from muletrain.runs.doctor.examination import NETWORK, Check, Question, Verdict, advised
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
     from muletrain.runs.measure.vicinity import Seen
 
 ASKED = 5
-"""Members."""
+"""Most members that are asked."""
 LISTEN_S, ENTER_S = 40.0, 60.0
+"""Longest start of the network daemon, and longest entry into a run [s]."""
 ALIKE_S = 1.0
-"""Clocks that differ by less are as good as one; the directory refuses records of others that differ by 3 s
-(hivemind)."""
+"""Largest clock skew without a warning [s]."""
 REFUSED_S = 3.0
+"""Clock skew from which hivemind's directory refuses records [s]."""
 OF_THE_RUN = ("clock", "from outside", "hole punching", "relay")
-CLOCK = "have it set by the network: timedatectl set-ntp true (systemd), or chronyd"
+CLOCK = "synchronise it over the network: timedatectl set-ntp true (systemd), or chronyd"
 OPEN = (
-    "let TCP port {port} through this machine's firewall, have its router forward it, and say so (--announce "
-    "/ip4/PUBLIC-ADDRESS/tcp/{port}); without it this machine can join, for members lead others to it, but not 'start' a run"
+    "open TCP port {port} in this machine's firewall, forward it in its router, and add --announce "
+    "/ip4/PUBLIC-ADDRESS/tcp/{port}; otherwise this machine can join, because members relay its traffic, but not 'start' a run"
 )
 
 
 async def network_checks(question: Question) -> AsyncIterator[Check]:
+    """Yield the checks; without a ticket, checks that need a member of a run are UNKNOWN."""
     try:
         import hivemind
 
@@ -49,16 +51,14 @@ async def network_checks(question: Question) -> AsyncIterator[Check]:
     yield await listening(question)
     if question.ticket is None:
         for name in OF_THE_RUN:
-            yield Check(
-                name, Verdict.UNKNOWN, "takes a member of a run to compare with", "muletrain doctor --ticket TICKET"
-            )
+            yield Check(name, Verdict.UNKNOWN, "needs a member of a run", "muletrain doctor --ticket TICKET")
         return
     async for check in _in_the_run(question):
         yield check
 
 
 async def listening(question: Question) -> Check:
-    """Start the daemon as a peer would, and end it."""
+    """Check that the daemon can listen as a peer would."""
     from muletrain.network.daemon import Daemon, end_daemon
 
     with tempfile.TemporaryDirectory(prefix="mule-") as folder:
@@ -81,7 +81,7 @@ async def listening(question: Question) -> Check:
             "listening",
             Verdict.WARNING,
             f"{found}: no other machine can connect",
-            "use --listen 0.0.0.0 or connect to a network",
+            "use --listen 0.0.0.0, or connect to a network",
         )
     return Check("listening", Verdict.OK, found)
 
@@ -96,7 +96,9 @@ async def _in_the_run(question: Question) -> AsyncIterator[Check]:
         try:
             ticket = Ticket.parse(question.ticket)
             if not ticket.addresses:
-                raise MuletrainError("the ticket names no member of its run; ask for one of 'muletrain start'")
+                raise MuletrainError(
+                    "the ticket names no member of its run; ask for one that 'muletrain start' printed"
+                )
             async with asyncio.timeout(ENTER_S):
                 network = await Libp2pNetwork.create(
                     run_id=ticket.run_id,
@@ -109,19 +111,19 @@ async def _in_the_run(question: Question) -> AsyncIterator[Check]:
                     visitor=True,
                 )
         except (MuletrainError, TimeoutError) as e:
-            yield advised("run", str(e) or f"no way into it within {ENTER_S:.0f} s", NETWORK.fixes["run"])
+            yield advised("run", str(e) or f"no entry within {ENTER_S:.0f} s", NETWORK.fixes["run"])
             for name in OF_THE_RUN:
-                yield Check(name, Verdict.UNKNOWN, "no member of the run was reached", "see above")
+                yield Check(name, Verdict.UNKNOWN, "no member of the run answers", "see above")
             return
         try:
-            for check in await _looked_at(network, ticket, question):
+            for check in await checks_by_members(network, ticket, question):
                 yield check
         finally:
             await network.close()
 
 
-async def _looked_at(network: Libp2pNetwork, ticket: Ticket, question: Question) -> list[Check]:
-    """Members connect back to a socket that listens where a peer would."""
+async def checks_by_members(network: Libp2pNetwork, ticket: Ticket, question: Question) -> list[Check]:
+    """The checks of the run; members connect back to a socket that listens where a peer would."""
     from muletrain.runs.measure.vicinity import sights
 
     def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,7 +133,7 @@ async def _looked_at(network: Libp2pNetwork, ticket: Ticket, question: Question)
     asked = random.sample(sorted(names), min(ASKED, len(names)))
     try:
         server = await asyncio.start_server(hang_up, question.listen, question.port)
-    except OSError:  # said already
+    except OSError:  # reported already
         server = None
     port = server.sockets[0].getsockname()[1] if server is not None else 0
     try:
@@ -139,9 +141,9 @@ async def _looked_at(network: Libp2pNetwork, ticket: Ticket, question: Question)
     finally:
         if server is not None:
             server.close()
-    reached = f"{len(names)} members; {len(seen)} of the {len(asked)} asked answer"
+    reached = f"{plural(len(names), 'member')}; {len(seen)} of {len(asked)} asked answer"
     if not seen:
-        unknown = (Check(n, Verdict.UNKNOWN, "nobody answers", NETWORK.fixes[n]) for n in OF_THE_RUN)
+        unknown = (Check(n, Verdict.UNKNOWN, "no member answers", NETWORK.fixes[n]) for n in OF_THE_RUN)
         return [Check("run", Verdict.MISSING, reached, NETWORK.fixes["run"]), *unknown]
     answers = [s for s, _, _ in seen.values()]
     return [
@@ -152,7 +154,7 @@ async def _looked_at(network: Libp2pNetwork, ticket: Ticket, question: Question)
 
 
 async def _members(network: Libp2pNetwork, ticket: Ticket) -> dict[PeerId, str]:
-    """Whom any of those that the ticket names knows to be in the run."""
+    """Names of the run's members, from the first member of the ticket that answers."""
     from muletrain.runs.join.removal import CALL_TIMEOUT_S, Members
 
     named = dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in ticket.addresses)
@@ -166,44 +168,45 @@ async def _members(network: Libp2pNetwork, ticket: Ticket) -> dict[PeerId, str]:
 
 
 def clock(ahead_s: list[float], off_s: float) -> Check:
-    """``ahead_s``: of the members' clocks; most of them are right. ``off_s``: what that may be wrong by."""
+    """Check the clock against the members', which are ahead by ``ahead_s``; ``off_s``: error of the comparison."""
     skew_s = median(ahead_s)
     side = "behind" if skew_s > 0 else "ahead of"
-    found = f"{abs(skew_s):.2f} s {side} the run's members (to within {max(off_s, 0.005):.2f} s)"
+    found = f"{abs(skew_s):.2f} s {side} the run's members (within {max(off_s, 0.005):.2f} s)"
     if abs(skew_s) <= max(ALIKE_S, off_s):
         return Check("clock", Verdict.OK, found)
     return Check("clock", Verdict.MISSING if abs(skew_s) > REFUSED_S else Verdict.WARNING, found, CLOCK)
 
 
 def ways(answers: list[Seen], port: int, own: set[str]) -> Iterator[Check]:
-    """Of members to this machine. ``own``: its addresses."""
+    """Yield the checks of the ways from members to this machine. ``own``: its addresses."""
     tried = [s for s in answers if s.reached is not None]
     able = [s for s in tried if s.reached]
     hosts = sorted({s.host for s in answers if s.host})
-    router = "" if set(hosts) <= own | {"127.0.0.1", "::1"} else ", the address of a router in between"
+    router = "" if set(hosts) <= own | {"127.0.0.1", "::1"} else ", which is the address of a router"
     at = f"TCP port {port} of {' or '.join(hosts)}{router}"
     carry = sum(s.carries for s in answers)
     if not tried:
-        why = "members see this machine by way of others only" if not hosts else "no member tried"
-        yield Check(
-            "from outside", Verdict.UNKNOWN, why, OPEN.format(port=port) if port else "choose a port that is free"
-        )
+        why = "members reach this machine through relays only" if not hosts else "no member tried"
+        yield Check("from outside", Verdict.UNKNOWN, why, OPEN.format(port=port) if port else "choose a free port")
     elif able:
-        some = "" if len(able) == len(tried) else ": the others' own firewalls may be in the way"
-        yield Check("from outside", Verdict.OK, f"{len(able)} of {len(tried)} members connect to {at}{some}")
+        some = "" if len(able) == len(tried) else "; firewalls of the others may block it"
+        yield Check(
+            "from outside", Verdict.OK, f"{len(able)} of {plural(len(tried), 'member')} can connect to {at}{some}"
+        )
     else:
         yield Check(
-            "from outside", Verdict.WARNING, f"none of {len(tried)} members can connect to {at}", OPEN.format(port=port)
+            "from outside",
+            Verdict.WARNING,
+            f"none of {plural(len(tried), 'member')} can connect to {at}",
+            OPEN.format(port=port),
         )
     punching = (
-        "not needed: members connect to this machine"
-        if able
-        else "not done: what is closed is led to by members (relay)"
+        "not needed: members connect to this machine" if able else "not done: members relay traffic to closed ports"
     )
     yield Check("hole punching", Verdict.OK, punching)
-    offered = f"{carry} of {len(answers)} members lead others to machines that they cannot connect to"
+    offered = f"{carry} of {plural(len(answers), 'member')} relay traffic for other machines"
     if carry or able:
         yield Check("relay", Verdict.OK, offered)
     else:
-        fix = "let one machine with an open port join without --bandwidth, or open a port here"
+        fix = "let a machine with an open port join without --bandwidth, or open a port here"
         yield Check("relay", Verdict.WARNING, offered, fix)

@@ -1,4 +1,4 @@
-"""``muletrain reproduce``: a paper's table or figure, published and ours side by side."""
+"""``muletrain reproduce``: tables and figures of the papers beside ours."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from muletrain.cli.show.console import make_console
 from muletrain.errors import ConfigError
 from muletrain.papers import INDEX, reproduce
 from muletrain.papers.rendering import draw, mark, number, write
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +21,7 @@ REPORT = Path("docs") / "reproduction"
 
 
 def list_all(*, json: bool) -> None:
-    """What there is."""
+    """Print the names of all reproductions."""
     from rich.table import Table
 
     if json:
@@ -33,7 +34,7 @@ def list_all(*, json: bool) -> None:
 
 
 def show_one(name: str, out: Path | None, *, plot: bool, json: bool) -> bool:
-    """Compute, print, and draw into ``out`` (default: the current folder). Whether it is what it is held to."""
+    """Compute, print, and draw into ``out`` (default: the current folder). Returns whether it meets its bars."""
     console = make_console()
     with console.status(f"{name}: computing") if not json else console.capture():
         found = reproduce(name)
@@ -49,7 +50,7 @@ def show_one(name: str, out: Path | None, *, plot: bool, json: bool) -> bool:
 
 
 def write_all(out: Path | None, *, json: bool) -> bool:
-    """One report of all in ``out`` (default: docs/reproduction). Whether all of them are what they are held to."""
+    """Write one report of all into ``out`` (default: docs/reproduction). Returns whether all meet their bars."""
     from rich.progress import track
 
     console = make_console()
@@ -59,7 +60,7 @@ def write_all(out: Path | None, *, json: bool) -> bool:
         print(jsonlib.dumps({"report": str(path), "met": {r.name: r.met for r in found}}))
     else:
         for r in found:
-            console.print(f"{mark(r.met)} {r.name}: {sum(b.met for b in r.bars)} of {len(r.bars)} bars")
+            console.print(f"{mark(r.met)} {r.name}: {sum(b.met for b in r.bars)} of {plural(len(r.bars), 'bar')} met")
         console.print(f"report: {path}", soft_wrap=True)
     return all(r.met for r in found)
 
@@ -79,8 +80,8 @@ def _print(r: Reproduction, console: Console) -> None:
             table.add_row(v.what, f"{number(v.published)} {v.unit}", ours, v.difference_text, kind)
         console.print(table)
     for heading, lines in (
-        ("stated by the paper, and found", [f"{mark(s.holds)} {s.stated}: {s.ours}" for s in r.statements]),
-        ("held to", [f"{mark(b.met)} {b}" for b in r.bars]),
+        ("statements of the paper, and ours", [f"{mark(s.holds)} {s.stated}: {s.ours}" for s in r.statements]),
+        ("bars", [f"{mark(b.met)} {b}" for b in r.bars]),
         ("constants", [str(c) for c in r.constants]),
         ("not reproduced", r.not_reproduced),
     ):
@@ -93,8 +94,8 @@ def _print(r: Reproduction, console: Console) -> None:
 def check_arguments(name: str | None, out: Path | None, *, every: bool, no_plot: bool) -> None:
     """Raises ConfigError for arguments that contradict each other."""
     if every and name is not None:
-        raise ConfigError(f"reproduce: either {name} or --all, not both")
+        raise ConfigError(f"reproduce: give either {name} or --all")
     if every and no_plot:
-        raise ConfigError("reproduce: the report of --all has plots; leave --no-plot out")
+        raise ConfigError("reproduce: the report of --all contains plots; leave --no-plot out")
     if name is None and not every and (out is not None or no_plot):
-        raise ConfigError("reproduce: which one? Give a name ('muletrain reproduce' lists them), or --all")
+        raise ConfigError("reproduce: give a name ('muletrain reproduce' lists them), or --all")

@@ -1,4 +1,4 @@
-"""``muletrain fuzz``: many virtual worlds on all cores, and the timeline of those in which a promise was broken."""
+"""``muletrain fuzz``: plays virtual worlds on all cores, and prints the timelines of broken promises."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from muletrain.cli.show.console import make_console
 from muletrain.timeline import check_trace, write_trace
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 SHOWN_FAILURES = 3
-"""Timelines printed; more failures are named by their seeds."""
+"""Most timelines printed; further failures are listed by seed."""
 
 
 def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
-    """Print the scenario's timeline. ``trace``: where to write all that the peers did. Returns the number of broken
-    promises."""
+    """Play one seed and print its timeline. ``trace``: where to write a timeline of all slots. Returns the number of
+    broken promises."""
     if trace is not None:
         check_trace(trace)
     with _processes(1) as pool:
@@ -41,10 +42,9 @@ def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
 
 
 def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
-    """Play all, show the first failures. Returns how many seeds broke a promise."""
+    """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
-    longest = (0.0, seeds.start)
-    """Step of a world, in times its shortest, and the world's seed."""
+    longest = (0.0, seeds.start)  # a step, in medians of its run; and the seed
     columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
         task = progress.add_task("", total=len(seeds))
@@ -63,17 +63,20 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
         summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
         print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
         return len(failed)
-    console.print(f"{len(seeds)} worlds with {faults} faults in {seconds:.0f} s: {len(failed)} broke a promise")
-    console.print(f"the longest step took {longest[0]:.0f} times as long as the median of its run (seed {longest[1]})")
+    console.print(
+        f"{plural(len(seeds), 'world')} with {plural(faults, 'fault')} in {seconds:.0f} s: {len(failed)} broke a promise"
+    )
+    console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
     if failed:
-        console.print(f"seeds {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True)
+        console.print(
+            f"failed seeds: {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True
+        )
     return len(failed)
 
 
 @contextmanager
 def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh interpreters with a fixed hash seed (the order of sets is part of what a seed must replay) and one thread
-    each."""
+    """Fresh interpreters with one thread each, and a fixed hash seed, so that a seed also replays the order of sets."""
     fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
     before = {name: os.environ.get(name) for name in fixed}
     os.environ.update(fixed)
@@ -86,15 +89,15 @@ def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin() -> None:
-    """What is imported stays: the garbage collector need not look at it again and again."""
+    """Import the world once, and exclude it from garbage collection."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import muletrain.sim.world.play  # noqa: F401  # takes seconds: not in the process that shows the progress
+    import muletrain.sim.world.play  # noqa: F401  # takes seconds: in the background processes only
 
     gc.freeze()
 
 
 def _end_with_parent() -> None:
-    """One that was killed could not say that there is nothing more to do."""
+    """Exit with the parent, which cannot stop us if it is killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -108,7 +111,7 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     from muletrain.sim.world.verdict import readable
 
     outcome = play(replace(draw(seed), trace=trace is not None))
-    gc.collect()  # a task that failed and that nobody awaited says so when it is forgotten: here, not with some later seed
+    gc.collect()  # a failed task that was not awaited warns when it is collected: now, not during a later seed
     if trace is not None:
         faults = [
             FaultInjected(t=t, peer="faults", what=text, who=[], for_s=0.0, planned=text, step=0)
@@ -127,7 +130,7 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
 
 
 def _smallest(seed: int) -> str:
-    """The smallest plan that breaks the same promise, as code for a test."""
+    """The smallest scenario that breaks the same promise, as code for a test."""
     from muletrain.sim.world.draws import draw
     from muletrain.sim.world.play import play
     from muletrain.sim.world.shrink import as_code, shrunk, sorts
@@ -143,4 +146,4 @@ def _show(result: dict[str, Any], *, json: bool) -> None:
     else:
         print("\n".join(result["timeline"]))
         if "smallest" in result:
-            print(f"smallest plan that still breaks it: {result['smallest']}")
+            print(f"smallest scenario that still breaks it: {result['smallest']}")

@@ -1,5 +1,4 @@
-"""``muletrain plan FLEET.toml``: what each strategy would do on a fleet, and which one to take, told in a table and
-drawn."""
+"""A plan for people: what each strategy is predicted to do, and where everything goes."""
 
 from __future__ import annotations
 
@@ -8,122 +7,36 @@ from typing import TYPE_CHECKING
 
 from rich.box import HORIZONTALS
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-from muletrain.cli.commands.whatif import USUAL, need_matplotlib
-from muletrain.cli.show.console import make_console, say
-from muletrain.config.costs import Costs, load_costs
-from muletrain.config.fleet import Fleet, load_located_fleet
-from muletrain.config.load import load_config, located
-from muletrain.errors import ConfigError
-from muletrain.model.spec import ModelSpec
+from muletrain.cli.show.console import say
 from muletrain.planning.splits import title
-from muletrain.sim.fleet.calibration import with_speeds
-from muletrain.sim.fleet.simulation import EXAMPLE
-from muletrain.sim.plan.planner import confirmed, plan
-from muletrain.sim.plan.question import Question
 from muletrain.units import format_bytes, format_count, format_duration, format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
     from rich.console import Console
 
-    from muletrain.config.fleet import Machine
-    from muletrain.config.plan import Memory, Plan, Prediction, Traffic
+    from muletrain.config.fleet_file import Fleet
+    from muletrain.config.fleet_sections import Machine
+    from muletrain.config.plan_file import Memory, Plan, Prediction, Traffic
 
 CELL = len("125 ms, 55%")
-"""Columns of the table are no wider, so that five and their labels fit into 80."""
+"""Widest column of the table, so that five columns and their labels fit into 80."""
 LINKS = 6
-"""Pairs of regions in the table; '--json' has all."""
-
-
-def plan_fleet(
-    path: Path | None,
-    config: Path | None,
-    model: str | None,
-    batch: int | None,
-    microbatch: int | None,
-    stages: int | None,
-    overrides: Sequence[str],
-    *,
-    seed: int,
-    time_limit_s: float,
-    plot: Path | None,
-    json: bool,
-    costs: Path | None = None,
-    confirm: bool = False,
-) -> None:
-    """``costs``: what 'simulate calibrate' wrote. Raises ConfigError and CapacityError, which say where to look."""
-    if plot is not None:
-        need_matplotlib()
-    file = EXAMPLE if path is None else path
-    measured = Costs() if costs is None else load_costs(costs)
-    fleet, origins = load_located_fleet(file)
-    console = make_console()
-    with located(origins, Fleet):
-        fleet = with_speeds(fleet, measured)
-        question = _question(fleet, config, model, batch, microbatch, stages, overrides, measured)
-        with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-            bar = progress.add_task("planning", total=1.0)
-
-            def watch(what: str, share: float) -> None:
-                progress.update(bar, completed=share, description=f"planning: {what}")
-
-            found = plan(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
-            if confirm:
-                progress.update(bar, description="playing every message of the recommended one")
-                found = confirmed(question, found)
-    if plot is not None:
-        from muletrain.cli.show.plan_picture import draw
-
-        draw(found, fleet, plot)
-    if json:
-        print(found.model_dump_json())
-        return
-    if path is None:
-        say(console, f"no fleet was named, so this is the example {escape(str(EXAMPLE))}\n")
-    tell(console, found, fleet)
-    if plot is not None:
-        say(console, f"wrote {escape(str(plot))}")
-
-
-def _question(
-    fleet: Fleet,
-    config: Path | None,
-    model: str | None,
-    batch: int | None,
-    microbatch: int | None,
-    stages: int | None,
-    overrides: Sequence[str],
-    measured: Costs,
-) -> Question:
-    given = [*overrides, *([f"model.preset={model}"] if model else []), *([f"train.batch={batch}"] if batch else [])]
-    if microbatch:
-        given.append(f"train.microbatch={microbatch}")
-    named = any(text.startswith(("model.", "model =")) for text in given)
-    base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"])]
-    run = load_config(config, [*base, *given])
-    fixed = config is not None or any(text.startswith("train.microbatch") for text in given)
-    if stages is None and any(text.startswith("fleet.stages") for text in overrides):
-        stages = run.fleet.stages
-    spec = ModelSpec.from_config(run.model)
-    if stages is not None and stages > spec.layers:
-        raise ConfigError(f"--stages {stages}: the model has {spec.layers} layers, and a stage needs one at least")
-    return Question(fleet, run, spec, stages, run.train.microbatch if fixed else None, measured)
+"""Most pairs of regions in the table; '--json' has all."""
 
 
 def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
-    """The whole plan, for people."""
+    """Print the whole plan."""
     counts = Counter[str]()
     for m in fleet.machines:
         counts[f"{m.device or m.name} in {m.region}"] += m.count
     kinds = ", ".join(f"{n} x {kind}" for kind, n in counts.items())
     say(console, f"[bold]{escape(plan.fleet)}[/bold]: {escape(kinds)}")
     console.print(
-        f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens a step\n"
+        f"{plan.model} ({format_count(plan.params)} parameters), {plan.batch} sequences of {plan.context} tokens per step\n"
     )
     console.print(_table(plan))
     console.print()
@@ -139,7 +52,7 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
             more = 100 * (chosen.played_step_s / chosen.step_s - 1)
             say(
                 console,
-                f"played with every message of the code that trains: {format_duration(chosen.played_step_s)} a step, {abs(more):.1f} % "
+                f"played with the production code: {format_duration(chosen.played_step_s)} per step, {abs(more):.1f} % "
                 f"{'more' if more >= 0 else 'less'} than predicted",
             )
         for table in (_layout(chosen, fleet), _memory(chosen)):
@@ -147,9 +60,9 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
             console.print(table)
         console.print()
         if chosen.spares:
-            say(console, f"without work: {escape(_by_entry(chosen.spares, fleet))}")
+            say(console, f"machines without work: {escape(_by_entry(chosen.spares, fleet))}")
     else:
-        say(console, f"nothing is recommended: {plan.why}")
+        say(console, f"no strategy is recommended: {plan.why}")
     for note in _notes(plan, fleet):
         say(console, escape(note))
 
@@ -160,24 +73,22 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
     whose = {note: [title(p) for p in able if note in p.notes] for p in able for note in p.notes}
     notes = [f"{'; '.join(names)}: {note}" for note, names in whose.items()]
     if churn.trace or churn.leave_per_hour or churn.bursts_per_hour:
-        notes.append("machines come and go here, which no figure above knows of; 'muletrain simulate fleet' plays it")
+        notes.append("these figures ignore that machines come and go; 'muletrain simulate fleet' simulates it")
     if any(m.host_needs and m.host_has is None for p in able for m in p.memory):
-        notes.append(
-            "memory beside a GPU is taken to be enough where the fleet file does not say how much there is (host_gib)"
-        )
+        notes.append("host memory is assumed to be enough where the fleet file does not state it (host_gib)")
     if any(peer.forward_s for peer in fleet.peers()):
         notes.append(
-            "machines are paced (forward_ms): a stage takes what the file says, however many layers it has; --stages says how many"
+            "machines are paced (forward_ms): a stage takes the stated time, whatever its number of layers; set --stages"
         )
     return [
         *notes,
-        *(f"an estimate: {a}; 'tflops' beside 'device' says what you measured" for a in plan.assumed),
+        *(f"estimated: {a}; to use a measured speed, add 'tflops' beside 'device'" for a in plan.assumed),
     ]
 
 
 def _table(plan: Plan) -> Table:
-    """A column for each strategy that is possible."""
-    table = _plain_table("what each strategy is predicted to do")
+    """One column per possible strategy."""
+    table = _plain_table("prediction for each strategy")
     table.add_column("", overflow="fold")
     able = [p for p in plan.strategies if not p.problem]
     chosen = None if plan.recommended is None else plan.strategies[plan.recommended]
@@ -213,7 +124,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _plain_table(title: str, *columns: str, gap: int = 2) -> Table:
-    """Without lines between columns, so that it fits into 80 of them; what does not is folded, never cut off."""
+    """A table without lines between columns, to fit into 80; long cells are folded, never cut off."""
     table = Table(
         title=title, title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
     )
@@ -246,7 +157,7 @@ def _memory_rows(plan: Plan, row: Callable[..., None]) -> None:
 
 
 def _unit(rows: Iterable[Memory]) -> tuple[int, str]:
-    """In which all of them can be read."""
+    """Bytes and name of the unit that suits all rows."""
     return (2**30, "GiB") if any(m.device_needs >= 2**30 for m in rows) else (2**20, "MiB")
 
 
@@ -255,12 +166,12 @@ def _number(nbytes: int, unit: int) -> str:
 
 
 def _has(nbytes: int, unit: int) -> str:
-    """With its own unit where that of the table is too small for it."""
+    """The amount, with its own unit if the table's is too small."""
     return _number(nbytes, unit) if nbytes < 999.5 * unit else format_memory(nbytes)
 
 
 def _needs(m: Memory, unit: int) -> str:
-    """'11.2 + 17': on the device, and beside it."""
+    """'11.2 + 17': on the device, and in host memory."""
     return _number(m.device_needs, unit) + (f" + {_number(m.host_needs, unit)}" if m.host_needs else "")
 
 
@@ -292,7 +203,7 @@ def link_speed(t: Traffic) -> str:
 
 def _layout(p: Prediction, fleet: Fleet) -> Table:
     entries = entry_of(fleet)
-    table = _plain_table("who serves what", "stage", "layers", "machines")
+    table = _plain_table("placement", "stage", "layers", "machines")
     for n, stage in enumerate(p.stages):
         counts = Counter(
             (entries[name].region, entries[name].device or entries[name].name) for name in set(stage.machines)
@@ -324,7 +235,7 @@ def _memory(p: Prediction) -> Table:
 
 
 def entry_of(fleet: Fleet) -> dict[str, Machine]:
-    """Of each machine, by name."""
+    """The entry of the fleet file for each machine, by name."""
     entries = (m for m in fleet.machines for _ in range(m.count))
     return {peer.name: entry for peer, entry in zip(fleet.peers(), entries, strict=True)}
 

@@ -1,4 +1,4 @@
-"""What ``muletrain doctor`` looks at on this machine alone: torch, GPUs, memory, disk."""
+"""The checks of ``muletrain doctor`` on this machine alone: torch, GPUs, memory, disk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
-from muletrain.runs.doctor.checks import NO_GPU, NO_TORCH, TORCH, Check, Question, Verdict, advised
-from muletrain.units import format_bytes, format_memory
+from muletrain.runs.doctor.examination import NO_GPU, NO_TORCH, TORCH, Check, Question, Verdict, advised
+from muletrain.units import format_bytes, format_memory, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     import torch
 
 SMALL = 256
-"""Rows of the matrices whose product is looked at."""
+"""Rows of the matrices in the test product."""
 LEAST_CACHE = 10**9
-"""Bytes that a tokenised corpus may want."""
+"""Bytes that a tokenised corpus may need."""
 
 
 def machine_checks(question: Question) -> Iterator[Check]:
+    """Yield the checks; without torch, only that one."""
     config = RunConfig.model_validate_json(question.config)
     yield (found := torch_check())
     if found.verdict is Verdict.MISSING:
@@ -34,6 +35,7 @@ def machine_checks(question: Question) -> Iterator[Check]:
 
 
 def torch_check() -> Check:
+    """Check the version of torch, and that it computes."""
     try:
         import torch
     except Exception as e:  # a missing shared library is an OSError, a broken build anything
@@ -41,14 +43,13 @@ def torch_check() -> Check:
     version, (low, high) = torch.__version__, TORCH
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     if not low <= tuple(int(n) for n in version.split("+")[0].split(".")[:2]) < high:
-        return Check("torch", Verdict.WARNING, f"{version}, which muletrain is not tested with", NO_TORCH)
+        return Check("torch", Verdict.WARNING, f"{version}, with which muletrain is not tested", NO_TORCH)
     _multiply(torch.device("cpu"))
-    threads = torch.get_num_threads()
-    return Check("torch", Verdict.OK, f"{version}, {built}, {threads} thread{'s' * (threads != 1)}")
+    return Check("torch", Verdict.OK, f"{version}, {built}, {plural(torch.get_num_threads(), 'thread')}")
 
 
 def gpu_checks(asked: str) -> Iterator[Check]:
-    """``asked``: ``compute.device``."""
+    """Yield a check per GPU, or one. ``asked``: ``compute.device``."""
     import torch
 
     if torch.backends.mps.is_available():
@@ -57,7 +58,7 @@ def gpu_checks(asked: str) -> Iterator[Check]:
     for k in range(torch.cuda.device_count()):
         yield _gpu(torch.device("cuda", k))
     if not torch.cuda.device_count():
-        yield _no_gpu(asked)
+        yield no_gpu_check(asked)
 
 
 def _gpu(device: torch.device) -> Check:
@@ -65,27 +66,28 @@ def _gpu(device: torch.device) -> Check:
 
     try:
         _multiply(device)
-        memory = f"{format_memory(device_memory(device))}, {format_memory(free_memory(device))} of it free"
+        memory = f"{format_memory(device_memory(device))}, {format_memory(free_memory(device))} free"
         return Check("GPU", Verdict.OK, f"{device}: {chip(device)}, {memory}")
     except RuntimeError as e:
         problem = " ".join(str(e).split())[:200]
-        fix = f"{NO_GPU}; to leave this one out set CUDA_VISIBLE_DEVICES, or compute with --device cpu"
+        fix = f"{NO_GPU}; to skip this GPU, set CUDA_VISIBLE_DEVICES, or use --device cpu"
         return Check("GPU", Verdict.MISSING, f"{device} does not compute: {problem}", fix)
 
 
-def _no_gpu(asked: str) -> Check:
+def no_gpu_check(asked: str) -> Check:
+    """Why torch finds no GPU. ``asked``: ``compute.device``."""
     import torch
 
     verdict = Verdict.MISSING if asked.startswith("cuda") or asked == "mps" else Verdict.WARNING
     there = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or int(shutil.which("nvidia-smi") is not None)
     if there and torch.version.cuda is None:
         fix = f"install a torch with CUDA: pip install --force-reinstall torch=={torch.__version__.split('+')[0]}"
-        return Check("GPU", verdict, "NVIDIA hardware is here, but this torch is built without CUDA", fix)
+        return Check("GPU", verdict, "there is NVIDIA hardware, but this torch is built without CUDA", fix)
     if there:
-        return Check("GPU", verdict, f"NVIDIA hardware is here, but torch does not see it: {_why_no_cuda()}", NO_GPU)
+        return Check("GPU", verdict, f"there is NVIDIA hardware, but torch does not find it: {_why_no_cuda()}", NO_GPU)
     if verdict is Verdict.MISSING:
-        return Check("GPU", verdict, f"none, and compute.device = '{asked}'", "take compute.device = 'auto'")
-    return Check("GPU", Verdict.OK, "none; the CPU computes")
+        return Check("GPU", verdict, f"none, but compute.device = '{asked}'", "set compute.device = 'auto'")
+    return Check("GPU", Verdict.OK, "none; the CPU is used")
 
 
 def _why_no_cuda() -> str:
@@ -93,13 +95,13 @@ def _why_no_cuda() -> str:
 
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except Exception as e:  # torch's and the driver's have no common base
+    except Exception as e:  # errors of torch and of the driver have no common base
         return " ".join(str(e).split())[:200]
     return "no reason given"
 
 
 def _multiply(device: torch.device) -> None:
-    """Raises RuntimeError where products are not what they should be."""
+    """Raises RuntimeError if a product is wrong."""
     import torch
 
     matrix = torch.ones(SMALL, SMALL, device=device)
@@ -108,7 +110,7 @@ def _multiply(device: torch.device) -> None:
 
 
 def memory_check(config: RunConfig) -> Check:
-    """The offers that this machine's peers would make, against the stages' needs."""
+    """Compare the memory of this machine's peers with the needs of the stages."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.assemble import RunFacts, resolve_start
     from muletrain.runs.measure.machine import ADVICE, free_memory_of_machine, memory_of, own_devices
@@ -123,7 +125,7 @@ def memory_check(config: RunConfig) -> Check:
     largest = max(offers, key=lambda o: o.device)
     totals = sorted({need.need(largest): need.of_device(largest) for need in needs}.items(), key=lambda t: t[1])
     wanted = totals[0][0] if len(totals) == 1 else f"{totals[0][0]} to {totals[-1][0]}"
-    found = f"{largest} may be used, each of {len(needs)} stages needs {wanted}"
+    found = f"a peer may use {largest}; each of {plural(len(needs), 'stage')} needs {wanted}"
     able = sum(any(need.fits(o) for o in offers) for need in needs)
     if able == 0:
         return Check("memory", Verdict.MISSING, found, f"close other programs, or {ADVICE}")
@@ -131,29 +133,32 @@ def memory_check(config: RunConfig) -> Check:
         return Check(
             "memory",
             Verdict.WARNING,
-            f"{found}: {able} of them fit here",
+            f"{found}; only {able} fit here",
             f"other machines serve the rest, or {ADVICE}",
         )
     return Check("memory", Verdict.OK, found)
 
 
 def disk_checks(config: RunConfig, temporary: Path) -> Iterator[Check]:
-    """Where the run folder, the token cache and temporary files go."""
+    """Check the disks of the run folder, the token cache and temporary files."""
     from muletrain.data.tokens import cache_folder
     from muletrain.runs.assemble import RunFacts, resolve_start
 
     kept = config.checkpoint.keep + 1
     try:
         room = kept * sum(RunFacts.of(resolve_start(config)).plan().state_bytes)
-    except MuletrainError:  # said already
+    except MuletrainError:  # reported already
         room = 0
-    checkpoints = f"for {kept} checkpoints of the whole model ({format_bytes(room)}, where 'start' runs)"
-    yield _disk(Path.cwd(), room, checkpoints, "run from a folder with more room, or name one in checkpoint.place")
-    yield _disk(cache_folder(config.data), LEAST_CACHE, "for tokenised text", "set data.cache to another folder")
-    yield _disk(temporary, LEAST_CACHE, "for temporary files", "set TMPDIR to another folder (with a short path)")
+    checkpoints = (
+        f"for {plural(kept, 'checkpoint')} of the whole model ({format_bytes(room)}, on the machine of 'start')"
+    )
+    yield disk_check(Path.cwd(), room, checkpoints, "use a folder with more room, or set checkpoint.place")
+    yield disk_check(cache_folder(config.data), LEAST_CACHE, "for tokenised text", "set data.cache to another folder")
+    yield disk_check(temporary, LEAST_CACHE, "for temporary files", "set TMPDIR to another folder (with a short path)")
 
 
-def _disk(folder: Path, wanted: int, what: str, fix: str) -> Check:
+def disk_check(folder: Path, wanted: int, what: str, fix: str) -> Check:
+    """Check that ``folder`` can be written and has ``wanted`` bytes free."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=there) as file:

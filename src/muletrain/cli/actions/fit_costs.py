@@ -1,4 +1,4 @@
-"""``muletrain simulate calibrate``: what was measured in real runs, and how well the model meets them with it."""
+"""``muletrain simulate calibrate``: costs measured in real runs, and how well the model then predicts the runs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from muletrain.sim.fleet.calibration import Fit, Sample
 
 CONSTANTS = {
-    "call_ms": "a forward or backward, beyond what the fleet file says",
-    "hop_ms": "a message from one peer to another, beyond what the link takes",
+    "call_ms": "a forward or backward, beyond the fleet file",
+    "hop_ms": "a message between two peers, beyond the link",
     "ending_ms": "the end of a step, beyond its messages",
 }
 
 
 def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
-    """Raises MuletrainError for a folder that has nothing to measure, and ConfigError where ``out`` cannot be
-    written."""
+    """Fit the costs, write them to ``out`` and print them. Raises MuletrainError for a folder without data, and
+    ConfigError if ``out`` cannot be written."""
     samples = [observe(folder) for folder in folders]
     found = fit(samples)
     try:
         out.write_text(explained(found.costs), encoding="utf-8")
     except OSError as e:
-        raise ConfigError(f"--out {out}: {e.strerror}; give a file in a folder that there is") from e
+        raise ConfigError(f"--out {out}: {e.strerror}; give a file in a folder that exists") from e
     if json:
         runs = [
             {
@@ -52,14 +52,17 @@ def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
     console.print(_constants(found))
     console.print(_runs(samples, found.costs))
     if not any(s.hops_s for s in samples):
-        console.print("messages: none of these runs has traces of both ends (muletrain run --set fleet.trace=true)")
+        console.print(
+            "messages were not measured: no run has traces of both ends (muletrain run --set fleet.trace=true)"
+        )
     console.print(
-        f"wrote {escape(str(out))}: muletrain simulate fleet FLEET.toml --costs {escape(str(out))}", soft_wrap=True
+        f"wrote {escape(str(out))}; use it with: muletrain simulate fleet FLEET.toml --costs {escape(str(out))}",
+        soft_wrap=True,
     )
 
 
 def _constants(found: Fit) -> Table:
-    table = Table("", "measured", "from", title="what no fleet file says", title_justify="left")
+    table = Table("", "measured", "from", title="costs that no fleet file states", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, about in CONSTANTS.items():
@@ -71,8 +74,8 @@ def _constants(found: Fit) -> Table:
 
 
 def _runs(samples: Sequence[Sample], costs: Costs) -> Table:
-    table = Table("run", "steps", title="microbatches/s, measured and by the model (flow)", title_justify="left")
-    for heading in ("measured", "as the file says", "with what was measured", "off by"):
+    table = Table("run", "steps", title="microbatches/s, measured and predicted (flow)", title_justify="left")
+    for heading in ("measured", "without costs", "with costs", "error"):
         table.add_column(heading, justify="right")
     for s in samples:
         predicted = s.predicted(costs)

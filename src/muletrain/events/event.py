@@ -1,4 +1,4 @@
-"""What every event has, and how it is written and read: a line of JSON each."""
+"""The base of events, and their form as lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ KINDS: dict[str, type[Event]] = {}
 _ADAPTERS: dict[str, TypeAdapter[Event]] = {}
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# JSON has no NaN: a diverged loss travels as the text "NaN"
+# JSON has no NaN: a diverged loss is written as the text "NaN"
 Number = Annotated[float, BeforeValidator(lambda v: _NON_FINITE.get(v, v) if isinstance(v, str) else v)]
 
 
 class EventError(MuletrainError):
-    """A line that is no event: not JSON, of unknown kind, or with other fields than its kind has."""
+    """A line that is no event: not JSON, unknown kind, or wrong fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Base: ``kind`` is the class name in snake case."""
+    """Base of all events. ``kind`` is the class name in snake case."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
     kind: ClassVar[str] = "event"
@@ -46,7 +46,7 @@ class Event:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:
-        """The event ``to_json`` wrote. Raises EventError."""
+        """The event that ``to_json`` wrote. Raises EventError."""
         event = parse(line)
         if not isinstance(event, cls):
             raise EventError(f"expected a {cls.kind} event, got {event.kind}")
@@ -64,7 +64,7 @@ def parse(line: str | bytes) -> Event:
     if cls is None:
         raise EventError(f"unknown event kind {kind!r}; was it written by another version of muletrain?")
     try:
-        # by way of JSON again: only there does strict mode take an object for a dataclass
+        # through JSON again, because strict mode accepts an object for a dataclass only there
         return _adapter(cls).validate_json(json.dumps(fields))
     except ValidationError as e:
         first = e.errors()[0]
@@ -78,7 +78,7 @@ def _adapter(cls: type[Event]) -> TypeAdapter[Event]:
 
 
 def _plain(value: Any) -> Any:
-    """Non-finite floats as text, at any depth."""
+    """``value`` with non-finite floats as text, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""``--plan``: what 'muletrain plan --json' printed, as a run's configuration."""
+"""``--plan``: turns the output of 'muletrain plan --json' into a run's configuration."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from muletrain.config.fleet import load_fleet
-from muletrain.config.plan import VERSION, Plan, Prediction
-from muletrain.config.schema import ModelConfig, PipelineConfig, RunConfig
+from muletrain.config.fleet_file import load_fleet
+from muletrain.config.peer_sections import PipelineConfig
+from muletrain.config.plan_file import VERSION, Plan, Prediction
+from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.model.presets import PRESETS
 from muletrain.model.spec import ModelSpec
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROCESSES_PER_CORE = 16
-"""More peers than that on one machine keep each other from answering in time."""
+"""Most peers per core; more would keep each other from answering in time."""
 
 
 def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares: bool = True) -> RunConfig:
-    """``config`` with the strategy, the stages and the machines of the plan: of the strategy that is recommended, or of
-    the ``choice`` ('swarm', 'gpipe', '1f1b'). ``spares``: the run begins with them, too. Raises ConfigError, also where
-    plan and ``config`` are about different things."""
+    """``config`` with strategy, stages and machines of the plan: those of the recommended strategy, or of ``choice``
+    ('swarm', 'gpipe', '1f1b'). ``spares``: whether the run starts with the plan's spares. Raises ConfigError, also if
+    plan and ``config`` contradict each other."""
     plan = read_plan(path)
     chosen = _chosen(plan, path, choice)
     model = config.model
@@ -39,13 +40,13 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
     ):
         if name in config.train.model_fields_set and own != there:
             raise ConfigError(
-                f"train.{name}: {own}, and {path} is for {there}; leave it out, or plan again (muletrain plan --{name})"
+                f"train.{name}: {own}, but {path} is for {there}; leave it out, or plan again (muletrain plan --{name})"
             )
     optimizer = config.optimizer
     if chosen.state_device == "cpu" and optimizer.state_device != "cpu":
         if "state_device" in optimizer.model_fields_set:
             raise ConfigError(
-                f"optimizer.state_device: '{optimizer.state_device}', and {path} mixes devices in a stage, which needs 'cpu'; leave it "
+                f"optimizer.state_device: '{optimizer.state_device}', but {path} mixes devices in a stage, which needs 'cpu'; leave it "
                 f"out, or plan again (muletrain plan --set optimizer.state_device={optimizer.state_device})"
             )
         optimizer = optimizer.model_copy(update={"state_device": "cpu"})
@@ -71,7 +72,7 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises ConfigError."""
+    """The plan in a file. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -82,23 +83,25 @@ def read_plan(path: Path) -> Plan:
         plan = Plan.model_validate_json(text)
     except ValidationError as e:
         first = e.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "it"
-        network = (
-            " ('plan --network' places devices of a network, which is no plan of a fleet)" if '"cost_s"' in text else ""
-        )
+        where = ".".join(map(str, first["loc"])) or "plan"
+        network = " (the output of 'plan --network' is not a plan of a fleet)" if '"cost_s"' in text else ""
         raise ConfigError(
-            f"{path}: not what 'muletrain plan FLEET.toml --json' prints{network}: {where}: {first['msg']}"
+            f"{path}: not an output of 'muletrain plan FLEET.toml --json'{network}: {where}: {first['msg']}"
         ) from None
     if plan.version != VERSION:
-        raise ConfigError(f"{path}: a plan of version {plan.version}, this muletrain reads {VERSION}; plan again")
+        raise ConfigError(
+            f"{path}: version {plan.version} of the format, but this muletrain reads {VERSION}; plan again"
+        )
     return plan
 
 
 def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:
     if choice is None and plan.recommended is None:
-        raise ConfigError(f"{path}: the plan recommends nothing: {plan.why}")
+        raise ConfigError(f"{path}: the plan recommends no strategy: {plan.why}")
     if choice is None and plan.recommended not in range(len(plan.strategies)):
-        raise ConfigError(f"{path}: recommended: {plan.recommended}, of {len(plan.strategies)} strategies; plan again")
+        raise ConfigError(
+            f"{path}: recommended: {plan.recommended}, but there are {len(plan.strategies)} strategies; plan again"
+        )
     found = [p for p in plan.strategies if choice is not None and choice in (p.strategy, p.schedule)]
     if choice is not None and not found:
         raise ConfigError(
@@ -110,7 +113,7 @@ def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:
     if not find(chosen.strategy).runs:
         *first, last = CHOICES
         raise ConfigError(
-            f"{path}: strategy {chosen.strategy} does not run yet; take --strategy {', '.join(first)} or {last}"
+            f"{path}: strategy {chosen.strategy} cannot run yet; use --strategy {', '.join(first)} or {last}"
         )
     return chosen
 
@@ -123,8 +126,8 @@ def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
     spec = ModelSpec.from_config(config.model)
     if (spec.params, spec.context) != (plan.params, plan.context):
         raise ConfigError(
-            f"{path}: the plan is for a model ({plan.model}) of {plan.params} parameters and sequences of {plan.context} tokens, the run's "
-            f"has {spec.params} and {spec.context}: give the configuration that was planned with (CONFIG.toml, --set), or plan again"
+            f"{path}: the plan is for a model ({plan.model}) with {plan.params} parameters and sequences of {plan.context} tokens, but the "
+            f"run's model has {spec.params} and {spec.context}; use the planned configuration (CONFIG.toml, --set), or plan again"
         )
 
 
@@ -139,38 +142,32 @@ def _pipeline(chosen: Prediction) -> PipelineConfig:
     )
 
 
-def machines_of(config: RunConfig) -> list[str]:
-    """That the run's plan names: those with a seat first, stage by stage."""
-    return [*(name for row in config.pipeline.seats for name in dict.fromkeys(row)), *config.pipeline.spares]
-
-
 def names_of(config: RunConfig) -> list[str]:
-    """Of a local fleet's peers: those that are planned, and then peer-0, peer-1 ..."""
-    named, count = machines_of(config), config.fleet.local_peers
+    """Names of a local fleet's peers: the planned ones, then peer-0, peer-1 ..."""
+    named, count = config.pipeline.machines, config.fleet.local_peers
     return [*named[:count], *(f"peer-{i}" for i in range(len(named), count))]
 
 
 def indices_of(config: RunConfig) -> list[int]:
-    """Which machine of ``fleet.profile`` each of a local fleet's peers is. Raises ConfigError for a planned one that it
-    does not have."""
+    """For each of a local fleet's peers, the index of its machine in ``fleet.profile``. Raises ConfigError if the
+    profile lacks a planned machine."""
     names = names_of(config)
     if config.fleet.profile is None:
         return list(range(len(names)))
     fleet = load_fleet(config.fleet.profile)
     known = {peer.name for peer in fleet.peers()}
-    if unknown := sorted({*machines_of(config)} - known):
+    if unknown := sorted({*config.pipeline.machines} - known):
         raise ConfigError(
-            f"fleet.profile: {config.fleet.profile} has no machine '{unknown[0]}', which the plan names; give the fleet file that was "
-            f"planned"
+            f"fleet.profile: {config.fleet.profile} has no machine '{unknown[0]}', which the plan names; use the fleet file of the plan"
         )
     return [fleet.number(name) for name in names]
 
 
 def check_many(config: RunConfig) -> None:
-    """Raises ConfigError where a plan has more machines than this one can play."""
+    """Raises ConfigError if a plan has more machines than this one can emulate."""
     most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if config.pipeline.seats and config.fleet.local_peers > most:
+    if config.pipeline.machines and config.fleet.local_peers > most:
         raise ConfigError(
-            f"fleet.peers: the plan has {config.fleet.local_peers} machines, and as many processes are too many for this one (at most "
-            f"{most}, {PROCESSES_PER_CORE} a core): use 'muletrain start --plan', and join from the others"
+            f"fleet.peers: the plan has {config.fleet.local_peers} machines, but this machine can run at most {most} processes "
+            f"({PROCESSES_PER_CORE} per core); use 'muletrain start --plan', and join from the other machines"
         )

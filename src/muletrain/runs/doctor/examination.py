@@ -1,7 +1,7 @@
-"""Is this machine fit to train? What ``muletrain doctor`` looks at, and what to do about what it finds.
+"""``muletrain doctor``: its checks, their verdicts, and advice.
 
-torch, drivers and networks can crash a process, or hang. They are looked at in processes of their own
-(``runs.doctor.process``), which have so much time. What such a process does not come to is a finding, too.
+torch, drivers and networks can crash a process, or hang. They are checked in processes of their own
+(``runs.doctor.process``) with a time limit. A check that such a process does not reach is reported as missing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 PYTHON = ((3, 11), (3, 14))
 TORCH = ((2, 11), (2, 14))
-"""As in pyproject.toml: the first that will do, and the first that is too new."""
+"""First supported version, and first unsupported one, as in pyproject.toml."""
 
 
 class Verdict(StrEnum):
-    """``MISSING``: training needs it."""
+    """The result of a check. ``MISSING``: training needs it."""
 
     OK = "ok"
     WARNING = "warning"
@@ -41,7 +41,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """``fix``: what to do; empty where nothing is wrong."""
+    """The result of one check. ``fix``: what to do; empty if nothing is wrong."""
 
     name: str
     verdict: Verdict
@@ -50,7 +50,7 @@ class Check:
 
 
 class Question(BaseModel):
-    """``config``: the run's, as JSON. ``listen``, ``port``, ``announce``: as ``start`` and ``join`` have them."""
+    """The input of the checks. ``config``: the run's, as JSON. ``listen``, ``port``, ``announce``: as for ``start``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,12 +60,12 @@ class Question(BaseModel):
     port: int
     announce: tuple[str, ...]
     temporary: str = tempfile.gettempdir()
-    """Where temporary files go."""
+    """Folder of temporary files."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Checks that one process makes, in this order; and what to do where it does not come to one."""
+    """The checks of one process, in order, with the fix for each that it does not reach."""
 
     name: str
     limit_s: float
@@ -76,7 +76,7 @@ NO_TORCH = (
     f"install one that fits this machine: pip install 'torch>={TORCH[0][0]}.{TORCH[0][1]},<{TORCH[1][0]}.{TORCH[1][1]}' (without a GPU: "
     f"--index-url https://download.pytorch.org/whl/cpu)"
 )
-NO_GPU = "does nvidia-smi answer? If not, install or restart the driver; in a container, start it with --gpus all"
+NO_GPU = "if nvidia-smi does not answer, install or restart the driver; start a container with --gpus all"
 MACHINE = Part(
     "machine",
     120.0,
@@ -84,7 +84,7 @@ MACHINE = Part(
         "torch": NO_TORCH,
         "GPU": NO_GPU,
         "memory": "close other programs",
-        "disk": "does a network drive not answer? See 'mount'",
+        "disk": "look for a network drive that does not answer (see 'mount')",
     },
 )
 AGAIN = "try again while the run's members answer"
@@ -93,8 +93,8 @@ NETWORK = Part(
     180.0,
     {
         "network engine": "pip install hivemind==1.1.12; it runs on Linux and macOS (arm64), on Windows in WSL2",
-        "listening": "does a firewall or a security module keep programs from listening? Try --listen 127.0.0.1",
-        "run": "is the run still there, and its port open to this machine? Ask for the current ticket",
+        "listening": "check whether a firewall or a security module blocks listening; try --listen 127.0.0.1",
+        "run": "check that the run still goes on and that its port is open to this machine; ask for the current ticket",
         "clock": AGAIN,
         "from outside": AGAIN,
         "hole punching": AGAIN,
@@ -105,7 +105,7 @@ PARTS = (MACHINE, NETWORK)
 
 
 def examine(question: Question, told: Callable[[str], None] = lambda part: None) -> Iterator[Check]:
-    """Every check, as far as there is time. ``told`` hears which part is next."""
+    """Yield the result of every check. ``told`` is called with the name of each part before it starts."""
     yield python()
     for part in PARTS:
         told(part.name)
@@ -113,6 +113,7 @@ def examine(question: Question, told: Callable[[str], None] = lambda part: None)
 
 
 def python() -> Check:
+    """Check the version of Python and the platform."""
     version, system = sys.version_info[:2], f"{platform.system()} {platform.machine()}"
     found = f"{platform.python_version()} on {system}, muletrain {__version__}"
     low, high = PYTHON
@@ -125,8 +126,8 @@ def python() -> Check:
 
 
 def ask(part: Part, question: Question, command: list[str]) -> Iterator[Check]:
-    """What the process says, and a finding for the check that it did not come to."""
-    with temporary_folder() as scratch:  # ours to remove if it is killed
+    """Yield the checks of a process, and a finding for each check that it did not reach."""
+    with temporary_folder() as scratch:  # we remove it if the process is killed
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -157,7 +158,7 @@ def ask(part: Part, question: Question, command: list[str]) -> Iterator[Check]:
             part.fixes[left[0]],
         )
         for name in left[1:]:
-            yield Check(name, Verdict.UNKNOWN, f"after '{left[0]}'", "see above")
+            yield Check(name, Verdict.UNKNOWN, f"not reached after '{left[0]}'", "see above")
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -167,7 +168,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def _read(out: str) -> Iterator[Check]:
     for line in out.splitlines():
-        with suppress(ValidationError):  # a library's own words
+        with suppress(ValidationError):  # output of a library
             yield TypeAdapter(Check).validate_json(line)
 
 
@@ -180,6 +181,6 @@ def _ending(code: int, err: str, limit_s: float | None) -> str:
 
 
 def advised(name: str, problem: str, fix: str) -> Check:
-    """``problem``: an error's message, which may say itself what to do, behind a ';'."""
+    """A missing check from the error message ``problem``, whose own advice after a ';' replaces ``fix``."""
     found, _, own = problem.partition("; ")
     return Check(name, Verdict.MISSING, found, own or fix)

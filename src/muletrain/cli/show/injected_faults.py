@@ -1,4 +1,4 @@
-"""Injected faults beside what the run noticed of them, for the final report."""
+"""Injected faults, and how soon the run detected them, for the final report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class _Injected:
     event: ev.FaultInjected
     noticed_s: float | None = None
-    """After the injection."""
+    """Time after the injection; None: not detected."""
     by: set[str] = field(default_factory=set)
 
 
 class FaultsView:
-    """A fold over the events: each fault, who noticed it first, and how soon."""
+    """A fold over events: each fault, which peers detected it, and how soon the first one did."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
         """``name_of``: a peer's name from its id."""
@@ -44,7 +44,7 @@ class FaultsView:
                 pass
 
     def _noticed(self, name: str, event: ev.Event, kinds: tuple[str, ...]) -> None:
-        """The newest fault of these kinds that ``name`` suffered explains it."""
+        """Attribute the event to the newest fault of these kinds that hit ``name``."""
         for fault in reversed(self._faults):
             if name in fault.event.who and fault.event.what in kinds:
                 fault.by.add(event.peer)
@@ -53,16 +53,16 @@ class FaultsView:
                 return
 
     def killed(self, name: str) -> bool:
-        """Was it killed on purpose?"""
+        """Whether the peer was killed on purpose."""
         return any(fault.event.what == "kill" and name in fault.event.who for fault in self._faults)
 
     def __len__(self) -> int:
         return len(self._faults)
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """(after step, fault as planned, whom it hit, who noticed it and how soon)."""
+        """Rows of (after step, fault, peers hit, detection)."""
         for fault in self._faults:
-            noticed = "not noticed"
+            noticed = "not detected"
             if fault.noticed_s is not None:
                 noticed = f"after {format_duration(fault.noticed_s)} by {', '.join(sorted(fault.by))}"
             yield str(fault.event.step), fault.event.planned, ", ".join(fault.event.who), noticed

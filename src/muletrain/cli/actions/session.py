@@ -1,4 +1,4 @@
-"""Peer processes under a console: start them, show what they say, end them in order, report what came out."""
+"""A session: peer processes with a console, from their start to the final report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
-from muletrain.cli.show.fleet_tables import fleet_tables
+from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
 from muletrain.runs.folder import DiskWatch
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from muletrain.runs.measure.quality import Quality
 
 POLL_S = 0.1
+"""Seconds between two looks at processes and events."""
 STOP_S = 90.0
-"""After asking for an orderly end; a checkpoint may be large, but a person waits."""
+"""Longest wait for an orderly end [s]: a checkpoint may be large, but a person waits."""
 
 
 class Session:
-    """One command's run folder, processes and console. ``console`` prints for people, or JSON lines."""
+    """The run folder, processes and console of one command. ``console`` prints for people, or JSON lines."""
 
     hears_all = True
-    """The events of all the run's peers come into its folder."""
+    """Whether the events of all peers of the run arrive in its folder."""
 
     def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool) -> None:
         from muletrain.runs.tensorboard import TensorBoardSink
@@ -44,10 +45,10 @@ class Session:
         self.view = RunView(whole=self.hears_all)
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
-        """The newest; of another place than the run folder, where it will be once it was brought home."""
+        """The newest checkpoint, in the run folder; one from another place is copied there at the end."""
         self._written = ""
         self.errors: dict[str, list[str]] = {}
-        """What processes said before they gave up, and who said so."""
+        """Errors of processes that gave up: names of the processes by message."""
         self._ended: set[str] = set()
         self._deaths: list[str] = []
         self._tail = EventTail(folder, from_now=True)
@@ -57,10 +58,10 @@ class Session:
         self._asked: float | None = None
         self.chaos: Injector | None = None
         self.founder: str | None = None
-        """Our peer that others join, if it is asked to measure the fleet."""
+        """Name of our founding peer, which measures the fleet on request."""
 
     def poll(self) -> None:
-        """Take in what the processes said since the last time."""
+        """Handle the events since the last poll."""
         for event in self._tail.poll():
             self.show(event)
             if self.chaos is not None:
@@ -91,7 +92,7 @@ class Session:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Ctrl-C (or SIGTERM) asks for an orderly end, a second one ends at once."""
+        """Within the context, Ctrl-C (or SIGTERM) asks for an orderly end, and a second one ends at once."""
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
@@ -107,9 +108,9 @@ class Session:
                 signal.signal(number, handler)
 
     def end_in_order(self) -> None:
-        """What the first Ctrl-C does."""
+        """Ask the processes to end; the first Ctrl-C calls this."""
         self._asked = time.monotonic()
-        self.say("\nending the run in order, with a checkpoint; once more to end it at once")
+        self.say("\nending the run in order, with a checkpoint; press Ctrl-C again to end it at once")
         self.fleet.stop()
 
     @property
@@ -117,16 +118,15 @@ class Session:
         return self._interrupts > 0
 
     def watch(self, *, whole: bool = False) -> None:
-        """Until every process has ended. A failed one is survived as long as others go on; all failing raises
-        MuletrainError, and so does one that fails before a run begins that needs the ``whole`` fleet: the others would
-        wait for it for ever."""
+        """Poll until every process has ended. Raises MuletrainError if all of them failed, or if one failed before the
+        start of a run that needs the ``whole`` fleet, for which the others would wait forever."""
         while self.fleet.alive():
             self.poll()
             self._tell_of_ended()
             begun = not whole or self.view.started is not None or self.interrupted
             late = self._asked is not None and time.monotonic() - self._asked > STOP_S
             if late or (not begun and any(self.fleet.exit_codes().values())):
-                self._ended.update(self.fleet.alive())  # nobody wonders who killed these
+                self._ended.update(self.fleet.alive())  # we killed these ourselves
                 self.fleet.kill()
             time.sleep(POLL_S)
         if self.chaos is not None:
@@ -143,7 +143,7 @@ class Session:
         return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
 
     def _tell_of_ended(self) -> None:
-        """A process that was killed cannot say so itself."""
+        """Report killed processes, which cannot report it themselves."""
         for name, code in self.fleet.exit_codes().items():
             if code < 0 and name not in self._ended and not self.interrupted:
                 self._ended.add(name)
@@ -152,7 +152,7 @@ class Session:
                 if self.view.faults.killed(name):
                     hint = ", as --chaos planned"
                 how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
-                message = f"the process of {name} {how}; its log is {self.folder / name}.log"
+                message = f"the process of {name} {how}; log: {self.folder / name}.log"
                 self._deaths.append(message)
                 self.show(Note(level="warning", message=message, t=time.time(), peer=name))
 
@@ -164,18 +164,18 @@ class Session:
             raise MuletrainError("; ".join(self.errors) or str(e)) from e
 
     def report(self) -> None:
-        """Evaluate the last checkpoint and print the final report (or its events). Raises CheckpointError, after that,
-        where the end of the run is in no checkpoint."""
+        """Evaluate the last checkpoint and print the final report (or its events). Then raises CheckpointError if no
+        checkpoint contains the end of the run."""
         self._report()
         if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
             newest = f"the newest is {self.checkpoint}" if self.checkpoint is not None else "there is none"
             raise CheckpointError(
-                f"the checkpoint of the run's end could not be written, {newest}; free some space, then 'muletrain run --resume "
-                f"{self.folder}' goes on from there (of a run on several machines: 'start --resume')"
+                f"the final checkpoint could not be written, and {newest}; free some space, then continue with 'muletrain run "
+                f"--resume {self.folder}' ('start --resume' for a run on several machines)"
             )
 
     def _bring_home(self) -> None:
-        """The newest checkpoint, where it was written to another place."""
+        """Copy the newest checkpoint to the run folder, if it is in another place."""
         from muletrain.runs.checkpoint import bring_home
 
         if self.checkpoint is None or self.checkpoint.is_dir():
@@ -203,11 +203,13 @@ class Session:
         console.print(final_report(self.view, evaluation, texts, paths))
         if self.checkpoint is not None:
             console.print(f'\nmuletrain generate {self.folder} "The "   # more text from this model', soft_wrap=True)
-            console.print(f"muletrain export {self.folder} --hf my-model   # take it home", soft_wrap=True)
+            console.print(
+                f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers",
+                soft_wrap=True,
+            )
 
     def _evaluate(self) -> tuple[Quality | None, list[str]]:
-        """Quality and a few texts of the last checkpoint; what cannot be had is said, and is no reason to lose the
-        rest."""
+        """Quality and samples of the last checkpoint, as far as possible; failures become warnings."""
         try:
             with EventLog(self.folder / "result.jsonl", "result") as log:
                 log.subscribe(self.show)
@@ -238,7 +240,7 @@ class Session:
         return result, samples(checkpoint, model)
 
     def close(self) -> None:
-        """End every process and forget the secrets."""
+        """End every process and delete the secrets."""
         self.fleet.kill()
         self._board.close()
         for secret in (TICKET_FILE, OWNER_FILE):

@@ -1,4 +1,4 @@
-"""A fleet that was measured, for people: its machines, and the links between them."""
+"""Tables of a measured fleet: its machines, and the links between them."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from muletrain.config.fleet import BYTES_PER_S_PER_MBPS, load_fleet
+from muletrain.cli.show.final_report import report_table
+from muletrain.config.fleet_file import BYTES_PER_S_PER_MBPS, load_fleet
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.config.fleet import Fleet, FleetPeer, Link
+    from rich.table import Table
+
+    from muletrain.config.fleet_file import Fleet, FleetPeer, Link
     from muletrain.events import FleetMeasured
 
 WHOLE = 8
-"""Peers whose links are shown one by one."""
+"""Most peers whose links are listed one by one."""
 
 
 def fleet_tables(measured: FleetMeasured) -> RenderableType:
+    """The tables of the fleet file that was written."""
     try:
         fleet = load_fleet(Path(measured.path))
-    except ConfigError as e:  # somebody changed it meanwhile
+    except ConfigError as e:  # the file was changed meanwhile
         return Text(str(e), style="yellow")
     lacking = [Text(line, style="yellow") for line in measured.lacking]
     small = len(fleet.peers()) <= WHOLE
-    return Group(_machines(fleet), _matrix(fleet) if small else Text("all links: see the file"), *lacking)
+    return Group(_machines(fleet), _matrix(fleet) if small else Text("the file lists all links"), *lacking)
 
 
 def _machines(fleet: Fleet) -> Table:
     peers = fleet.peers()
-    table = _table("Machines", ["peer", "computes on"], ["TFLOP/s", "memory", "round trip", "sends", "receives"])
+    table = report_table("Machines", ["peer", "device"], ["TFLOP/s", "memory", "round trip", "upload", "download"])
     for peer in peers:
         others = [other for other in peers if other.index != peer.index]
         there, back = ([fleet.link(*pair) for pair in _pairs(peer, others, up=up)] for up in (True, False))
@@ -61,19 +64,10 @@ def _mbps(bytes_per_s: float) -> str:
 def _matrix(fleet: Fleet) -> RenderableType:
     peers = fleet.peers()
     if len(peers) < 2:
-        return Text("one machine: no links")
-    table = _table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
+        return Text("only one machine, so no links")
+    table = report_table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
     for a in peers:
         links = (fleet.link(a.index, b.index) for b in peers)
         cells = (f"{2000 * link.delay_s:.3g} ms, {_mbps(link.bandwidth_bytes_per_s)}" for link in links)
         table.add_row(a.name, *("" if b is a else cell for b, cell in zip(peers, cells, strict=True)))
-    return table
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
-    for header in left:
-        table.add_column(Text(header))
-    for header in right:
-        table.add_column(Text(header), justify="right")
     return table

@@ -1,4 +1,4 @@
-"""The end of a run on one page: how good the model is, what it writes, what each peer did, where everything lies."""
+"""The final report: quality of the model, samples, work and traffic of each peer, paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muletrain.events import TRAFFIC_CLASSES
-from muletrain.units import format_bytes, format_duration
+from muletrain.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def final_report(
     view: RunView, evaluation: Quality | None, samples: Sequence[str], paths: Mapping[str, Path | str]
 ) -> RenderableType:
-    """The report as something rich prints; ``evaluation`` None and no samples when a run ended before there were any.
-    ``paths`` are labelled: {'run folder': ..., 'events': ..., 'checkpoint': ...}."""
+    """The report for rich. ``evaluation`` is None, and there are no samples, if the run ended without a checkpoint.
+    ``paths``: by label, e.g. {'run folder': ..., 'checkpoint': ...}."""
     parts: list[RenderableType] = [Text(_summary(view), style="bold")]
     if evaluation is not None:
         parts.append(quality_table(evaluation))
@@ -42,16 +42,16 @@ def final_report(
 
 def _summary(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
-    speed = f"{view.tokens / view.seconds:,.0f} tokens/s" if view.seconds else "no step done"
-    troubles = f", {view.rerouted} microbatch{'es' * (view.rerouted > 1)} rerouted" if view.rerouted else ""
-    steps = f"{view.step} of {view.steps} steps"
+    speed = f"{view.tokens / view.seconds:,.0f} tokens/s" if view.seconds else "no step was completed"
+    troubles = f", {plural(view.rerouted, 'microbatch')} rerouted" if view.rerouted else ""
+    steps = f"{view.step} of {plural(view.steps, 'step')}"
     return f"{steps}, {view.tokens:,} tokens in {format_duration(view.seconds)}: {speed}{troubles}{reason}"
 
 
 def quality_table(q: Quality) -> RenderableType:
-    part = "" if q.tokens == q.heldout else f" (of {q.heldout:,}, from all over them)"
+    part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
     title = f"On {q.tokens:,} held-out tokens{part}"
-    table = _table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
+    table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
         if loss is None:
@@ -59,9 +59,11 @@ def quality_table(q: Quality) -> RenderableType:
         else:
             table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
     if q.bigram is None:
-        return Group(table, Text(f"too few training tokens to count: {q.trained:,}", style="dim"))
+        return Group(table, Text(f"too few training tokens for a unigram or bigram: {q.trained:,}", style="dim"))
     if q.counted < q.trained:
-        return Group(table, Text(f"counted in {q.counted:,} of {q.trained:,} training tokens", style="dim"))
+        return Group(
+            table, Text(f"unigram and bigram from {q.counted:,} of {q.trained:,} training tokens", style="dim")
+        )
     return table
 
 
@@ -73,10 +75,10 @@ def _texts(samples: Sequence[str]) -> RenderableType:
 
 
 def _work(view: RunView) -> RenderableType:
-    """One row a peer, within 80 columns: what they all have in common is said once."""
+    """One row per peer, within 80 columns; a device that all share is in the title."""
     kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
     alike = len(kinds) == 1
-    table = _table(
+    table = report_table(
         f"Peers ({escape(kinds.pop())})" if alike else "Peers",
         ["stage", "peer", *([] if alike else ["device"])],
         ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
@@ -98,7 +100,7 @@ def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
 
 def _links(view: RunView) -> RenderableType:
     classes = [c for c in TRAFFIC_CLASSES if c != "relayed" or any(p.sent_bytes(c) for p in view.peers.values())]
-    table = _table("Sent over the network", ["from", "to"], [*classes, "total"])
+    table = report_table("Sent over the network", ["from", "to"], [*classes, "total"])
     rows = [(p.name, receiver, counts) for p in view.peers.values() for receiver, counts in p.sent.items()]
     named = sorted((sender, view.name_of(receiver), counts) for sender, receiver, counts in rows)
     last = ""
@@ -112,7 +114,7 @@ def _links(view: RunView) -> RenderableType:
 
 
 def _faults(view: RunView) -> RenderableType:
-    table = _table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "noticed"], [])
+    table = report_table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "detected"], [])
     for row in view.faults.rows():
         table.add_row(*map(escape, row))
     return table
@@ -123,7 +125,8 @@ def _places(paths: Mapping[str, Path | str]) -> RenderableType:
     return Group(*(Text(f"{label:<{width}}  {path}", overflow="fold") for label, path in paths.items()))
 
 
-def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+def report_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """An empty table with headings aligned to the left and to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
     for header in left:
         table.add_column(escape(header))

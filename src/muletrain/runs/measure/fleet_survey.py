@@ -1,8 +1,8 @@
-"""Measuring the fleet of a run that has not begun: the founder's part. Members' is ``probing.py``.
+"""Measures the fleet of a run that has not begun: the founder's part. ``probing.py`` is the members' part.
 
-First every peer computes a block, all at once, for so they will: the peers of one machine share it. Then links, machine
-to machine, in the rounds of a tournament (``policy/tournament.py``): no machine is in two pairs at a time. What comes
-back is checked, and written as a fleet file into the run folder.
+First all peers compute a block at the same time, because peers of one machine will share it in training. Then pairs of
+machines measure their links in the rounds of a tournament (``planning/tournament.py``), so that no machine is in two
+pairs at a time. The checked results become a fleet file in the run folder.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from muletrain.errors import MuletrainError, NetworkError, ProtocolError
 from muletrain.events import FleetMeasured, Note, ProbeFailed, ProbeProgress
 from muletrain.planning.tournament import rounds
 from muletrain.runs.measure.probing import LIMIT_S, AskBlock, AskLink, BlockFound, LinkFound
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,20 +32,22 @@ if TYPE_CHECKING:
 
 FILE = "fleet.toml"
 BLOCK_S = 180.0
-"""For a block, on machines that are slow and shared."""
+"""Longest measurement of a block [s], on slow and shared machines."""
 MARGIN_S = 10.0
+"""Time that a call may take beyond the measurement of a link [s]."""
 AGAIN_S = 5.0
-"""A link that failed in less is tried once more."""
+"""A link that fails within this time is measured once more [s]."""
 TOTAL_S = 120.0
-"""All links together, where they are so many that each gets less than ``LONGEST_S`` in a direction."""
+"""Target for all links together [s]; each link gets less time if there are many."""
 SHORTEST_S, LONGEST_S = 0.25, 0.5
-"""That volleys on a near link take."""
+"""Bounds of the time of a volley on a near link [s]."""
 MOST_FLOPS = 1e17
+"""Largest plausible speed of a peer [FLOP/s]."""
 
 
 @dataclass
 class Survey:
-    """``people``: who is ready, with its name and what memory it offers. ``sequences``: of a microbatch."""
+    """The survey of one run. ``people``: name and memory of each ready peer. ``sequences``: size of a microbatch."""
 
     net: Network
     emit: Callable[[Event], None]
@@ -55,17 +58,17 @@ class Survey:
     clock: Clock
     _at_work: asyncio.Lock = field(default_factory=asyncio.Lock)
     _wanted: bool = False
-    """Before the run begins."""
+    """Whether to measure before the run begins."""
     _tried: Counter[PeerId] = field(default_factory=Counter)
     _worked: Counter[PeerId] = field(default_factory=Counter)
-    """Pairs by peer."""
+    """Pairs by peer: tried, and with a result."""
 
     def before_training(self) -> None:
         self._wanted = True
 
     async def settled(self) -> bool:
-        """Done with what is to be measured before the run begins. True if that took time, in which others may have come
-        and gone."""
+        """Finish the measurements due before the run begins. Returns whether that took time, in which peers may have
+        come or gone."""
         if not self._wanted and not self._at_work.locked():
             return False
         wanted, self._wanted = self._wanted, False
@@ -75,7 +78,7 @@ class Survey:
             return True
 
     async def measure(self) -> None:
-        """Write the file, and say so; or say why not."""
+        """Measure, write the file, and emit FleetMeasured; or emit ProbeFailed."""
         async with self._at_work:
             try:
                 await self._measure()
@@ -86,7 +89,7 @@ class Survey:
         self._tried, self._worked = Counter(), Counter()
         people = dict(sorted(self.people().items(), key=lambda p: p[1][0]))
         names = {peer: name for peer, (name, _) in people.items()}
-        self.emit(ProbeProgress(done=0, total=1, what=f"measuring {len(names)} peer{'s' * (len(names) != 1)}"))
+        self.emit(ProbeProgress(done=0, total=1, what=f"measuring {plural(len(names), 'peer')}"))
         blocks = await self._blocks(names)
         places: dict[bytes, list[PeerId]] = {}
         for peer, block in blocks.items():
@@ -96,7 +99,7 @@ class Survey:
         peers = [
             self._found(names[p], place, blocks[p], people[p][1]) for place, group in enumerate(groups) for p in group
         ]
-        lacking += [f"{name} gave no answer, and is left out" for peer, name in names.items() if peer not in blocks]
+        lacking += [f"{name} did not answer and is left out" for peer, name in names.items() if peer not in blocks]
         fleet = fleet_of(peers, paths)
         tokens = f"{self.sequences} x {self.spec.context} tokens, width {self.spec.width}"
         stamp = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
@@ -121,17 +124,17 @@ class Survey:
                 found.pop(peer, None)
                 self._warn(f"{names[peer]} was not measured: {e}")
         if not found:
-            raise NetworkError("nobody could be measured; see the warnings above")
+            raise NetworkError("no peer could be measured; see the warnings above")
         return found
 
     def _flops(self, block: BlockFound) -> float:
-        """Per second: a backward takes twice as many as a forward. Raises ProtocolError for more than there is."""
+        """The speed [FLOP/s]; a backward has twice the operations of a forward. Raises ProtocolError if implausible."""
         if block.sequences > self.sequences:
             raise ProtocolError("it measured more than a microbatch")
         total = 3 * self.spec.layer_flops() * block.sequences * self.spec.context
         rate = total / (block.forward_s + block.backward_s)
         if rate > MOST_FLOPS:
-            raise ProtocolError(f"{rate:.1e} FLOP/s is more than any machine does")
+            raise ProtocolError(f"{rate:.1e} FLOP/s is not plausible")
         return rate
 
     def _found(self, name: str, place: int, block: BlockFound, offer: Offer) -> Found:
@@ -148,7 +151,7 @@ class Survey:
         )
 
     async def _paths(self, groups: list[list[PeerId]], names: dict[PeerId, str]) -> tuple[Paths, list[str]]:
-        """Between the first peers of each machine, and between two of one; and where there was none."""
+        """The paths between machines, and between two peers of a machine; and a sentence for each missing path."""
         inside = [((k, k), group[:2]) for k, group in enumerate(groups) if len(group) > 1]
         between = [[((a, b), [groups[a][0], groups[b][0]]) for a, b in pairs] for pairs in rounds(len(groups))]
         turns = [turn for turn in (inside, *between) if turn]
@@ -163,18 +166,18 @@ class Survey:
             for ((i, j), (a, b)), (there, back) in zip(turn, found, strict=True):
                 trips = [link.rtt_s for link in (there, back) if link is not None]
                 for way, link, (x, y) in (((i, j), there, (a, b)), ((j, i), back, (b, a))):
-                    if link is not None:  # a busy moment makes trips longer, nothing makes them shorter
+                    if link is not None:  # a busy moment makes a trip longer, never shorter
                         paths[way] = Path(min(trips), link.bytes_per_s)
                     else:
                         lacking.append(
-                            f"nothing arrived from {names[x]} at {names[y]}: written as a link that is next to none"
+                            f"nothing arrived from {names[x]} at {names[y]}; the file has an almost useless link instead"
                         )
         return paths, lacking
 
     async def _pair(
         self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]
     ) -> tuple[LinkFound | None, LinkFound | None]:
-        """There, then back. Whoever never answered, with two others, is not asked again: each time takes a while."""
+        """Both directions of a link. A peer that failed with two others is skipped, because each try takes a while."""
         if any(self._tried[peer] >= 2 and not self._worked[peer] for peer in (a, b)):
             return None, None
         found = await self._link(a, b, seconds, names), await self._link(b, a, seconds, names)
@@ -184,7 +187,7 @@ class Survey:
         return found
 
     async def _link(self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]) -> LinkFound | None:
-        """Once more, where the first time was over soon."""
+        """One direction of a link; measured again if it fails early."""
         ask = AskLink(to=b, seconds=seconds).pack()
         begin, problem = self.clock.now(), ""
         while not problem or self.clock.now() - begin < AGAIN_S:

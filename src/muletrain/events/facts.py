@@ -1,15 +1,15 @@
-"""What happens in a run, as typed events."""
+"""Events of a run that programs read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from muletrain.events.base import Event, Number
+from muletrain.events.event import Event, Number
 
 TrafficClass = Literal["activation", "gradient", "averaging", "state", "control", "relayed"]
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averaging", "state", "control", "relayed")
-"""What a peer sends of its own, and what it carries between two others."""
+"""Classes of traffic; 'relayed' is what a peer carries between two others."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class RunStarted(Event):
     stages: int
     peers: int
     microbatches: int
-    """Per step."""
+    """Number per step."""
     tokens_per_step: int
     first_step: int = 0
-    """Steps done before, where a run goes on."""
+    """Steps done before, in a resumed run."""
 
 
 @dataclass(frozen=True)
 class PeerJoined(Event):
-    """A peer serves a stage from now on."""
+    """A peer began to serve a stage."""
 
     peer_id: str
     name: str
@@ -40,22 +40,22 @@ class PeerJoined(Event):
     precision: str
     trainer: bool
     params: int
-    """Parameters of its stage."""
+    """Size of its stage [parameters]."""
     threads: int
     chip: str = ""
-    """What computes, by its maker's name."""
+    """Product name of the device."""
 
 
 @dataclass(frozen=True)
 class Waiting(Event):
-    """The run cannot go on until these have come, e.g. ['a peer for stage 1']."""
+    """The run waits for what is missing, e.g. ['a peer for stage 1']."""
 
     missing: list[str]
 
 
 @dataclass(frozen=True)
 class ProbeProgress(Event):
-    """Machines and links are being measured: ``done`` of ``total`` rounds, and what comes next."""
+    """Machines and links are being measured: ``done`` of ``total`` rounds, and the next one."""
 
     done: int
     total: int
@@ -64,32 +64,32 @@ class ProbeProgress(Event):
 
 @dataclass(frozen=True)
 class FleetMeasured(Event):
-    """The fleet file of the machines that are here was written."""
+    """The fleet file of the measured machines was written."""
 
     path: str
     peers: list[str]
-    """By name."""
+    """Names of the measured peers."""
     lacking: list[str]
-    """What could not be measured, in words."""
+    """A sentence for each thing that could not be measured."""
 
 
 @dataclass(frozen=True)
 class ProbeFailed(Event):
-    """Nothing was measured."""
+    """Measuring failed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Admitted(Event):
-    """This process let a peer in."""
+    """This process admitted a peer."""
 
     peer_id: str
 
 
 @dataclass(frozen=True)
 class JoinRefused(Event):
-    """Somebody wanted in and was turned away."""
+    """A peer asked for admission and was refused."""
 
     remote: str
     reason: str
@@ -97,7 +97,7 @@ class JoinRefused(Event):
 
 @dataclass(frozen=True)
 class FrameRefused(Event):
-    """Something arrived that no correct peer of this run would send."""
+    """A message arrived that no correct peer of this run would send."""
 
     remote: str
     reason: str
@@ -105,37 +105,37 @@ class FrameRefused(Event):
 
 @dataclass(frozen=True)
 class StepApplied(Event):
-    """One peer applied a step. The seconds are those of its compute slot and add up to the step's wall time."""
+    """One peer applied a step. The seconds are of its compute slot; they add up to the step's wall time."""
 
     step: int
     stage: int
     lineage: str
-    """Hash of the step record, hex."""
+    """Hash of the step record (hex)."""
     skipped: bool
-    """The gradient was not finite: weights stayed."""
+    """Whether the gradient was not finite, so that the weights stayed."""
     microbatches: int
-    """Accumulated by this peer."""
+    """Number accumulated by this peer."""
     recomputed: int
-    """Computed again without accumulating."""
+    """Number computed again without accumulating."""
     forward_s: Number
     backward_s: Number
     averaging_s: Number
     apply_s: Number
     wait_s: Number
-    """Idle: nothing to compute."""
+    """Idle time."""
     sent: dict[str, dict[TrafficClass, int]]
-    """Bytes put on the wire since the previous StepApplied, by receiving peer and class."""
+    """Bytes sent since the previous StepApplied, by receiving peer and class."""
 
 
 @dataclass(frozen=True)
 class StepDone(Event):
-    """The whole fleet's step, written by one peer."""
+    """The fleet finished a step; one peer writes this."""
 
     step: int
     loss: Number
     """Mean cross-entropy [nats/token]."""
     grad_norm: Number
-    """Global, before clipping."""
+    """Global norm before clipping."""
     lr: Number
     tokens: int
     duration_s: Number
@@ -153,31 +153,31 @@ class MicrobatchTaken(Event):
 
 @dataclass(frozen=True)
 class MicrobatchServed(Event):
-    """Its backward is through (with ``fleet.trace``)."""
+    """A peer finished the backward of a microbatch (with ``fleet.trace``)."""
 
     step: int
     index: int
     stage: int
     busy_s: Number
-    """This peer's own work on it."""
+    """This peer's compute time on it."""
 
 
 @dataclass(frozen=True)
 class SlotWorked(Event):
-    """Until ``t``, one of a peer's slots worked (with ``fleet.trace``): 'receive', 'compute', 'send' or 'average'."""
+    """A slot of a peer finished work at ``t`` (with ``fleet.trace``): 'receive', 'compute', 'send' or 'average'."""
 
     slot: str
     what: str
-    """'forward', 'backward', 'apply', ..., or the kind of the frame that was sent."""
+    """'forward', 'backward', 'apply', ..., or the kind of the frame."""
     step: int
     seconds: Number
     index: int = -1
-    """The microbatch; -1: it is about the step."""
+    """The microbatch; -1: the work belongs to the whole step."""
 
 
 @dataclass(frozen=True)
 class MicrobatchRerouted(Event):
-    """A microbatch went to another peer of ``stage`` than the one first chosen."""
+    """A microbatch was sent to another peer of ``stage`` after the first choice failed."""
 
     step: int
     index: int
@@ -187,7 +187,7 @@ class MicrobatchRerouted(Event):
 
 @dataclass(frozen=True)
 class PeerSuspected(Event):
-    """No more work is sent to a peer until it announces itself again."""
+    """A peer gets no more work until it announces itself again."""
 
     peer_id: str
     reason: str
@@ -195,7 +195,7 @@ class PeerSuspected(Event):
 
 @dataclass(frozen=True)
 class MemberAdmitted(Event):
-    """A peer that joins the running run, or serves another stage from now on, introduced itself."""
+    """A peer that joins a running run, or moves to another stage, introduced itself."""
 
     peer_id: str
     name: str
@@ -204,7 +204,7 @@ class MemberAdmitted(Event):
 
 @dataclass(frozen=True)
 class PeerLeft(Event):
-    """A peer went in order, after ``step``: nobody counts on it any more."""
+    """A peer left in order after ``step``."""
 
     peer_id: str
     name: str
@@ -213,22 +213,21 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True)
 class LineageLeft(Event):
-    """A partition healed: this peer leaves the history of its side and goes on with the other one, from the state of
-    its replicas."""
+    """A partition healed, and this peer switched from its side's history to the other one, with a replica's state."""
 
     forked_at: int
-    """The first step that the two sides did differently, from 1."""
+    """First step that differs between the two sides."""
     step: int
-    """Steps done on this side,"""
+    """Steps done on this side."""
     lineage: str
-    """and the hash of its last record, hex."""
+    """Hash of this side's last record (hex)."""
     to_step: int
     to_lineage: str
 
 
 @dataclass(frozen=True)
 class PeerExpelled(Event):
-    """A peer's gradient of ``step`` was not what two others of its stage computed: nobody counts on it any more."""
+    """The members expelled a peer, because two others computed another gradient for ``step``."""
 
     peer_id: str
     name: str
@@ -237,7 +236,7 @@ class PeerExpelled(Event):
 
 @dataclass(frozen=True)
 class MemberRemoved(Event):
-    """The run's owner removed a peer: nothing of it is accepted any more, and nothing is sent to it."""
+    """The run's owner removed a peer for good."""
 
     peer_id: str
     name: str
@@ -245,7 +244,7 @@ class MemberRemoved(Event):
 
 @dataclass(frozen=True)
 class PeerBanned(Event):
-    """This process leaves a peer out, which sent what no correct peer sends, again and again."""
+    """This process ignores a peer for a while, because it kept sending malformed messages."""
 
     peer_id: str
     seconds: Number
@@ -263,7 +262,7 @@ class CheckpointWritten(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
-    """Training goes on without this checkpoint."""
+    """A checkpoint could not be written; training continues."""
 
     step: int
     reason: str
@@ -271,49 +270,49 @@ class CheckpointFailed(Event):
 
 @dataclass(frozen=True)
 class SteppedBack(Event):
-    """Stages lost all their peers: this process begins anew at the newest complete checkpoint, as all do. Steps are
-    lost, no numbers."""
+    """Stages lost all their peers, so all processes restart from the newest complete checkpoint. Some steps are done
+    again; the final weights are unchanged."""
 
     step: int
-    """Steps that this process had done; 0: it was coming."""
+    """Steps that this process had done; 0: it was joining."""
     to: int
     """Steps in the checkpoint; 0: the beginning."""
     lost: list[int]
     moves: list[str]
-    """Who serves another stage from now on."""
+    """A sentence for each peer that moves to another stage."""
     lineage: str
 
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """The model on the held-out text."""
+    """The model was evaluated on the held-out text."""
 
     step: int
     loss: Number
     """Mean cross-entropy [nats/token]."""
     perplexity: Number
     tokens: int
-    """Held-out tokens it was measured on."""
+    """Number of held-out tokens used."""
     unigram: Number | None = None
-    """Loss of counting tokens, on the same text; None: too little training text to count."""
+    """Loss of a unigram model on the same text; None: too little training text."""
     bigram: Number | None = None
-    """... of counting pairs of them, interpolated with the unigram."""
+    """Loss of a bigram model, interpolated with the unigram."""
 
 
 @dataclass(frozen=True)
 class FaultInjected(Event):
-    """``--chaos`` did this to peers of a local fleet."""
+    """``--chaos`` injected a fault into a local fleet."""
 
     what: str
     """'kill', 'freeze', 'corrupt', 'partition' or 'join'."""
     who: list[str]
-    """Names."""
+    """Names of the peers that it hit."""
     for_s: Number
-    """How long it lasts; 0 where that means nothing."""
+    """Duration; 0 for faults without one."""
     planned: str
-    """As the plan says it."""
+    """Text of the plan."""
     step: int
-    """Steps done by then."""
+    """Steps done before it."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Actions do the work of commands."""

@@ -1,0 +1,35 @@
+"""A run that is planned or simulated, not trained: its configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.config.load import load_config
+from muletrain.errors import MuletrainError
+from muletrain.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from muletrain.config.schema import RunConfig
+
+USUAL = ("train.batch=1024", "train.microbatch=1")
+"""Settings of a run without a configuration file, which the user may override."""
+
+
+def load_run(config: Path | None, overrides: Sequence[str], *defaults: str) -> tuple[RunConfig, ModelSpec]:
+    """The run of ``config``, or without a file a usual large run with ``defaults``; ``overrides`` win. Raises
+    ConfigError."""
+    named = any(text.startswith(("model.", "model =")) for text in overrides)
+    base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"]), *defaults]
+    run = load_config(config, [*base, *overrides])
+    return run, ModelSpec.from_config(run.model)
+
+
+def need_matplotlib() -> None:
+    """Raises MuletrainError if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise MuletrainError("--plot needs matplotlib: pip install 'muletrain[plots]', or leave it out") from e

@@ -1,0 +1,178 @@
+"""``muletrain join``: serve a run with this machine, within the limits that its owner sets."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
+from muletrain.cli.actions.session import POLL_S, Session
+from muletrain.cli.show.console import make_console
+from muletrain.config.schema import DataConfig
+from muletrain.data.corpus import Corpus, absolute
+from muletrain.errors import ConfigError, DataError
+from muletrain.events import PeerJoined, PeerLeft
+from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.folder import new_run_folder
+from muletrain.runs.join.ticket import Ticket
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from muletrain.cli.actions.own_peers import Listening
+    from muletrain.events import Event
+    from muletrain.runs.spec import WorkerSpec
+
+
+def join_run(
+    ticket: str,
+    *,
+    listening: Listening,
+    data: str | None = None,
+    tokens: float = 1.0,
+    place: str | None = None,
+    stage: int | None = None,
+    memory: float | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    json: bool,
+    name: str | None = None,
+    private: bool = False,
+    limits: Limits | None = None,
+) -> None:
+    """Serve until the run ends, or as long as ``limits`` allow. Raises MuletrainError with the reason if the run does
+    not admit this machine."""
+    Ticket.parse(ticket)
+    check_name(name)
+    if private and (listening.port or listening.announce):
+        raise ConfigError("--private opens no port; leave out --port and --announce, or --private")
+    where = "none" if data is None else _own_data(data)
+    limits = limits or Limits()
+    # two machines may have one host name
+    peers = OwnPeers.on(name or f"{host_name()}-{secrets.token_hex(2)}", device, threads)
+    specs = peers.specs(
+        listening,
+        ticket=ticket,
+        folder="",
+        data=where,
+        tokens_gib=tokens,
+        place=place,
+        stage=stage,
+        memory_gib=memory,
+        bandwidth_bytes_per_s=limits.share(len(peers.names)),
+        private=private,
+        keeps_ticket=True,
+    )
+    while limits.wait_until_free() and _serve(specs, limits, json=json):
+        pass
+
+
+def _serve(specs: list[WorkerSpec], limits: Limits, *, json: bool) -> bool:
+    """Serve until the run ends or we leave it. Returns whether we left for a pause, so that we should rejoin."""
+    folder = new_run_folder("join")
+    with LocalFleet(folder, specs[0].threads) as fleet:
+        fleet.spawn([spec.name for spec in specs])
+        session = JoinSession(folder, fleet, limits, json=json)
+        try:
+            with session.interruptible(), session.console:
+                for spec in specs:
+                    fleet.begin(spec.model_copy(update={"folder": str(folder)}))
+                session.watch()
+            session.say(session.ended())
+        except KeyboardInterrupt:
+            session.say("left at once: the other members will notice that this machine is gone")
+        finally:
+            session.close()
+    return session.comes_back
+
+
+class Limits:
+    """What a machine's owner allows."""
+
+    def __init__(
+        self, hours: float | None = None, bandwidth_mbps: float | None = None, pause_file: Path | None = None
+    ) -> None:
+        self.bandwidth_bytes_per_s = None if bandwidth_mbps is None else bandwidth_mbps * 1e6 / 8
+        self._end = None if hours is None else time.monotonic() + hours * 3600
+        self._hours, self._pause_file = hours, pause_file
+
+    def share(self, processes: int) -> float | None:
+        """The bandwidth of each of ``processes`` on this machine [bytes/s]."""
+        return None if self.bandwidth_bytes_per_s is None else self.bandwidth_bytes_per_s / processes
+
+    @property
+    def paused(self) -> bool:
+        return self._pause_file is not None and self._pause_file.exists()
+
+    def exceeded(self) -> str | None:
+        """Why this machine should not train now."""
+        if self._end is not None and time.monotonic() >= self._end:
+            return f"the {self._hours:g} hours are over"
+        return f"{self._pause_file} exists" if self.paused else None
+
+    def wait_until_free(self) -> bool:
+        """Wait while the pause file exists. Returns False when the hours are over, or on Ctrl-C."""
+        if self.paused:
+            make_console(sys.stderr).print(f"paused: joins when {self._pause_file} is gone", soft_wrap=True)
+        try:
+            while self.paused and (self._end is None or time.monotonic() < self._end):
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            return False
+        return self.exceeded() is None
+
+
+def _own_data(path: str) -> str:
+    """``--data`` for any working directory. Raises DataError if there is no such corpus."""
+    try:
+        Corpus(DataConfig(path=absolute(path)))
+    except DataError as e:
+        raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
+    return absolute(path)
+
+
+class JoinSession(Session):
+    """A session that ends with the run, or leaves it in order: on Ctrl-C, or when a limit is reached."""
+
+    hears_all = False
+
+    def __init__(self, folder: Path, fleet: LocalFleet, limits: Limits, *, json: bool) -> None:
+        super().__init__(folder, fleet, json=json)
+        self.paused = False
+        """Whether it leaves because of the pause file."""
+        self._limits = limits
+        self._training = self._leaving = False
+        self._left: int | None = None
+
+    def show(self, event: Event) -> None:
+        super().show(event)
+        if isinstance(event, PeerJoined):  # the first event of a peer that trains
+            self._training, self._asked = True, None  # a step takes the time it takes
+            self._left = None  # it may have left one stage for another
+        if isinstance(event, PeerLeft):
+            self._left = event.step
+
+    def poll(self) -> None:
+        super().poll()
+        if not self._leaving and (reason := self._limits.exceeded()) is not None:
+            self.paused = self._limits.paused
+            self.end_in_order(f"{reason}: ")
+
+    def end_in_order(self, why: str = "\n") -> None:
+        self._leaving = True
+        self._asked = None if self._training else time.monotonic()
+        when = "after this step" if self._training else "before the run begins"
+        self.say(f"{why}leaving {when}; Ctrl-C leaves at once")
+        self.fleet.stop()
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether it left for a pause; the run may continue without it meanwhile."""
+        return self.paused and not self.interrupted and (self._left is not None or not self._training)
+
+    def ended(self) -> str:
+        if self._left is not None:
+            return f"left the run in order after step {self._left}"
+        return "left before the run began" if self._leaving and not self._training else "the run has ended"

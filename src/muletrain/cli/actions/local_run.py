@@ -1,0 +1,136 @@
+"""``muletrain run``: a local fleet from a configuration to a final report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.cli.actions.opening import newest_checkpoint, opened, placed, prepare, save_config
+from muletrain.cli.actions.planned import check_many, indices_of, names_of
+from muletrain.cli.actions.session import Session
+from muletrain.errors import ConfigError
+from muletrain.events import EventTail
+from muletrain.policy.chaos import Bounds, draw, parse
+from muletrain.runs.chaos import Injector
+from muletrain.runs.fleet import LocalFleet, threads_per_peer
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.spec import WorkerSpec
+from muletrain.timeline import check_trace, write_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.policy.chaos import Fault
+
+
+def run_local(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    json: bool,
+    resume: Path | None = None,
+    chaos: str | None = None,
+    seed: int | None = None,
+    trace: Path | None = None,
+    plan: Path | None = None,
+    strategy: str | None = None,
+) -> None:
+    """Train with a local fleet and print the report. ``plan``: a plan file, of which ``strategy`` is used (default: the
+    recommended one). ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises
+    MuletrainError before anything starts if the run is not possible."""
+    if trace is not None:
+        check_trace(trace)
+        overrides = [*overrides, "fleet.trace=true"]
+    if chaos is None and seed is not None:
+        raise ConfigError("--seed draws the faults of --chaos; the seed of the run is --set train.seed=N")
+    with opened(path, overrides, "run", resume, plan, strategy) as (folder, config):
+        config = config.local()
+        check_many(config)
+        faults = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
+        try:
+            _run_local(folder, config, json=json, resumed=resume is not None, plan=faults, seed=seed or 0)
+        finally:
+            if trace is not None:
+                write_trace(trace, EventTail(folder).poll())
+
+
+def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
+    bounds = Bounds(tuple(names_of(config)), config.fleet.stages, config.train.steps)
+    return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
+
+
+def _run_local(
+    folder: Path, config: RunConfig, *, json: bool, resumed: bool, plan: tuple[Fault, ...], seed: int
+) -> None:
+    from muletrain.runs.checkpoint import Checkpoint
+
+    names = names_of(config)
+    threads = threads_per_peer(config.compute.threads, len(names))
+    with LocalFleet(folder, threads) as fleet:
+        fleet.spawn(names)  # they import while we tokenise
+        workers = _workers(config, folder, names, threads)
+        given, config = config, placed(prepare(config, quiet=json), folder)
+        checkpoint = newest_checkpoint(folder, config) if resumed else None
+        if checkpoint is not None:
+            config = Checkpoint.open(checkpoint).same_precision(config)
+        save_config(folder, given)
+        session = Session(folder, fleet, json=json)
+        session.chaos = Injector(plan, seed, fleet, folder, names) if plan else None
+        try:
+            with session.interruptible(), session.console:
+                _begin(session, config, workers, checkpoint)
+                session.watch(whole=True)
+            session.report()
+        finally:
+            session.close()
+
+
+def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) -> list[WorkerSpec]:
+    """The work of each process, without the ticket. Raises CapacityError if a stage fits none of them."""
+    from muletrain.runs.assemble import RunFacts, resolve_start
+    from muletrain.runs.measure.machine import check_local, dealt, free_memory_of_machine, own_devices
+
+    devices = dealt(own_devices(config.compute.device), len(names))
+    host = free_memory_of_machine(len(names))
+    indices = indices_of(config)
+    check_local(RunFacts.of(resolve_start(config)).needs(), devices, config.compute.memory, host)
+    return [
+        WorkerSpec(
+            role="join",
+            name=name,
+            ticket="",
+            folder=str(folder),
+            threads=threads,
+            data="config",
+            place=config.checkpoint.place,
+            device=device,
+            sharing=devices.count(device),
+            precision=config.compute.precision.value,
+            memory_gib=config.compute.memory,
+            host_memory=host,
+            listen=config.network.listen,
+            fleet_index=index,
+        )
+        for index, name, device in zip(indices, names, devices, strict=True)
+    ]
+
+
+def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], checkpoint: Path | None) -> None:
+    """Give every process its work: the first one founds the run, the others join with its ticket."""
+    founder = {
+        "role": "found",
+        "ticket": str(Ticket.new_run(session.folder)),
+        "config": config.model_dump_json(by_alias=True),
+        "port": config.network.port,
+        "announce": config.network.announce,
+        "resume": None if checkpoint is None else str(checkpoint),
+    }
+    if session.chaos is not None:
+        workers = [worker.model_copy(update={"faults": True}) for worker in workers]
+    session.fleet.begin(workers[0].model_copy(update=founder))
+    ticket = str(session.wait_for_ticket(workers[0].name))
+    for worker in workers[1:]:
+        session.fleet.begin(worker.model_copy(update={"ticket": ticket}))
+    if session.chaos is not None:
+        session.chaos.newcomer = workers[-1].model_copy(update={"ticket": ticket})

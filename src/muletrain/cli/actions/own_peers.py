@@ -1,0 +1,83 @@
+"""The peer processes of this machine in a run on several machines: their names, devices and addresses."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from muletrain.errors import ConfigError
+from muletrain.runs.measure.machine import free_memory_of_machine, own_devices
+from muletrain.runs.spec import WorkerSpec
+
+_ADDRESS = re.compile(r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/)(\d{1,5})")
+
+
+class Listening(NamedTuple):
+    """Where a machine's peers listen: the first on ``port`` (0: any free one), each further one on the next."""
+
+    host: str
+    port: int
+    announce: tuple[str, ...]
+    """Addresses that others dial to reach the first peer; () if they dial ``host``."""
+
+    def port_of(self, peer: int) -> int:
+        return self.port + peer if self.port else 0
+
+    def announced_by(self, peer: int) -> tuple[str, ...]:
+        """The addresses for peer number ``peer``: their ports are shifted like its own. Raises ConfigError."""
+        shifted = []
+        for address in self.announce:
+            match = _ADDRESS.fullmatch(address)
+            if match is None or int(match[2]) + peer > 65535:
+                raise ConfigError(f"--announce {address}: write it as /ip4/1.2.3.4/tcp/4000 (or /dns4/NAME/tcp/PORT)")
+            shifted.append(f"{match[1]}{int(match[2]) + peer}")
+        return tuple(shifted)
+
+
+@dataclass(frozen=True)
+class OwnPeers:
+    """One peer per GPU of this machine, or one on its CPU."""
+
+    names: list[str]
+    devices: list[str]
+    threads: int
+    """CPU threads per peer."""
+    host_memory: int
+    """Each peer's share of the free memory, before any peer took some [bytes]."""
+
+    @classmethod
+    def on(cls, name: str, device: str, threads: int | None) -> OwnPeers:
+        devices = own_devices(device)
+        names = [name] if len(devices) == 1 else [f"{name}-{k}" for k in range(len(devices))]
+        share = threads or max(1, (os.cpu_count() or 1) // len(devices))
+        return cls(names, devices, share, free_memory_of_machine(len(devices)))
+
+    def specs(self, listening: Listening, **common: Any) -> list[WorkerSpec]:
+        """Their work, with the fields that all of them have in ``common``. Raises ConfigError."""
+        return [
+            WorkerSpec(
+                role="join",
+                name=name,
+                threads=self.threads,
+                device=device,
+                host_memory=self.host_memory,
+                listen=listening.host,
+                port=listening.port_of(k),
+                announce=listening.announced_by(k),
+                **common,
+            )
+            for k, (name, device) in enumerate(zip(self.names, self.devices, strict=True))
+        ]
+
+
+def check_name(name: str | None) -> None:
+    """Raises ConfigError for a name that cannot be part of a file name."""
+    if name is not None and not re.fullmatch(r"\w[\w.-]{0,63}", name):
+        raise ConfigError(f"--name {name!r}: use up to 64 letters, digits, '.', '_' and '-'; it becomes a file name")
+
+
+def host_name() -> str:
+    return re.sub(r"[^\w-]", "-", socket.gethostname().split(".")[0][:32], flags=re.ASCII) or "peer"

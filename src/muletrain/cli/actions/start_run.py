@@ -1,0 +1,99 @@
+"""``muletrain start``: found a run on several machines, and serve it."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from typing import TYPE_CHECKING
+
+from muletrain.cli.actions.opening import first_checkpoint, newest_checkpoint, opened, placed, prepare, save_config
+from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
+from muletrain.cli.actions.session import Session
+from muletrain.errors import ConfigError
+from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.join.ticket import Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from muletrain.cli.actions.own_peers import Listening
+    from muletrain.config.schema import RunConfig
+    from muletrain.runs.spec import WorkerSpec
+
+
+def start_run(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    listening: Listening,
+    json: bool,
+    resume: Path | None = None,
+    plan: Path | None = None,
+    strategy: str | None = None,
+    name: str | None = None,
+    probe: bool = False,
+) -> None:
+    """Found a run, or continue one, and serve it with this machine's peers; print the report when it ends. ``plan`` and
+    ``strategy``: see ``run_local``. Raises MuletrainError before anything starts."""
+    check_name(name)
+    with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
+        peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
+        _check_planned(peers.names, config.pipeline.machines)
+        listening = listening._replace(
+            port=listening.port or config.network.port, announce=listening.announce or config.network.announce
+        )
+        with LocalFleet(folder, peers.threads) as fleet:
+            fleet.spawn(peers.names)  # they import while we tokenise
+            given, config = config, placed(prepare(config, quiet=json), folder)
+            run = Ticket.new_run(folder)
+            checkpoint = newest_checkpoint(folder, config) if resume is not None else None
+            if checkpoint is None and config.model.from_ is not None:
+                checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
+            save_config(folder, given)
+            founder, *others = peers.specs(
+                listening,
+                ticket="",
+                folder=str(folder),
+                data="config",
+                place=config.checkpoint.place,
+                memory_gib=config.compute.memory,
+            )
+            first = {
+                "role": "found",
+                "ticket": str(run),
+                "config": config.model_dump_json(by_alias=True),
+                "resume": None if checkpoint is None else str(checkpoint),
+                "probe": probe,
+            }
+            _serve(Session(folder, fleet, json=json), founder.model_copy(update=first), others, config)
+
+
+def _check_planned(names: list[str], planned: list[str]) -> None:
+    if unknown := [name for name in names if planned and name not in planned]:
+        raise ConfigError(
+            f"pipeline.seats: the plan has no machine '{unknown[0]}'; give this machine's name in the plan by --name NAME "
+            f"(several GPUs are NAME-0, NAME-1 ...). The plan has {', '.join(planned)}"
+        )
+
+
+def _serve(session: Session, founder: WorkerSpec, others: list[WorkerSpec], config: RunConfig) -> None:
+    """Begin the processes, tell how other machines join, and watch until the run ends."""
+    session.founder = founder.name
+    try:
+        with session.interruptible(), session.console:
+            session.fleet.begin(founder)
+            ticket = session.wait_for_ticket(founder.name)
+            for other in others:
+                session.fleet.begin(other.model_copy(update={"ticket": str(ticket)}))
+            if session.json:
+                print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
+            session.say(f"Run this on every other machine:\n\nmuletrain join {ticket}\n")
+            if (place := config.checkpoint.place) is not None:
+                session.say(f"On machines that can write to {place} themselves, add: --place {place}\n")
+            session.say(
+                f"Other machines must reach {ticket.ports()}: open that port, or forward it and start with --announce.\n"
+            )
+            session.watch()
+        session.report()
+    finally:
+        session.close()

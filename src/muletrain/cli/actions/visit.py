@@ -1,0 +1,177 @@
+"""``muletrain status``, ``stop``, ``kick`` and ``ticket``: enter a run for one question."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json as jsonlib
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from muletrain.cli.show.console import make_console
+from muletrain.cli.show.status import Announced, furthest, status_of
+from muletrain.cli.show.view import printable
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.runs.folder import ROOT, held, temporary_folder
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.worker_files import OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
+from muletrain.units import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from muletrain.network.base import Network
+    from muletrain.network.identity import Key
+    from muletrain.network.libp2p import Libp2pNetwork
+    from muletrain.runs.join.removal import Removal
+
+STOP_TIMEOUT_S = 10.0
+"""Seconds that one member has to accept a stop."""
+
+
+def show_status(ticket: str | None, *, json: bool) -> None:
+    """Print what the members announced in the directory; before training starts, what the run waits for. Raises
+    MuletrainError if no member answers."""
+    from muletrain.runs.join.client import ask_missing
+    from muletrain.runtime.peer.peer import HOLDS_S
+
+    whole = _ticket(ticket)
+
+    async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
+        found = await network.directory.lookup_left(f"{run_id}/peers")
+        read = (Announced.read(peer, value, HOLDS_S - left_s) for peer, (value, left_s) in found.items())
+        announced = [p for p in read if p is not None and not p.left]
+        missing: tuple[str, ...] = ()
+        if not announced:
+            with suppress(AdmissionError):  # the run ends: its members admit no peer
+                missing = await ask_missing(network, whole.addresses)
+        return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), tuple(map(printable, missing))
+
+    peers, missing = asyncio.run(as_member(whole, look))
+    if json:
+        at = furthest(peers).model_dump() if peers else {}
+        numbers = {key: at.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
+        listed = [p.model_dump(exclude={"loss", "tokens_per_s", "left"}) for p in peers]
+        print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed}))
+    else:
+        make_console().print(status_of(peers, missing))
+
+
+def stop_run(ticket: str | None) -> None:
+    """Ask one member to stop the run. The request travels in the next step record, so all stop after the same step."""
+    from muletrain.runtime.peer.messages import StopRun
+
+    async def ask(network: Network, run_id: str) -> str:
+        problems = []
+        for peer in sorted(await network.lookup(f"{run_id}/peers")):
+            try:
+                await network.call(peer, StopRun.KIND, StopRun().pack(), timeout_s=STOP_TIMEOUT_S)
+            except NetworkError as e:
+                problems.append(str(e))
+            else:
+                return peer
+        raise MuletrainError(
+            "; ".join(problems) or "no peer has announced itself yet; to end a run that waits, press Ctrl-C at 'start'"
+        )
+
+    asyncio.run(as_member(_ticket(ticket), ask))
+    print("the run ends after the current step; 'start' writes the checkpoint to its run folder")
+
+
+def kick_peer(who: str, ticket: str | None) -> None:
+    """Remove a member for good, and replace the ticket. Raises MuletrainError if the owner's key is not here."""
+    from muletrain.network.identity import Key
+    from muletrain.runs.join.removal import remove
+
+    folder, given = _owned(ticket)
+    with held(folder, OWNER_FILE, "another 'muletrain kick' is running here; try again when it is done"):
+        owner, removed = Key.at(folder / OWNER_FILE), folder / REMOVED_FILE
+        before = removed.read_text(encoding="utf-8").split() if removed.exists() else []
+
+        async def act(network: Libp2pNetwork, run_id: str) -> Removal:
+            return await remove(network, given.addresses, who, frozenset(before))
+
+        done: Removal = asyncio.run(as_member(given, act, owner))
+        replaced = str(dataclasses.replace(given, secret=done.secret))
+        write_secret(folder / TICKET_FILE, replaced)
+        with suppress(OSError):  # only what a later kick says depends on it
+            removed.write_text("\n".join((*before, *sorted(done.out))), encoding="utf-8")
+    print(
+        f"removed {done.name} ({done.id[-8:]}): told {done.told} of {plural(done.kept, 'member')}; they tell the others"
+    )
+    if done.emptied is not None:
+        print(
+            f"it was the only peer of stage {done.emptied}: after fleet.adopt_after, a peer of another stage takes that stage over from "
+            f"the newest checkpoint, if one can; otherwise the run waits for a machine to join"
+        )
+    if done.unproven:
+        print(
+            f"also removed, because no member that answered knows them: {', '.join(done.unproven)}; they may join again"
+        )
+    print(f"the old ticket is void; the new one:\n\nmuletrain join {replaced}")
+
+
+def _owned(ticket: str | None) -> tuple[Path, Ticket]:
+    """The folder with the owner's key of ``ticket``'s run, or of the newest run. Raises MuletrainError."""
+    from muletrain.network.identity import Key
+
+    found = sorted(ROOT.glob(f"*/{OWNER_FILE}"), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in found:
+        own = path.parent / TICKET_FILE
+        if ticket is None and own.exists():
+            return path.parent, Ticket.parse(own.read_text(encoding="utf-8"))
+        if ticket is not None and Key.at(path).public == Ticket.parse(ticket).owner:
+            return path.parent, Ticket.parse(ticket)
+    raise MuletrainError(
+        f"no owner's key of {'this' if ticket else 'a running'} run under {ROOT.resolve()}: remove peers on the machine, and in the "
+        f"folder, where 'muletrain start' (or 'run') was called"
+    )
+
+
+def own_ticket() -> str:
+    """The newest ticket under ``runs/``. Raises MuletrainError if this machine is in no run."""
+    found = sorted(ROOT.glob(f"*/{TICKET_FILE}"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise MuletrainError(
+            f"no running run under {ROOT.resolve()}; give a ticket, or use the folder where 'start' or 'join' was called"
+        )
+    return found[-1].read_text(encoding="utf-8").strip()
+
+
+def _ticket(text: str | None) -> Ticket:
+    return Ticket.parse(text or own_ticket())
+
+
+async def as_member(
+    ticket: Ticket, work: Callable[[Libp2pNetwork, str], Awaitable[Any]], owner: Key | None = None
+) -> Any:
+    """Enter the run's network, and do ``work`` there. ``owner``: the run's key, if it is here. Raises PeerUnreachable if
+    no member answers, and AdmissionError."""
+    from muletrain.network.libp2p import Libp2pNetwork
+    from muletrain.runs.worker import PROTOCOL
+
+    if not ticket.addresses:  # alone, we would found a run of our own
+        raise AdmissionError(
+            "the ticket names no member of its run; ask for one that 'muletrain start' or 'muletrain ticket' printed"
+        )
+    with temporary_folder() as folder:
+        try:
+            network = await Libp2pNetwork.create(
+                run_id=ticket.run_id,
+                secret=ticket.secret,
+                owner=owner or ticket.owner,
+                protocol=PROTOCOL,
+                folder=folder,
+                listen="0.0.0.0",
+                initial_peers=ticket.addresses,
+                visitor=True,
+            )
+        except PeerUnreachable:
+            raise PeerUnreachable(
+                f"nobody answers at {ticket.ports()}: the run is over, or this machine cannot connect to that address"
+            ) from None
+        try:
+            return await work(network, ticket.run_id)
+        finally:
+            await network.close()

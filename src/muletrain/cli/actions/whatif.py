@@ -1,0 +1,185 @@
+"""``muletrain simulate fleet``: play a run on a fleet, and report what happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+import math
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
+from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, shares
+from muletrain.cli.show.playing import Playing
+from muletrain.config.costs import Costs, load_costs
+from muletrain.config.fleet_file import Fleet, load_located_fleet
+from muletrain.config.load import located
+from muletrain.errors import ConfigError
+from muletrain.sim.fleet.advice import suggestions
+from muletrain.sim.fleet.calibration import calibrated, with_speeds
+from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
+from muletrain.sim.setting import once_mixed, seated, setting, stages_for
+from muletrain.timeline import check_trace, write_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from muletrain.config.schema import RunConfig
+    from muletrain.events import Event
+    from muletrain.model.spec import ModelSpec
+    from muletrain.sim.fleet.accounts import Outcome
+    from muletrain.sim.fleet.advice import Change, Suggestion
+    from muletrain.sim.fleet.flow import Weather
+    from muletrain.sim.fleet.simulation import Fidelity
+    from muletrain.sim.setting import Setting
+
+WHAT: dict[Fidelity, str] = {"flow": "simulating throughput", "protocol": "simulating every message"}
+"""Labels of the progress bar."""
+FAILS = (
+    "This run does not work as it is, and '--fidelity flow' does not apply to it. Use more stages (--set fleet.stages=N), smaller "
+    "messages (--set wire.gradients=int8) or larger steps (--set train.batch=N); --trace OUT.json shows what each peer did"
+)
+"""Advice if peers gave up."""
+
+
+def what_if(
+    path: Path | None,
+    config: Path | None,
+    model: str | None,
+    overrides: Sequence[str],
+    *,
+    hours: float,
+    seed: int,
+    plot: Path | None,
+    json: bool,
+    fidelity: Fidelity = "flow",
+    costs: Path | None = None,
+    trace: Path | None = None,
+) -> int:
+    """Print the report. Returns the exit code: 1 if peers gave up, 128 + its number after a signal. ``costs``: see
+    ``config.costs``. Raises ConfigError, CapacityError and DataError with the place of the cause."""
+    if plot is not None:
+        need_matplotlib()
+    if trace is not None:
+        if fidelity != "protocol":
+            raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
+        check_trace(trace)
+    file = EXAMPLE if path is None else path
+    measured = Costs() if costs is None else load_costs(costs)
+    fleet, origins = load_located_fleet(file)
+    with located(origins, Fleet):
+        given = [*overrides, *([f"model.preset={model}"] if model else [])]
+        question = _Question(with_speeds(fleet, measured), config, given, measured)
+        scene, run = question.scene()
+        churn = weather(fleet.churn, Path(file).parent)
+        seen: list[Event] = []
+        with Playing(WHAT[fidelity], 3600 * hours, quiet=json) as playing:
+            outcome = simulate_fleet(
+                scene,
+                run,
+                churn,
+                hours=hours,
+                seed=seed,
+                fidelity=fidelity,
+                watch=seen.append if trace is not None else None,
+                goes_on=playing,
+            )
+    if trace is not None:
+        write_trace(trace, seen)
+    if plot is not None:
+        draw(outcome, scene, plot)
+    if json:
+        advice = question.advice(outcome, churn)
+        print(jsonlib.dumps({**_as_json(outcome, scene, advice, hours), "costs": measured.model_dump()}))
+    else:
+        if path is None:
+            say(make_console(), f"no fleet file given; this is the example {escape(str(EXAMPLE))}\n")
+        _tell(question, outcome, churn, hours, [p for p in (plot, trace) if p is not None])
+    if outcome.failure:
+        print(f"error: {outcome.failure}. {FAILS}", file=sys.stderr)
+    if playing.stopped_by is not None:
+        return 128 + playing.stopped_by
+    return 1 if outcome.gave_up else 0
+
+
+@dataclass(frozen=True)
+class _Question:
+    fleet: Fleet
+    config: Path | None
+    given: list[str]
+    measured: Costs
+
+    @cached_property
+    def run(self) -> tuple[RunConfig, ModelSpec]:
+        return _run(self.fleet, self.config, self.given)
+
+    def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
+        """Raises MuletrainError for a change that is not possible."""
+        run, spec = self.run if change is None else _run(self.fleet, self.config, [*self.given, change.text])
+        return calibrated(setting(self.fleet, run, spec), self.measured), run
+
+    def advice(self, outcome: Outcome, churn: Weather) -> list[Suggestion]:
+        """None if nothing was trained: gains are relative to what was."""
+        return suggestions(self.scene, churn) if outcome.throughput and not outcome.gave_up else []
+
+
+def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
+    """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices."""
+    run, spec = load_run(config, given)
+    if config is None and not any(text.startswith("fleet.stages") for text in given):
+        run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
+    scene = setting(fleet, run, spec)
+    return once_mixed(scene, run, seated(scene)), spec
+
+
+def _tell(question: _Question, outcome: Outcome, churn: Weather, hours: float, written: list[Path]) -> None:
+    console, (scene, run), (_, spec) = make_console(), question.scene(), question.run
+    say_run(console, question.fleet, run, spec, scene, outcome, hours)
+    console.print(results(scene, outcome))
+    console.print(shares(outcome))
+    with make_console(sys.stderr).status("looking for changes that help"):
+        found = question.advice(outcome, churn)
+    say_advice(console, scene, outcome, found)
+    console.print(links(outcome))
+    for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
+        console.print(f"estimated: {escape(estimate)}; to use a measured speed, add 'tflops' beside 'device'")
+    if question.measured != Costs():
+        say_costs(console, question.measured, spec, scene)
+    for path in written:
+        say(console, f"wrote {escape(str(path))}")
+
+
+def _as_json(outcome: Outcome, scene: Setting, found: Sequence[Suggestion], hours: float) -> dict[str, Any]:
+    fields = dataclasses.asdict(outcome)
+    links = {f"{a} to {b}": sent for (a, b), sent in outcome.bytes.items()}
+    median_s, longest_s = (None if math.isnan(s) else s for s in outcome.recovery_s)
+    tokens_per_s = outcome.throughput * scene.cost.tokens
+    advice = [
+        {
+            "set": s.change.text,
+            "gain": s.gain,
+            "tokens_per_s": (1 + s.gain) * tokens_per_s,
+            "stages": s.stages,
+            "training": s.change.training,
+        }
+        for s in found
+    ]
+    return {
+        "stages": len(scene.cut),
+        "machines": sum(k.count for k in scene.kinds),
+        "tokens_per_s": tokens_per_s,
+        "recovery_median_s": median_s,
+        "recovery_longest_s": longest_s,
+        "hours_asked": hours,
+        **fields,
+        "bytes": links,
+        "advice": advice,
+        "left_out": scene.left_out,
+        "estimates": sorted({k.assumed for k in scene.kinds if k.assumed}),
+    }

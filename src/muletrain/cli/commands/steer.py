@@ -1,0 +1,44 @@
+"""``muletrain status``, ``stop``, ``kick`` and ``ticket``: look at a run on several machines, and steer it."""
+
+from typing import Annotated
+
+import typer
+
+from muletrain.cli.options import JsonObject, OwnTicket
+
+
+def status(ticket: OwnTicket = None, json: JsonObject = False) -> None:
+    """Show the progress and the members of a run; before training starts, what it waits for."""
+    from muletrain.cli.actions.visit import show_status
+
+    show_status(ticket, json=json)
+
+
+def stop(ticket: OwnTicket = None) -> None:
+    """End the run after the current step, with a checkpoint in the run folder of 'start'."""
+    from muletrain.cli.actions.visit import stop_run
+
+    stop_run(ticket)
+
+
+def kick(
+    who: Annotated[
+        str, typer.Argument(metavar="NAME|ID", help="Name or id as in 'muletrain status'; the end of an id is enough.")
+    ],
+    ticket: OwnTicket = None,
+) -> None:
+    """Remove a peer from the run for good, and replace the ticket.
+
+    Works only on the machine that started the run, which has the owner's key."""
+    from muletrain.cli.actions.visit import kick_peer
+
+    kick_peer(who, ticket)
+
+
+def ticket() -> None:
+    """Print a ticket for the run that this machine is in.
+
+    Everyone who has the ticket can join: treat it as a password."""
+    from muletrain.cli.actions.visit import own_ticket
+
+    print(own_ticket())

@@ -1,0 +1,91 @@
+"""``muletrain eval``, ``generate`` and ``export``: use what a run trained."""
+
+import dataclasses
+import json as jsonlib
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from muletrain.cli.options import JsonObject, Where
+from muletrain.errors import DataError, MuletrainError
+
+
+def evaluate(
+    where: Where,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Evaluate on this text (written like data.path) instead of the run's."),
+    ] = None,
+    json: JsonObject = False,
+) -> None:
+    """Measure loss and perplexity on the held-out part of the run's data.
+
+    A unigram and a bigram model of the same text stand beside it. The data must be on this machine; --data says where
+    they are if they moved."""
+    from muletrain.cli.show.console import make_console
+    from muletrain.cli.show.final_report import quality_table
+    from muletrain.runs.checkpoint import Checkpoint
+    from muletrain.runs.result import check_memory, evaluated, quality
+
+    checkpoint = Checkpoint.open(where)
+    check_memory(checkpoint.spec)
+    try:
+        cache = checkpoint.corpus(data)
+    except DataError as e:
+        raise DataError(f"{e}; --data PATH names the text if it moved, or another one") from e
+    result = quality(checkpoint, checkpoint.model(), cache)
+    if json:
+        print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
+    else:
+        make_console().print(quality_table(result))
+
+
+def generate(
+    where: Where,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Beginning of the text.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 draws from all.")] = 40,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    json: JsonObject = False,
+) -> None:
+    """Continue a prompt with a trained model."""
+    from muletrain.runs.checkpoint import Checkpoint
+    from muletrain.runs.result import check_memory, write
+
+    if not prompt:
+        raise MuletrainError("the prompt is empty; give at least one character")
+    checkpoint = Checkpoint.open(where)
+    check_memory(checkpoint.spec)
+    text = write(
+        checkpoint, checkpoint.model(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}) if json else text)
+
+
+def export(
+    where: Where,
+    hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="Folder for the Hugging Face checkpoint.")],
+    source: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")
+    ] = None,
+) -> None:
+    """Write a Hugging Face checkpoint that 'transformers' loads to the same logits.
+
+    It consists of safetensors, config and tokenizer. If the run started from a Hugging Face checkpoint (model.from),
+    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context."""
+    from muletrain.model.hf import export_hf
+    from muletrain.runs.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(where)
+    export_hf(
+        checkpoint.weights(),
+        checkpoint.spec,
+        checkpoint.tokenizer_json,
+        hf,
+        end_of_text=checkpoint.end_of_text,
+        source=checkpoint.source(source),
+    )
+    print(f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')")

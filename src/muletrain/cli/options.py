@@ -1,0 +1,108 @@
+"""The options that several commands share: each is declared once, as an annotated type.
+
+Typer reads annotations when a program runs, so modules that declare commands do without
+``from __future__ import annotations``. They import nothing heavy, so that ``--help`` answers at once.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from muletrain.runs.join.ticket import read_ticket
+from muletrain.strategies import CHOICES
+
+if TYPE_CHECKING:
+    Choice = str
+else:
+    Choice = StrEnum("Choice", [(name, name) for name in CHOICES])
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration of the run. Default: built-in defaults.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one field, e.g. model.layers=12. Repeatable."),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN_DIR", help="Continue the run in this folder from its newest complete checkpoint."),
+]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PLAN.json",
+        help="Output of 'muletrain plan FLEET.toml --json': strategy, stages, microbatches, and which machine serves "
+        "which stage.",
+    ),
+]
+Strategy = Annotated[
+    Choice | None, typer.Option(help="Use this strategy of the plan. Default: the one that the plan recommends.")
+]
+Where = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Run folder (its newest checkpoint is used) or checkpoint folder.")
+]
+
+# A machine in a run ---------------------------------------------------------------------------------------------------
+
+Listen = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="TCP port; 0 takes any free one. Open it in your firewall. With several GPUs, each further one uses the "
+        "next port.",
+    ),
+]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Address that other machines dial if it differs from the one we listen on (port forwarding), e.g. "
+        "/ip4/1.2.3.4/tcp/4000. Repeatable.",
+    ),
+]
+MachineName = Annotated[
+    str | None,
+    typer.Option(help="Name of this machine in the run; with a plan, its name in the plan. Default: the host name."),
+]
+TICKET_VARIABLE = "MULETRAIN_TICKET"
+OwnTicket = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TICKET",
+        envvar=TICKET_VARIABLE,
+        callback=read_ticket,
+        help="Ticket, a file that contains it, or '-' for standard input. Default: the run that this machine is in.",
+    ),
+]
+
+# A fleet --------------------------------------------------------------------------------------------------------------
+
+FleetFile = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FLEET.toml",
+        help="Machines, links and churn ('muletrain config --fleet' explains the format). Default: an example, whose "
+        "path is printed.",
+    ),
+]
+MODEL_HELP = "Model preset, e.g. 'llama-7b'. Default: the model of CONFIG, or gpt3-xl."
+RUN_CONFIG_HELP = "Configuration of the run, as for 'muletrain run'."
+COSTS_HELP = "Times and speeds that 'muletrain simulate calibrate' measured."
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT.json",
+        help="Write a timeline of each peer's slots (receive, compute, send, average) for https://ui.perfetto.dev",
+    ),
+]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -1,0 +1,127 @@
+"""The output of ``muletrain plan --json``: predictions for each strategy on a fleet, and the recommended one.
+
+``muletrain run --plan`` reads it (``cli.actions.planned``). ``docs/plan.md`` explains it field by field
+(``tests/test_plan.py`` holds the two together). Times in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from muletrain.config.section import Section
+
+Strategy = Literal["swarm", "pipeline", "swap", "hub"]
+VERSION = 1
+
+
+class Split(Section):
+    """The parts of a step's time, which sum to it."""
+
+    compute_s: float = Field(description="compute of the busiest part of the fleet [s]")
+    pipeline_s: float = Field(description="additional time for links between stages [s]")
+    data_parallel_s: float = Field(
+        description="additional time for averaging gradients, and for agreement at the end of a step [s]"
+    )
+    bubble_s: float = Field(
+        description="idle time: pipelines that fill and drain, last pieces, layers being loaded [s]"
+    )
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.pipeline_s + self.data_parallel_s + self.bubble_s
+
+
+class Stage(Section):
+    """Consecutive layers, and the machines that serve them."""
+
+    layers: tuple[int, int] = Field(description="first layer, and the first of the next stage")
+    machines: tuple[str, ...] = Field(description="names; with strategy pipeline, one per pipeline")
+
+
+class Memory(Section):
+    """Memory of the fullest machine of one entry of the fleet file [bytes]."""
+
+    machine: str = Field(description="name of the entry")
+    stage: int = Field(description="stage that it serves")
+    weights: int = Field(description="fp32 masters and working copies [bytes]")
+    optimizer: int = Field(description="optimizer moments [bytes]")
+    gradients: int = Field(description="accumulators, and buffers for averaging [bytes]")
+    activations: int = Field(description="graphs, and inputs of microbatches that wait for backward [bytes]")
+    buffers: int = Field(description="copies for checkpoints, and layers on their way to the device [bytes]")
+    device_needs: int = Field(description="part of the total that is on the device [bytes]")
+    device_has: int | None = Field(description="memory of the device; null: unknown [bytes]")
+    host_needs: int = Field(
+        description="part of the total in host memory, for devices with memory of their own [bytes]"
+    )
+    host_has: int | None = Field(description="host memory; null: unknown, assumed to be enough [bytes]")
+
+
+class Traffic(Section):
+    """Traffic per step from machines of one region to those of another, or of the same [bytes]."""
+
+    sender: str = Field(description="region that sends")
+    receiver: str = Field(description="region that receives")
+    activations: float = Field(description="between stages, forward [bytes]")
+    gradients: float = Field(description="between stages, backward [bytes]")
+    averaging: float = Field(description="between replicas [bytes]")
+    bandwidth_bytes_per_s: float | None = Field(
+        description="bandwidth of the narrowest pair of machines; null: unlimited"
+    )
+    delay_s: float = Field(description="one-way delay of the farthest pair [s]")
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.gradients + self.averaging
+
+
+class Prediction(Section):
+    """One strategy on the fleet, with the best layout found. If there is a ``problem``, only ``strategy``, ``schedule``
+    and ``runnable`` are meaningful beside it."""
+
+    strategy: Strategy
+    schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="schedule of strategy pipeline")
+    runnable: bool = Field(description="whether 'muletrain run' supports it today")
+    problem: str = Field(default="", description="why it is impossible on this fleet; empty: it is possible")
+    microbatch: int = Field(default=0, description="size of a microbatch [sequences]")
+    microbatches: tuple[int, ...] = Field(
+        default=(), description="number per step; pipeline: by pipeline; swap: by machine; otherwise one number"
+    )
+    accumulate: int = Field(default=0, description="swap: microbatches per load of a layer (ATOM's C)")
+    stages: tuple[Stage, ...] = Field(
+        default=(), description="stages in pipeline order; swap: one stage with all layers"
+    )
+    swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: layers that are on a device together")
+    spares: tuple[str, ...] = Field(default=(), description="machines without work, or with too little memory")
+    state_device: Literal["device", "cpu"] = Field(
+        default="device", description="cpu: stages mix devices, so the run needs optimizer.state_device = 'cpu'"
+    )
+    step_s: float = Field(default=0.0, description="time of one step [s]")
+    tokens_per_s: float = Field(default=0.0)
+    played_step_s: float | None = Field(
+        default=None,
+        description="time of one step when the production code plays it; null: not played, or see notes [s]",
+    )
+    split: Split | None = None
+    memory: tuple[Memory, ...] = ()
+    traffic: tuple[Traffic, ...] = Field(default=(), description="traffic between regions, largest first")
+    price_per_billion_tokens: float | None = Field(
+        default=None, description="price of the machines in use; null: the fleet file lacks a price"
+    )
+    notes: tuple[str, ...] = Field(default=(), description="what the figures leave out")
+
+
+class Plan(Section):
+    """Predictions for a fleet and a model, by strategy."""
+
+    version: int = VERSION
+    fleet: str = Field(description="name of the fleet")
+    model: str = Field(description="preset, or 'model'")
+    params: int = Field(description="size of the model [parameters]")
+    batch: int = Field(description="size of a step [sequences]")
+    context: int = Field(description="length of a sequence [tokens]")
+    strategies: tuple[Prediction, ...]
+    recommended: int | None = Field(description="index of the recommended strategy; null: none can run")
+    why: str
+    assumed: tuple[str, ...] = Field(default=(), description="speeds that are estimates")
