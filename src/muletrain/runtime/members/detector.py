@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter, defaultdict
+import statistics
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerSuspected
-from muletrain.policy.deadline import Deadline, Usual, backoff_s
+from muletrain.policy.deadline import RECENT, Deadline, Usual, backoff_s
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 
@@ -44,8 +45,11 @@ HEARD_S, MAX_AGAIN = 0.25, 4
 """Seconds within which something came from a peer that is not silent: a question that it did not answer is asked again,
 so many times."""
 QUEUES = 2.0
-"""Times the measured queues that are added before a peer is suspected: queues change by as much as they are long, and
+"""Times the queues on the way that are added before a peer is suspected: queues change by as much as they are long, and
 what a suspicion has computed again is more load."""
+BUSY_S, BURST_S = 0.02, 0.25
+"""Links are busy where answers usually wait longer than the first [s]. Then a peer's uplink may hold the second [s] of
+data in front of an answer, which we cannot measure: its flows to others may have begun together."""
 
 
 class Services(Protocol):
@@ -77,6 +81,8 @@ class FailureDetector:
         """Told of a peer that answers from another branch than ours, and of that branch."""
         self._usual: dict[PeerId, Usual] = {}
         """How long a peer's answers take, for suspicions."""
+        self._waited_s: deque[float] = deque(maxlen=RECENT)
+        """What recent answers of all peers took beyond each peer's fastest."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
         """In the order in which they began: sets would have one that depends on addresses."""
         self._looked_after: set[PeerId] = set()
@@ -151,7 +157,10 @@ class FailureDetector:
         that never answered is not suspected before it is marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
-        return own_s + QUEUES * self._peer.net.queued_s(peer)
+        queued_s = self._peer.net.queued_s(peer)
+        if queued_s > BUSY_S or (self._waited_s and statistics.median(self._waited_s) > BUSY_S):
+            queued_s = max(queued_s, BURST_S)
+        return own_s + QUEUES * queued_s
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and let the others ask, too, so that all know at the same time
@@ -217,6 +226,7 @@ class FailureDetector:
         if peer not in self._usual:
             self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
         self._usual[peer].measured(took_s)
+        self._waited_s.append(took_s - self._usual[peer].fastest_s)
         if progress.branch != branch_of(lineage):
             for told in self.on_other_branch:
                 told(peer, progress.branch)
