@@ -62,6 +62,11 @@ class Usual:
         self._recent_s.append(seconds)
         self._base_s = None
 
+    @property
+    def fastest_s(self) -> float:
+        """Of the recent answers; there must be one."""
+        return min(self._recent_s)
+
     def seconds(self, attempt: int = 0) -> float:
         """Returns the wait of try number ``attempt``, from 0; doubles."""
         if self._base_s is None and self._recent_s:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter, defaultdict
+import statistics
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
 from muletrain.events import PeerSuspected
-from muletrain.policy.deadline import Deadline, Usual, backoff_s
+from muletrain.policy.deadline import RECENT, Deadline, Usual, backoff_s
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 
@@ -47,6 +48,9 @@ again, at most MAX_AGAIN times."""
 QUEUES = 2.0
 """Multiple of the measured queues that is waited for before a suspicion: queues change by as much as they are long, and
 computing again what a suspect owes is more load."""
+BUSY_S, BURST_S = 0.02, 0.25
+"""Links are busy if answers usually wait longer than BUSY_S seconds. A busy peer's uplink may hold BURST_S seconds of data
+in front of an answer, which we cannot measure: flows to others that began together."""
 
 
 class Services(Protocol):
@@ -91,6 +95,8 @@ class FailureDetector:
         self._branches: Branches | None = None
         self._usual: dict[PeerId, Usual] = {}
         """How long the answers of a peer take, for suspicions."""
+        self._waited_s: deque[float] = deque(maxlen=RECENT)
+        """How much longer recent answers of all peers took than the fastest of the same peer."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
         """In the order in which they began: the order of a set would depend on addresses."""
         self._looked_after: set[PeerId] = set()
@@ -172,7 +178,10 @@ class FailureDetector:
         not suspected before it is marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
-        return own_s + QUEUES * self._peer.net.queued_s(peer)
+        queued_s = self._peer.net.queued_s(peer)
+        if queued_s > BUSY_S or (self._waited_s and statistics.median(self._waited_s) > BUSY_S):
+            queued_s = max(queued_s, BURST_S)
+        return own_s + QUEUES * queued_s
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
         """Route around ``peer`` until it is heard of, and have the others ask it, too, so that all learn at the same
@@ -238,6 +247,7 @@ class FailureDetector:
         if peer not in self._usual:
             self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
         self._usual[peer].measured(took_s)
+        self._waited_s.append(took_s - self._usual[peer].fastest_s)
         if progress.branch != branch_of(lineage):
             if self._branches is not None:
                 self._branches.met(peer, progress.branch)
