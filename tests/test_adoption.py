@@ -82,9 +82,9 @@ def test_a_branch_is_part_of_every_lineage_on_it_and_a_step_back_is_what_its_lin
     assert branch_of(hashed(branch_of(order.lineage), b"record")) == branch_of(order.lineage) > bytes(8)
     assert branch_of(branched(2, b"x")) > branch_of(branched(1, b"y"))
     for wrong in ({"step": 11}, {"moves": (("b", 1),)}, {"lost": (0,)}, {"parts": ()}, {"lineage": branched(1, b"x")}):
-        with pytest.raises(ProtocolError, match="not what its lineage says"):
+        with pytest.raises(ProtocolError, match="does not match its content"):
             order.model_copy(update=wrong).check(stages=2, steps=100)
-    with pytest.raises(ProtocolError, match="not what its lineage says"):
+    with pytest.raises(ProtocolError, match="does not match its content"):
         order.check(stages=3, steps=100)
     with pytest.raises(ProtocolError, match="stages that the run does not have"):
         StepBack.of(1, Key(*OLD), (), {"a": 7}, (1,)).check(stages=2, steps=100)
@@ -115,7 +115,7 @@ def test_a_run_whose_stage_lost_all_peers_steps_back_and_ends_with_the_same_numb
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert set(outcome.ends.values()) == {"finished"}
     assert any("stepped_back" in text for _, text in outcome.timeline)
-    assert any("has room: let a machine join" in text for _, text in outcome.timeline) == (scenario.seed == 104)
+    assert any("enough memory: let a machine join" in text for _, text in outcome.timeline) == (scenario.seed == 104)
 
 
 def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:
