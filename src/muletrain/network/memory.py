@@ -29,6 +29,7 @@ from muletrain.network.base import (
 from muletrain.network.conditions import Conditions
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.network.inbox import Arrival, Inbox
+from muletrain.network.jobs import Jobs
 from muletrain.network.memory_streams import MemoryStreams
 from muletrain.network.paced import CALL_OVERHEAD, Parcel
 from muletrain.network.roads import Roads
@@ -156,7 +157,7 @@ class MemoryNetwork:
         """Bytes of tensors that came."""
         self._carried: Counter[PeerId] = Counter()
         self._on_lost: LossHandler = lambda peer: None
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._jobs = Jobs()
         hub.peers[peer_id] = self
 
     # Calls ----------------------------------------------------------------------------------------------------------
@@ -344,21 +345,17 @@ class MemoryNetwork:
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._jobs.end()
 
     def stop(self) -> None:
         """Leave the world at once, without waiting for anything."""
         if not self.gone:
             self.gone = True
             self._hub.ended(self)
-        for task in self._tasks:
-            task.cancel()
+        self._jobs.cancel()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
+        return self._jobs.spawn(work)
 
 
 def _now_s() -> float:

@@ -21,6 +21,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from muletrain.errors import Malformed, ProtocolError
+from muletrain.network.jobs import Jobs
 from muletrain.network.pipes import ACCEPTED, ASK_S, PING, RELAY, WAIT, WORKS, Pipe, Pipes, ping, request
 from muletrain.network.ways import Ways
 from muletrain.policy.debts import Debts
@@ -77,8 +78,7 @@ class Relay:
         self._streams: Counter[str] = Counter()
         """Requests that each member has open with us."""
         self._dialled = Debts(DIALS_PER_S)
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self._jobs = Jobs()
 
     async def open(self) -> None:
         """Answer others from now on."""
@@ -95,30 +95,20 @@ class Relay:
         self.lent.cut(peer)
 
     async def close(self) -> None:
-        self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(self.ways.close(), *tasks, return_exceptions=True)
+        await asyncio.gather(self.ways.close(), self._jobs.end())
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task, sender = asyncio.current_task(), info.peer_id.to_base58()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        sender = info.peer_id.to_base58()
         self._streams[sender] += 1
         try:
-            async with asyncio.timeout(ASK_S):
-                asked = await read_frame(reader, 0, max_header=MAX_REQUEST)
-            await self._serve(sender, asked, (reader, writer))
+            with self._jobs.serving():
+                async with asyncio.timeout(ASK_S):
+                    asked = await read_frame(reader, 0, max_header=MAX_REQUEST)
+                await self._serve(sender, asked, (reader, writer))
         except ProtocolError as e:
             self._delivery.refuse(sender, Malformed(str(e)))
         except (TimeoutError, asyncio.IncompleteReadError, OSError):
             return  # one of the ends has gone
-        except asyncio.CancelledError:
-            if not self._closed:
-                raise
-            # asyncio's stream server complains about a cancelled callback
         finally:
             self._streams[sender] -= 1
             self._streams += Counter()  # drops zeros

@@ -31,6 +31,7 @@ from muletrain.network.base import (
     PeerId,
     RefusalHandler,
 )
+from muletrain.network.jobs import Jobs
 from muletrain.network.paced import CALL_OVERHEAD, PacedStreams, Parcel, Stream
 from muletrain.network.roads import Road, Roads, at
 from muletrain.wire.frame import frame_size
@@ -113,7 +114,7 @@ class ShapedNetwork:
         self._routes: dict[PeerId, Route] = {}
         self._down_free_s = -math.inf
         """When our downlink has taken everything that came so far."""
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._jobs = Jobs()
         self._streams = _Streams(self)
         self._broken: dict[tuple[PeerId, Channel], MuletrainError] = {}
         self._cut: frozenset[PeerId] = frozenset()
@@ -248,10 +249,7 @@ class ShapedNetwork:
         return self._streams.pacer.moved + self._inner.moved()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
+        return self._jobs.spawn(work)
 
     # Everything else is the inner network's -------------------------------------------------------------------------
 
@@ -279,9 +277,7 @@ class ShapedNetwork:
     async def close(self) -> None:
         for peer in self._routes:
             self._streams.broke(peer)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._jobs.end()
         await self._inner.close()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import AdmissionError, ProtocolError, Refused
 from muletrain.network.delivery import Counters
 from muletrain.network.gated import reaching
+from muletrain.network.jobs import Jobs
 from muletrain.network.pacing import Pacer
 from muletrain.network.streams import FRAMES, Incoming, Outgoing
 from muletrain.wire.frame import pack, reread, size
@@ -34,8 +35,8 @@ class Traffic:
         self._incoming = Incoming(max_frame_bytes)
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._damaging = self._closed = False
+        self._jobs = Jobs()
+        self._damaging = False
 
     async def open(self) -> None:
         """Accept streams from now on."""
@@ -87,29 +88,21 @@ class Traffic:
             self._outgoing.pop(key).stop()
 
     async def close(self) -> None:
-        self._closed = True
+        self._jobs.cancel()
         for outgoing in self._outgoing.values():
             outgoing.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._jobs.end()
 
     def _ended(self, peer: PeerId) -> None:
-        if not self._closed:
+        if not self._jobs.over:
             self.lost(peer)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive until the stream ends or brings something wrong; a correct peer opens another."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._keep(task)
-        try:
-            if await self._received(info.peer_id.to_base58(), reader, writer):
-                self._ended(info.peer_id.to_base58())
-        except asyncio.CancelledError:
-            if not self._closed:
-                raise
-            # asyncio's stream server complains about a cancelled callback
+        sender = info.peer_id.to_base58()
+        with self._jobs.serving():
+            if await self._received(sender, reader, writer):
+                self._ended(sender)
 
     async def _received(self, sender: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """False: ``sender`` is not admitted any more."""
@@ -129,13 +122,9 @@ class Traffic:
     def _own_queue(self, channel: Channel) -> asyncio.Queue[Frame]:
         if channel not in self._own:
             self._own[channel] = asyncio.Queue(SELF_QUEUE)
-            self._keep(asyncio.create_task(self._drain_own(self._own[channel])))
+            self._jobs.spawn(self._drain_own(self._own[channel]))
         return self._own[channel]
 
     async def _drain_own(self, queue: asyncio.Queue[Frame]) -> None:
         while True:
             await self._delivery.deliver(self._own_id, await queue.get())
-
-    def _keep(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -6,11 +6,12 @@ import asyncio
 import random
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from muletrain.network.jobs import Jobs
 from muletrain.network.pipes import ASK_S, WAIT, WORKS, Pipe, Pipes, ping, request
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.recent import Recent
@@ -58,7 +59,7 @@ class Ways:
         """How long each member took to answer."""
         self._relayed: set[str] = set()
         """Peers that we reached through a relay and have not looked for in vain since."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._jobs = Jobs()
 
     def relayed(self, peer: str) -> bool:
         return peer in self._relayed
@@ -82,10 +83,7 @@ class Ways:
         return await asyncio.shield(self._begin(peer, self._find))
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._jobs.end()
 
     async def keep_up(self, relay: str, pipe: Pipe, one: Ends, other: Ends) -> None:
         """Carry our end's part of a pipe. It may break because our connection with the relay does; perhaps only we can
@@ -103,7 +101,7 @@ class Ways:
             return False
 
         if peer not in self._searches:
-            task = self._searches[peer] = self._spawn(bounded())
+            task = self._searches[peer] = self._jobs.spawn(bounded())
             task.add_done_callback(lambda _: self._searches.pop(peer))
         return self._searches[peer]
 
@@ -182,7 +180,7 @@ class Ways:
                 return
             came.set_result((reader, writer))
             pipe = Pipe((peer,), (ends[1], writer))
-            self._spawn(self.keep_up(relay, pipe, ends, (reader, writer)))
+            self._jobs.spawn(self.keep_up(relay, pipe, ends, (reader, writer)))
 
         await self._p2p.hang_up(peer)  # or the daemon would keep what does not work
         server = await asyncio.start_server(take, "127.0.0.1", 0)
@@ -205,12 +203,6 @@ class Ways:
                 return True
             await asyncio.sleep(0.1)
         return False
-
-    def _spawn(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def _now_s() -> float:
