@@ -411,13 +411,13 @@ def test_peers_that_give_up_are_an_error(
     code = what_if(file, None, None, options, hours=0.02, seed=0, plot=None, json=as_json, fidelity="protocol")
     out, err = capsys.readouterr()
     assert code == 1
-    assert "error: a-1 gave up after 20.0 s: gave up waiting for the others. This run does not work as it is" in err
+    assert "error: a-1 gave up after 20.0 s" in err
     if as_json:
         said = json.loads(out)
         assert (said["gave_up"][0]["peer"], said["partial"], said["advice"]) == ("a-1", False, [])
     else:
         assert "1 gave up" in out
-        assert "would help" not in out
+        assert "of these changes" not in out
 
 
 PLAYED = re.compile(r".*: (\d+:\d+|[\d.]+ m?s) of 10:00:00")
@@ -448,7 +448,7 @@ def test_interrupted_it_shows_what_it_has(tmp_path: Path, number: signal.Signals
     finally:
         process.kill()
     assert process.returncode == 128 + number, err
-    assert re.search(r"interrupted after (\d+:\d+|[\d.]+ s|\d+:\d+:\d+) of 10:00:00", out)
+    assert re.search(r"interrupted after (\d+:\d+|[\d.]+ m?s|\d+:\d+:\d+) of 10:00:00", out)
     assert "tokens/s" in out
     assert "share of the optimum" in out
 
@@ -581,7 +581,7 @@ def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFi
         "virginia",
         "time to recover",
         "computed again",
-        "changes",
+        "of these changes",
         "--set optimizer.delayed=true",
         "one update old",
     ):
