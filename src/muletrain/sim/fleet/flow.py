@@ -19,8 +19,8 @@ from muletrain.policy.assignment import View
 from muletrain.policy.rebalance import Confirmed
 from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
 from muletrain.sim.fleet.accounts import always
-from muletrain.sim.fleet.membership import Membership, Moving, kind_of
-from muletrain.sim.fleet.progress import Progress
+from muletrain.sim.fleet.advance import Progress
+from muletrain.sim.fleet.serving import Membership, Moving, kind_of
 from muletrain.sim.setting import fetch_s, seat
 from muletrain.strategies.swarm import SWARM
 

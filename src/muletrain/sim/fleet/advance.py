@@ -9,8 +9,8 @@ from muletrain.sim.fleet.rates import Rate
 from muletrain.strategies.base import capacity
 
 if TYPE_CHECKING:
-    from muletrain.sim.fleet.membership import Membership
     from muletrain.sim.fleet.rates import Rates
+    from muletrain.sim.fleet.serving import Membership
 
 LASTING = 0.02
 """Share of a play for which a membership must last to be worth a play of its own steps."""
