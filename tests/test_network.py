@@ -356,7 +356,7 @@ def test_garbage_is_reported_and_everything_else_goes_on() -> None:
             b.on_lost(lambda peer: lost.append(("b", peer)))
             await b.send(a.peer_id, Frame("wrong", {}))  # ends this stream; the next frame opens another
             await poll(lambda: len(w.refusals[a.peer_id]) == 2)
-            await poll(lambda: sorted(lost) == [("a", b.peer_id), ("b", a.peer_id)])
+            await poll(lambda: lost == [("b", a.peer_id)])
             await b.send(a.peer_id, Frame("x", {"n": 2}))
             assert [number((await w.next(a))[1]) for _ in range(2)] == [1, 2]
             assert await b.call(a.peer_id, "echo", b"on", timeout_s=5) == b"on"
@@ -962,7 +962,7 @@ class Damage(Conditions):
 
 
 @pytest.mark.parametrize("road", [Road(), Road(1e5, 1e5)])
-def test_in_memory_a_refused_frame_ends_its_stream_and_both_ends_hear_of_it(road: Road) -> None:
+def test_in_memory_a_refused_frame_ends_its_stream_and_its_sender_hears_of_it(road: Road) -> None:
     """As with real daemons: what follows on the stream is lost, and other streams go on."""
 
     async def scenario() -> None:
@@ -983,7 +983,7 @@ def test_in_memory_a_refused_frame_ends_its_stream_and_both_ends_hear_of_it(road
         await a.send("b", Frame("x", {"n": 10}), channel=Channel.BULK)
         await asyncio.sleep(1)
         assert got == [0, 10]
-        assert lost == [("b", "a"), ("a", "b")]
+        assert lost == [("a", "b")]
         await a.send("b", Frame("x", {"n": 4}))
         await asyncio.sleep(1)
         assert got == [0, 10, 4]

@@ -115,8 +115,8 @@ class Network(Protocol):
         ...
 
     def on_lost(self, handler: LossHandler) -> None:
-        """Tell ``handler`` of each peer with which a stream ended, also if this side closed it after a wrong frame. The
-        peer may be gone, or only begin another stream; what was under way is lost."""
+        """Tell ``handler`` of each peer that ended a stream with us. It may be gone, or only begin another stream; what
+        was under way is lost."""
         ...
 
     def heard_s(self, peer: PeerId) -> float:

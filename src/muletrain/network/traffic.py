@@ -105,7 +105,7 @@ class Traffic:
                 self._ended(sender)
 
     async def _received(self, sender: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """False: ``sender`` is not admitted any more."""
+        """False: we close the stream ourselves, after a wrong frame or because ``sender`` is not admitted any more."""
         try:
             frames = self._incoming.frames(sender, reader, writer, self._delivery.door(sender))
             async with aclosing(frames):
@@ -114,9 +114,10 @@ class Traffic:
                         return False
                     self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
                     if not await self._delivery.deliver(sender, frame):
-                        break
+                        return False
         except ProtocolError as e:
             self._delivery.refuse(sender, e)
+            return False
         return True
 
     def _own_queue(self, channel: Channel) -> asyncio.Queue[Frame]:
