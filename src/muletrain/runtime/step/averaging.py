@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.network.base import PeerId
+    from muletrain.network.base import Channel, PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.step.rounds import Holders
     from muletrain.wire.codec import Encoded
@@ -178,8 +178,11 @@ class Averager:
         """The member of this attempt that is at another step."""
         return () if self._attendance is None else self._attendance.absent
 
-    def broken(self, member: PeerId) -> None:
-        """A stream from ``member`` ended. It may live, but chunks on the way are lost, and it does not know that."""
+    def broken(self, member: PeerId, channel: Channel) -> None:
+        """A stream with ``member`` ended. It may live, but chunks on the way are lost, and it does not know that. Only
+        one channel carries chunks."""
+        if channel is not Shard.CHANNEL:
+            return
         self._broken.add(member)
         for (_, _, sender, _), waiter in self._inbox.waiting.items():
             if sender == member and not waiter.done():
