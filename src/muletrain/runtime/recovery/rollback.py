@@ -1,4 +1,4 @@
-"""When a stage has lost all its peers, others adopt it, and the run goes on from a checkpoint (DESIGN "Checkpoints").
+"""When a stage has lost all its peers, others adopt it, and the run goes on from a checkpoint.
 
 The first live peer, by id, asks everyone where they stand, and orders a rollback: to the newest checkpoint of which
 each stage's part can be read, on a new branch, with peers moved to the stages that have none. Everyone obeys that

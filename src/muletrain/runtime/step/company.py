@@ -141,7 +141,7 @@ class Company:
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
         """Compare the weights that replicas began the step with: devices that differ in the last bit, or a donor that
-        lied, make them differ (DESIGN "Replicas"). The weights of most replicas count (ties: the lowest id's), and the
+        lied, make them differ. The weights of most replicas count (ties: the lowest id's), and the
         others' accumulators do not.
 
         Raises Behind if our weights do not count, and MuletrainError if they did not at the step before, either."""

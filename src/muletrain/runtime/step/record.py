@@ -1,4 +1,4 @@
-"""The step record: the unit of agreement of the whole run (DESIGN "The step record").
+"""The step record: the unit of agreement of the whole run (CONTRIBUTING, "How a step goes", 4).
 
 ``R_t`` holds each stage's round entry, and hash(R_{t-1}). A peer applies step t only with the whole record. The clip
 scale, and whether a non-finite step is skipped, are pure functions of the record, so every peer decides the same
@@ -307,7 +307,7 @@ class RecordBuilder:
         return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
 
     def sentenced(self, stage: int) -> bool:
-        """Do at least two peers attest to the members that ``stage`` expels (DESIGN "Invariants", 5)?"""
+        """Do at least two peers attest to the members that ``stage`` expels? One alone could lie."""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
         return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1

@@ -1,5 +1,5 @@
 """A peer gets the whole mean gradient of its stage: it reduces it with the other replicas, or takes it from a holder
-(DESIGN "How a step goes", 6). A holder attests to the gradient and keeps it for the others."""
+(CONTRIBUTING, "How a step goes", 4). A holder attests to the gradient and keeps it for the others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (DESIGN "The
-ledger")."""
+"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (CONTRIBUTING,
+"How a step goes", 3)."""
 
 from __future__ import annotations
 
