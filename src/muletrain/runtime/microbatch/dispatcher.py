@@ -1,7 +1,8 @@
 """Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and sees the answer through.
 
-Trainers (towards stage 0) and peers (towards the next stage) use it alike. Activations travel from peer to peer, and
-each sender chooses by its own measurements (SWARM sec. 3.2, app. C).
+Trainers (towards stage 0) and peers (towards the next stage) use it alike. Activations travel from peer to peer. The
+strategy says which peers may get the microbatch; each sender chooses among these by its own measurements
+(``Dispatcher._choose``; SWARM sec. 3.2, app. C).
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class RecordBuilder:
     """A single peer that applied the step is enough, since no peer that we asked is still at it."""
 
     MAX_ROUNDS = 4
-    """Rounds of a step that one holder may attest to: it tries no other one unless it loses its state."""
+    """Most rounds of one step that one holder may attest to. It tries another one only if it lost its state."""
 
     def add(self, entry: RoundEntry) -> None:
         """Take in what ``entry.holder`` itself said. Raises ProtocolError if it contradicts the step or itself."""

@@ -56,7 +56,8 @@ class Reruns:
         self._work, self._ledger = state.work, state.work.ledger
         self._mourned = self._down()
         self._claims: dict[PeerId, frozenset[int]] = {}
-        """Missing microbatches that replicas claimed, so that the last gaps counted as filled."""
+        """Which of the last gaps each replica said it now holds. We stopped waiting because of that; its next seal shows
+        whether it was true."""
 
     def _down(self) -> set[PeerId]:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
