@@ -595,7 +595,7 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
         trainers = microbatches(target)._trainers
         await until(lambda: bool(trainers))
         trainer, counts = trainers[0], trainers[0]._counts
-        gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "attempt": 1, "indices": ()}
+        gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "indices": ()}
         assert counts("last")
         await trainer.on_gap("second", Gap(**gap, without=("last",)))
         assert counts("last"), "the word of another stage is not enough"

@@ -98,7 +98,6 @@ class Gap(Message):
     lineage: Digest
     step: Natural
     stage: Natural
-    attempt: Natural
     indices: Indices
     early: bool = False
     turn: Natural = 0

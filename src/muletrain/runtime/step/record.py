@@ -211,7 +211,7 @@ class RecordBuilder:
         """Take in what ``entry.holder`` itself said. Raises ProtocolError if it contradicts the step or itself."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
-        known = next((k for k in rounds if alike(entry, k.facts)), None)
+        known = next((k for k in rounds if same_facts(entry, k.facts)), None)
         if known is None or entry.holder not in known.holders:
             said = sum(
                 entry.holder in k.holders for (s, _), each in self._rounds.items() for k in each if s == entry.stage
@@ -281,7 +281,7 @@ class RecordBuilder:
     def holders(self, entry: RoundEntry) -> frozenset[str]:
         """The peers that attest to the same facts as ``entry``."""
         known = self._rounds.get((entry.stage, entry.round), [])
-        return next((frozenset(k.holders) for k in known if alike(entry, k.facts)), frozenset())
+        return next((frozenset(k.holders) for k in known if same_facts(entry, k.facts)), frozenset())
 
     def abstaining(self, stage: int) -> frozenset[str]:
         """Replicas of ``stage`` that abstain."""
@@ -360,7 +360,7 @@ def facts_of(entry: RoundEntry) -> RoundEntry:
     return entry.model_copy(update={"holder": "", "without": ()})
 
 
-def alike(a: RoundEntry, b: RoundEntry) -> bool:
+def same_facts(a: RoundEntry, b: RoundEntry) -> bool:
     """Do both entries state the same facts of the same round?"""
     facts = all(getattr(a, name) == getattr(b, name) for name in _FACTS)
     # ten times as fast as the models' own ==
