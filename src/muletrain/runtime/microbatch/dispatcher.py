@@ -232,8 +232,9 @@ class Dispatcher:
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """Choose the next peer: the fastest of those that the strategy allows. A suspected peer is chosen only if all
-        are suspected, even if we have to wait for room elsewhere."""
+        """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
+        suspected, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for peers that never
+        fail."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
