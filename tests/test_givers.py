@@ -21,6 +21,7 @@ from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.peer.messages import Back
+from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.recovery.messages import AskStepBack, StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.messages import AskGradient
@@ -64,7 +65,7 @@ def test_a_part_of_a_checkpoint_is_for_its_stage_its_keepers_and_the_collector(t
         assert len(keepers) == 2
         assert others
         for peer in others:
-            await refused(nets[peer], "b", part(1), "for peers that serve it or keep it")  # type: ignore[arg-type]
+            await refused(nets[peer], "b", part(1), "for the coordinator and for peers that serve or keep it")  # type: ignore[arg-type]
         await refused(stranger, "b", part(1), "not a member")
         offer = b""
         for peer in (*keepers, "c", "coordinator"):
@@ -88,7 +89,7 @@ def test_who_moves_by_a_step_back_gets_the_part_of_its_new_stage(tmp_path: Path)
             next(p for p in "ade" if p not in stages.checkpoints["b"].roles.keepers(1, "b")),
         )
         net: Any = stages.contexts[mover].net
-        await refused(net, "b", part(1), "for peers that serve it")
+        await refused(net, "b", part(1), "for the coordinator and for peers that serve or keep it")
         giver.roster.moved(mover, 1)
         assert await asked(net, "b", part(1))
         await stages.close()
@@ -149,15 +150,24 @@ def step_back(moves: dict[str, int]) -> StepBack:
     return StepBack.of(1, Key(0, bytes(32)), (), moves, (0,))
 
 
+class OneStage(PeerHost):
+    """A machine that has memory for ``stage`` alone."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+
+    def fits(self, stage: int) -> bool:
+        return stage == self._stage
+
+
 def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) -> None:
     """Only the founder looked at what a joiner offered."""
 
     async def scenario() -> None:
         await warm_up()
-        target = Target(1, tmp_path)
+        target = Target(1, tmp_path, host=OneStage(1))
         await asyncio.sleep(0.2)
         peer = target.peer
-        peer._fits = peer._rollback._fits = lambda stage: False
         order, last = step_back({target.name: 0}), target.others["last"]
 
         async def tell(sender: str, payload: bytes) -> bytes:
@@ -167,7 +177,7 @@ def test_nobody_moves_a_peer_to_a_stage_that_it_has_no_room_for(tmp_path: Path) 
         assert any("step_back" in e.reason for e in target.refused())
         last.serve(AskStepBack.KIND, tell)
         await target.send("last", Back(lineage=order.lineage, step=0).frame())  # so it asks what that branch began with
-        await until(lambda: any(e.reason.startswith("a step back that moves") for e in target.refused()))
+        await until(lambda: any(e.reason.startswith("a rollback that moves") for e in target.refused()))
         peer.move(0)
         assert peer.destination is None
         assert not peer.departure.wanted

@@ -45,6 +45,7 @@ from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward,
 from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
+from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.recovery.messages import AskStanding, HeldPart, StandsAt
 from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard, ShardFacts
 from muletrain.runtime.transfer.messages import Block
@@ -306,7 +307,7 @@ class Harm(Conditions):
 class Target:
     """The first peer of its stage is the production one; the test speaks for all the others."""
 
-    def __init__(self, stage: int, folder: Path, *, answers: bool = True) -> None:
+    def __init__(self, stage: int, folder: Path, *, answers: bool = True, host: PeerHost | None = None) -> None:
         self.answers = answers
         self.name = "first" if stage == 0 else "third"
         self.harm = Harm(self.name)
@@ -323,7 +324,8 @@ class Target:
         self.net.on_refusal(lambda who, why: self.events.append(FrameRefused(remote=who, reason=why)))
         self.compute = Checked(stage)
         ctx = Context(self.net, LoopClock(), self.compute, Roster(GENESIS, self.name), PLAN, self.events.append)
-        self.peer = Peer(ctx, source=_Tokens() if stage == 0 else None, book=Book(Folder(folder, 1)))
+        source, host = _Tokens() if stage == 0 else None, host or PeerHost()
+        self.peer = Peer(ctx, host=host, source=source, book=Book(Folder(folder, 1)))
         self.running = asyncio.create_task(self.peer.run())
 
     async def _keep(self, name: str, sender: PeerId, frame: Frame) -> None:

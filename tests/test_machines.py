@@ -307,7 +307,7 @@ def test_two_machines_train_and_a_stranger_is_refused(
     founder = machines("a", "start", *TINY, "--set", "train.steps=100000")
     ticket = ticket_in(tmp_path / "a")
     before = output(machines("c", "status", ticket))
-    assert "has not begun" in before
+    assert "has not started" in before
     assert "stage 1 has no peer" in before
     # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
     assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)

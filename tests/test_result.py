@@ -124,7 +124,9 @@ def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest
         with pytest.raises(MuletrainError, match=r"peer-0 was killed by signal 9 .*peer-0\.log; logs: .*\*\.log"):
             session.watch()
         session.close()
-    assert f"killed by signal 9 (Killed): out of memory?; its log is {tmp_path}/peer-0.log" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "killed by signal 9 (Killed): out of memory?" in told
+    assert f"{tmp_path}/peer-0.log" in told
 
 
 def test_what_all_peers_say_is_said_once(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ again, at most MAX_AGAIN times."""
 QUEUES = 2.0
 """Multiple of the measured queues that is waited for before a suspicion: queues change by as much as they are long, and
 computing again what a suspect owes is more load."""
-BUSY_S, BURST_S = 0.02, 0.25
+BUSY_S, BURST_S = 0.02, 0.4
 """Links are busy if answers usually wait longer than BUSY_S seconds. A busy peer's uplink may hold BURST_S seconds of data
 in front of an answer, which we cannot measure: flows to others that began together."""
 
