@@ -41,7 +41,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.microbatch.messages import Gap, TrainerDone
-from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
 from muletrain.runtime.step.averaging import KEPT_BYTES, Limits

@@ -42,7 +42,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
-from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost

@@ -3,7 +3,7 @@ consists of.
 
 - ``peer``: the loop over steps. ``arrival``: how a peer comes to where the run is: as a newcomer, from a checkpoint,
   after it fell behind, or from another history. ``ending``: the end of the run.
-- ``dispatch``: gives each frame to its actor; frames that come too early wait in ``early_frames``.
+- ``incoming``: gives each frame to its actor; frames that come too early wait in ``early_frames``.
 - ``parts``: when this peer writes its part of a checkpoint. ``reporting``: what it tells of the steps it applied.
 - ``peer_host``: what a peer asks of its process, and tells it.
 
