@@ -81,7 +81,7 @@ def plan(
 def in_order(predicted: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
     """Returns the predictions, given by strategy, in the order of ``STRATEGIES``; for a strategy without any, one that
     names the missing predictor as its problem."""
-    found = []
+    found = list[Prediction]()
     for s in STRATEGIES:
         missing = (
             f"nothing predicts strategy {s.name} yet: write sim/plan/{s.name}.py, and name it in sim/plan/planner.py"
