@@ -41,7 +41,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.rebalancing import Rebalancer
 from muletrain.runtime.microbatch.messages import Gap, TrainerDone
-from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
 from muletrain.runtime.step.averaging import KEPT_BYTES, Limits
@@ -595,7 +595,7 @@ def test_what_a_replica_holds_that_its_stage_goes_on_without_is_run_again(tmp_pa
         trainers = microbatches(target)._trainers
         await until(lambda: bool(trainers))
         trainer, counts = trainers[0], trainers[0]._counts
-        gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "attempt": 1, "indices": ()}
+        gap: dict[str, Any] = {"lineage": GENESIS.lineage, "step": 0, "stage": 1, "indices": ()}
         assert counts("last")
         await trainer.on_gap("second", Gap(**gap, without=("last",)))
         assert counts("last"), "the word of another stage is not enough"

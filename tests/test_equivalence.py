@@ -1,4 +1,4 @@
-"""The headline: a fleet of real processes computes what one process computes (DESIGN, invariants 1 and 2)."""
+"""The headline: a fleet of real processes computes what one process computes, and replicas agree after each step."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
 
     async def repaired() -> int:
         with pytest.raises(MuletrainError):
-            await Alone().on_gap("peer", Gap(lineage=bytes(32), step=0, stage=0, attempt=0, indices=(1, 60)))
+            await Alone().on_gap("peer", Gap(lineage=bytes(32), step=0, stage=0, indices=(1, 60)))
         await asyncio.sleep(0.1)
         return len(asyncio.all_tasks())
 

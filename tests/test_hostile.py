@@ -42,7 +42,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
-from muletrain.runtime.peer.dispatch import OTHER_KINDS, STEP_KINDS
+from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
@@ -134,7 +134,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Busy(**request, stage=1).frame(),
         Lost(**request, stage=1, reason="no").frame(),
         TrainerDone(**at, indices=(index,), losses=(5.0,)).frame(),
-        Gap(**at, stage=stage, attempt=0, indices=few).frame(),
+        Gap(**at, stage=stage, indices=few).frame(),
         Seal(**seal).frame(),
         Shard(round=digest, step=0, chunk=index).frame([chunk]),
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
@@ -553,7 +553,7 @@ def test_a_gap_that_comes_before_the_first_step_ends_nobody(tmp_path: Path) -> N
         await warm_up()
         target = Target(0, tmp_path)
         for index in range(MICROBATCHES):
-            gap = Gap(lineage=GENESIS.lineage, step=0, stage=1, attempt=0, indices=(index,)).frame()
+            gap = Gap(lineage=GENESIS.lineage, step=0, stage=1, indices=(index,)).frame()
             await target.send("third", gap)
         await until(lambda: target.compute.computed or target.running.done())
         assert not target.running.done(), target.running

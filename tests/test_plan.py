@@ -43,9 +43,11 @@ from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.hub import segments
 from muletrain.sim.plan.placed import Placed
+from muletrain.sim.plan.planner import in_order
 from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import NoSteps, Settled, played_step_s, promising, settled
 from muletrain.sim.setting import UPDATE_S
+from muletrain.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -242,7 +244,19 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
     assert found.recommended is not None
     chosen = found.strategies[found.recommended]
     assert chosen.tokens_per_s == max(p.tokens_per_s for p in found.strategies if p.runnable)
-    assert {p.strategy for p in found.strategies if p.runnable} == {"swarm", "pipeline"}
+    assert {p.strategy for p in found.strategies if p.runnable} == {s.name for s in STRATEGIES if s.runs}
+
+
+def test_a_strategy_that_nothing_predicts_is_in_the_plan_with_what_is_missing() -> None:
+    swarm = Prediction(strategy="swarm", runnable=True, tokens_per_s=10.0)
+    first, *others = in_order({"swarm": [swarm]})
+    assert first is swarm
+    assert [p.strategy for p in others] == [s.name for s in STRATEGIES if s.name != "swarm"]
+    for p in others:
+        assert p.problem == (
+            f"nothing predicts strategy {p.strategy} yet: write sim/plan/{p.strategy}.py, and name it in sim/plan/planner.py"
+        )
+    assert recommend([first, *others])[0] == 0
 
 
 def test_what_crosses_links_is_what_the_layout_says(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
 from muletrain.network.memory import MemoryNetwork
-from muletrain.policy.views import View, company, yields
+from muletrain.policy.views import GroupView, counted_on, yields
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.messages import Forward
@@ -305,41 +305,47 @@ def test_of_frames_that_come_early_one_sender_takes_no_room_from_others() -> Non
 
 
 def test_a_first_view_is_a_guess_and_leaves_nobody_out() -> None:
-    views = {"b": View(0, ("b", "c")), "c": View(0, ("a", "b", "c"))}
-    assert company("a", ["b", "c"], views) == ("a", "b", "c")
+    views = {"b": GroupView(0, ("b", "c")), "c": GroupView(0, ("a", "b", "c"))}
+    assert counted_on("a", ["b", "c"], views) == ("a", "b", "c")
     assert not yields("a", ("a", "b", "c"), views)
 
 
 def test_members_that_know_the_same_choose_the_same() -> None:
-    views = {"a": View(1, ("a", "c")), "b": View(1, ("b", "c"))}
-    assert company("c", ["a", "b"], views) == ("a", "c")
-    assert company("a", ["c"], {"c": View(1, ("a", "c"))}) == ("a", "c")
-    assert yields("b", ("b", "c"), {"c": View(1, ("a", "c"))})
-    assert not yields("a", ("a", "c"), {"b": View(1, ("b", "c"))}), "the lower one stays"
+    views = {"a": GroupView(1, ("a", "c")), "b": GroupView(1, ("b", "c"))}
+    assert counted_on("c", ["a", "b"], views) == ("a", "c")
+    assert counted_on("a", ["c"], {"c": GroupView(1, ("a", "c"))}) == ("a", "c")
+    assert yields("b", ("b", "c"), {"c": GroupView(1, ("a", "c"))})
+    assert not yields("a", ("a", "c"), {"b": GroupView(1, ("b", "c"))}), "the lower one stays"
 
 
 def test_a_member_counts_first_on_those_that_count_on_it() -> None:
     """Nobody knows what b counts on: its link to a carries nothing."""
-    assert company("a", ["b", "c"], {"c": View(1, ("a", "c"))}) == ("a", "c")
-    assert company("a", ["b", "c"], {"c": View(0, ("a", "c"))}) == ("a", "b", "c")
+    assert counted_on("a", ["b", "c"], {"c": GroupView(1, ("a", "c"))}) == ("a", "c")
+    assert counted_on("a", ["b", "c"], {"c": GroupView(0, ("a", "c"))}) == ("a", "b", "c")
 
 
 def test_a_member_that_counts_on_one_only_does_not_part_the_others() -> None:
     """A lie that each of them is told of itself."""
-    views = {"b": View(0, ("a", "b", "c", "d")), "c": View(0, ("a", "b", "c", "d")), "d": View(1, ("a", "d"))}
-    assert company("a", ["b", "c", "d"], views) == ("a", "b", "c")
+    views = {
+        "b": GroupView(0, ("a", "b", "c", "d")),
+        "c": GroupView(0, ("a", "b", "c", "d")),
+        "d": GroupView(1, ("a", "d")),
+    }
+    assert counted_on("a", ["b", "c", "d"], views) == ("a", "b", "c")
 
 
 def test_somebody_always_goes_on() -> None:
     """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its
     mind."""
     reach = {"a": ["b"], "b": ["a", "c"], "c": ["b", "d"], "d": ["c"]}
-    views: dict[str, View] = {}
+    views: dict[str, GroupView] = {}
     looking_on: set[str] = set()
     for attempt in range(6):
         for m, neighbours in reach.items():
             if m not in looking_on:
-                views[m] = View(attempt, company(m, neighbours, {k: v for k, v in views.items() if k in neighbours}))
+                views[m] = GroupView(
+                    attempt, counted_on(m, neighbours, {k: v for k, v in views.items() if k in neighbours})
+                )
         known = {m: {k: v for k, v in views.items() if k in reach[m]} for m in reach}
         looking_on = {m for m in reach if yields(m, views[m].members, known[m])}
     assert views["a"].members == views["b"].members == ("a", "b")

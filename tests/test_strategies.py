@@ -100,9 +100,11 @@ def test_nobody_is_missed_where_everyone_is(listed: Listed) -> None:
 
 
 def test_the_list_is_what_plans_and_options_know() -> None:
-    assert [s.name for s in STRATEGIES] == list(get_args(plan_file.Strategy))
-    assert CHOICES == ("swarm", "1f1b", "gpipe")
-    assert [s.name for s in STRATEGIES if find(s.name).runs] == ["swarm", "pipeline"]
+    assert [s.name for s in STRATEGIES] == list(get_args(plan_file.StrategyName))
+    schedules = get_args(plan_file.Prediction.model_fields["schedule"].annotation)
+    assert set(CHOICES) <= {*get_args(plan_file.StrategyName), *schedules}, "plans have them"
+    assert len(set(CHOICES)) == len(CHOICES)
+    assert [s.name for s in STRATEGIES if s.choices] == [s.name for s in STRATEGIES if s.runs]
 
 
 def test_a_configuration_has_the_strategy_that_it_plans() -> None:

@@ -23,7 +23,7 @@ from muletrain.cli.show.playing import Playing
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.schema import RunConfig
-from muletrain.errors import Expelled, MuletrainError
+from muletrain.errors import ConfigError, Expelled, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.cost import all_reduce_s, circulating, makespan_s, steady_shares
 from muletrain.planning.devices import DEVICES, find_device
@@ -284,6 +284,15 @@ def test_the_books_balance_under_any_churn(tmp_path: Path, seed: int) -> None:
         result.throughput * 6 * 3600 + result.lost_microbatches, rel=1e-6
     )
     assert [sum(p.peers) >= 0 and min(p.peers) >= 0 for p in result.curve] == [True] * 400
+
+
+def test_a_run_with_planned_pipelines_is_not_simulated_as_another_strategy(tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text('[[machines]]\nname = "m"\ncount = 4\ndevice = "T4"\n')
+    given = [*TINY, "fleet.stages=2", 'pipeline.seats=[["m-0", "m-1"], ["m-2", "m-3"]]']
+    with pytest.raises(ConfigError) as refused:
+        what_if(tmp_path / "fleet.toml", None, None, given, hours=1.0, seed=0, plot=None, json=True)
+    assert "plays strategy swarm only" in str(refused.value)
+    assert "'muletrain plan'" in str(refused.value)
 
 
 @pytest.mark.slow

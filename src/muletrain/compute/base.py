@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 
 class Microbatch(NamedTuple):
-    """Identity of a microbatch, from which its tokens and dropout masks follow (DESIGN "Microbatches are facts")."""
+    """Identity of a microbatch, from which its tokens and dropout masks follow (CONTRIBUTING, "How a step goes", 1)."""
 
     step: int
     index: int  # type: ignore[assignment]  # the field's name is the papers'; tuple.index is never used

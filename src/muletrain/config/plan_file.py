@@ -12,7 +12,7 @@ from pydantic import Field
 
 from muletrain.config.section import Section
 
-Strategy = Literal["swarm", "pipeline", "swap", "hub"]
+StrategyName = Literal["swarm", "pipeline", "swap", "hub"]
 VERSION = 1
 
 
@@ -80,7 +80,7 @@ class Prediction(Section):
     """One strategy on the fleet, with the best layout found. If there is a ``problem``, only ``strategy``, ``schedule``
     and ``runnable`` are meaningful beside it."""
 
-    strategy: Strategy
+    strategy: StrategyName
     schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="schedule of strategy pipeline")
     runnable: bool = Field(description="whether 'muletrain run' supports it today")
     problem: str = Field(default="", description="why it is impossible on this fleet; empty: it is possible")

@@ -1,9 +1,9 @@
 """Dropout whose mask is a fact: a pure function of (seed, step, microbatch, site, element), the same on every device.
 
-A peer that recomputes a microbatch after a failure must draw the masks the first one drew (DESIGN "Microbatches are
-facts"), which torch's generators do not give across devices. One 32-bit hash of a counter makes four 8-bit uniforms, so
-the drop probability is a multiple of 1/256; the scaling uses that exact probability, so the expectation is exact. Only
-int32 tensor operations are used: they wrap alike on CPUs and accelerators (and 8-bit views are little endian on all of
+A peer that recomputes a microbatch after a failure must draw the masks the first one drew (CONTRIBUTING, "How
+a step goes", 1), which torch's generators do not give across devices. One 32-bit hash of a counter makes four 8-bit
+uniforms, so the drop probability is a multiple of 1/256; the scaling uses that exact probability, so the expectation is
+exact. Only int32 tensor operations are used: they wrap alike on CPUs and accelerators (and 8-bit views are little endian on all of
 them).
 """
 

@@ -203,5 +203,5 @@ def recommend(predictions: Sequence[Prediction]) -> tuple[int | None, str]:
 
 def title(p: Prediction) -> str:
     """'pipeline, 1F1B'."""
-    names = {"": "", "gpipe": ", GPipe", "1f1b": ", 1F1B"}
-    return p.strategy + names[p.schedule]
+    names = {"gpipe": "GPipe", "1f1b": "1F1B"}
+    return f"{p.strategy}, {names.get(p.schedule, p.schedule)}" if p.schedule else p.strategy

@@ -1,4 +1,4 @@
-"""This rule decides which checkpoint a run rolls back to when a stage has lost all its peers (DESIGN "Checkpoints").
+"""This rule decides which checkpoint a run rolls back to when a stage has lost all its peers.
 
 It is a pure function of what the reachable peers report, so peers that ask the same ones get the same result.
 """

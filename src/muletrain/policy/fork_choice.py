@@ -1,5 +1,4 @@
-"""The fork choice rule says which of two histories of a run stays when a partition heals (DESIGN "Lineage, not
-consensus").
+"""The fork choice rule says which of two histories of a run stays when a partition heals.
 
 Both are right: in either, a state labelled t contains steps 1..t, each microbatch once. One must go all the same, and
 both sides must reach the same answer while they train on, at different moments, peer by peer. So the rule compares what

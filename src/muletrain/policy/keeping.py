@@ -1,5 +1,5 @@
 """This rule decides which peers keep a copy of a stage's part of a checkpoint, if not all share the place that it is
-written to (DESIGN "Checkpoints")."""
+written to."""
 
 from __future__ import annotations
 

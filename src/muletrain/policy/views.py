@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-class View(NamedTuple):
+class GroupView(NamedTuple):
     """The members that one member counts on, itself included, in its attempt number ``attempt`` (from 0)."""
 
     attempt: int
     members: tuple[str, ...]
 
 
-def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple[str, ...]:
+def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) -> tuple[str, ...]:
     """Returns the members that ``me``, who reaches ``reached``, counts on next; sorted. Those that count on ``me`` come
     first, unless that makes the company smaller: a member that tells each of the others that it counts on nobody else
     must not part them."""
@@ -45,7 +45,7 @@ def company(me: str, reached: Iterable[str], views: Mapping[str, View]) -> tuple
     return max(chosen(sorted(others, key=unsure)), chosen(others), key=len)
 
 
-def yields(me: str, own: tuple[str, ...], views: Mapping[str, View]) -> bool:
+def yields(me: str, own: tuple[str, ...], views: Mapping[str, GroupView]) -> bool:
     """Does ``me``, in company ``own``, leave the step to others that go on without it?"""
     ours = -len(own), min(own)
     return any(

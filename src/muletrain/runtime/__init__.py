@@ -1,6 +1,6 @@
 """The step protocol, the same for all strategies, in eight rooms. Imports run downwards only:
 
-    peer          runs one peer: its steps, dispatch of what arrives, joining and ending
+    peer          runs one peer: its steps, what arrives, joining and ending
     recovery      rolls the run back when a stage is lost, and merges histories after a partition
     checkpoint    writes parts of checkpoints, keeps copies, coordinates
     step          takes a step from its microbatches to the applied update: agree, average, record, apply

@@ -6,10 +6,14 @@ To add a fifth strategy:
 
 1. Write ``strategies/NAME.py``: a frozen dataclass with the methods of ``base.Strategy`` and, if a run's configuration
    can ask for it, ``of``.
-2. Append it to ``STRATEGIES``, and its name to ``config.plan_file.Strategy``; ``tests/test_strategies.py`` calls each of its
-   methods.
-3. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner``; without one, ``muletrain plan`` says what
-   is missing.
+2. Append it to ``STRATEGIES``, and its name to ``config.plan_file.StrategyName``. ``tests/test_strategies.py`` calls each
+   of its methods; add a configuration that asks for it there (``made``).
+3. Give it a section of the configuration if a run must know more (``config/peer_sections.py``, ``config/schema.py``; may
+   a resumed run change it? ``runs.checkpoint.MAY_CHANGE``), and fill it from a plan (``cli/actions/planned.py``).
+4. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``; without one, ``muletrain plan`` says
+   that it is missing. ``planner.confirmed`` plays the recommended plan: as strategy swarm, unless it has a schedule. New
+   schedules and fields belong into ``config.plan_file.Prediction``.
+5. Describe it in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from muletrain.strategies.swarm import SWARM
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.config.plan_file import Strategy as Name
+    from muletrain.config.plan_file import StrategyName
     from muletrain.config.schema import RunConfig
     from muletrain.strategies.base import Strategy
 
@@ -31,13 +35,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Listed:
     """One strategy of the list. ``of``: returns the strategy that a run's configuration asks for, or None; without
-    ``of`` it can be planned with, but not run yet. ``choices``: its names for ``--strategy``, one for each schedule.
-    ``simulated``: ``muletrain simulate`` can play it."""
+    ``of`` it can be planned with, but not run yet. ``choices``: its names for ``--strategy``, one for each schedule."""
 
-    name: Name
+    name: StrategyName
     of: Callable[[RunConfig], Strategy | None] | None = None
     choices: tuple[str, ...] = ()
-    simulated: bool = False
 
     @property
     def runs(self) -> bool:
@@ -45,7 +47,7 @@ class Listed:
 
 
 STRATEGIES: tuple[Listed, ...] = (
-    Listed("swarm", lambda config: SWARM, ("swarm",), simulated=True),
+    Listed("swarm", lambda config: SWARM, ("swarm",)),
     Listed("pipeline", Pipeline.of, ("1f1b", "gpipe")),
     Listed("swap"),
     Listed("hub"),

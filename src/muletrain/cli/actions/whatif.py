@@ -25,6 +25,8 @@ from muletrain.sim.fleet.advice import suggestions
 from muletrain.sim.fleet.calibration import calibrated, with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
 from muletrain.sim.setting import once_mixed, seated, setting, stages_for
+from muletrain.strategies import strategy_of
+from muletrain.strategies.swarm import SWARM
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
@@ -130,8 +132,14 @@ class _Question:
 
 
 def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
-    """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices."""
+    """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
+    ConfigError for another strategy than swarm."""
     run, spec = load_run(config, given)
+    if strategy_of(run) != SWARM:
+        raise ConfigError(
+            "pipeline.seats: 'simulate fleet' plays strategy swarm only; leave the section [pipeline] out, or predict the "
+            "planned pipelines with 'muletrain plan'"
+        )
     if config is None and not any(text.startswith("fleet.stages") for text in given):
         run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
     scene = setting(fleet, run, spec)

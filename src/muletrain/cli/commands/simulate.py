@@ -4,12 +4,11 @@ import sys
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject
-from muletrain.strategies import STRATEGIES
 
 
 class Policy(StrEnum):
@@ -26,12 +25,6 @@ class Fidelity(StrEnum):
     FLOW = "flow"
     PROTOCOL = "protocol"
 
-
-if TYPE_CHECKING:
-    Strategy = str
-else:
-    Strategy = StrEnum("Strategy", [(s.name, s.name) for s in STRATEGIES if s.simulated])
-SWARM = Strategy("swarm")
 
 Overrides = Annotated[
     list[str] | None,
@@ -100,7 +93,6 @@ def rebalance(
 def fleet(
     file: FleetFile = None,
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
-    strategy: Annotated[Strategy, typer.Option(help="Training strategy.")] = SWARM,
     hours: Annotated[float, typer.Option(min=0.01, help="Simulated hours.")] = 2.0,
     fidelity: Annotated[
         Fidelity,
@@ -119,7 +111,7 @@ def fleet(
     ] = 0,
     json: JsonObject = False,
 ) -> None:
-    """Simulate a run on a fleet while its machines come and go.
+    """Simulate a run with strategy swarm on a fleet while its machines come and go.
 
     Reports throughput, idle time by cause, bytes by link, and recovery times, and suggests up to three changes of the
     run with the gain that each promises. The simulator runs the production policies. The optimum assumes that every

@@ -1,4 +1,4 @@
-"""This room writes checkpoints of one step record while training goes on (DESIGN "Checkpoints").
+"""This room writes checkpoints of one step record while training goes on.
 
 One replica of each stage, its writer, copies the state and announces its part (``own_part``). A peer that shares the
 run's place writes its part there. The coordinator fetches the other parts and publishes the checkpoint

@@ -1,4 +1,4 @@
-"""A branch of the run's history begins whenever the run rolls back to a checkpoint (DESIGN "Checkpoints").
+"""A branch of the run's history begins whenever the run rolls back to a checkpoint.
 
 A lineage begins with the label of its branch: the number of rollbacks, then a part of the hash of the last one.
 Branches are ordered: a peer that meets a later branch gives up its own, and frames of abandoned steps are recognised.

@@ -2,8 +2,8 @@
 before anything looks at it.
 
 Messages on streams are *frames*: a header of one of these models, perhaps with tensors. Questions with answers are
-*calls*. ``lineage`` is hash(R_{t-1}) of the chain of step records (DESIGN "Lineage, not consensus"); under delayed
-updates it is hash(R_{t-2}).
+*calls*. ``lineage`` is hash(R_{t-1}) of the chain of step records (CONTRIBUTING, "How a step goes", 4); under
+delayed updates it is hash(R_{t-2}).
 """
 
 from __future__ import annotations

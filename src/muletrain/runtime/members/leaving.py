@@ -1,5 +1,5 @@
-"""A peer leaves in order: between two steps, and never as the last replica of a stage (DESIGN "Joining, moving,
-leaving").
+"""A peer leaves in order: between two steps, and never as the last replica of a stage (CONTRIBUTING, "How a step
+goes", 6).
 
 A peer that wants to leave announces it in its seal, as the request to stop travels. Who leaves is a pure function of
 the record (``StepRecord.leavers``), so all members count without it from the same step on: nothing waits for it,

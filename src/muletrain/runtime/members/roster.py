@@ -121,9 +121,9 @@ class Roster:
 
     def hear_of(self, member: Member) -> None:
         """Others say that ``member`` is there; its own word will tell which stage it serves. Ignore others' entries
-        about us; if one is wrong, raise our ``since`` so that our next announcement wins. A peer that left is back if
-        others heard of it since: a peer that leaves a stage at the same step as we do does not introduce itself to us,
-        nor we to it. Raises ProtocolError as ``admit``."""
+        about us; if one is wrong, raise our ``since`` so that our next announcement wins. A peer that we noted as
+        left counts as back if others heard from it later. This is needed when it and we move at the same step: then
+        neither introduces itself to the other. Raises ProtocolError as ``admit``."""
         own, known = self.own, self._members.get(member.id)
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:

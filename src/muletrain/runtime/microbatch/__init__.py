@@ -8,6 +8,7 @@
 - ``cross_check``: asks another peer for a gradient that stands out.
 - ``position``: where the peer is in the run. ``microbatches``: all of the above of one peer.
 
-Rooms above hold ``Microbatches`` and ``Position``. Only ``StageServer`` fills a ledger, only room ``step`` seals and
-reopens it, and only ``step`` and ``peer`` change a ``Position``.
+Rooms above hold ``Microbatches`` and ``Position``. Only ``StageServer`` fills a ledger; only room ``step``
+seals and reopens it, also by ``Position.enter``. Only room ``step`` changes a ``Position``; others may interrupt its
+step.
 """

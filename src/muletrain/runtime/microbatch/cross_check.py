@@ -1,11 +1,12 @@
-"""Asks another peer of the next stage for a gradient that came back and stands out (DESIGN, invariant 5).
+"""Asks another peer of the next stage for a gradient that came back and stands out (CONTRIBUTING, "How a step goes",
+3).
 
 Without this, the peer that gets a false gradient would be taken for the one that computes falsely. Its activations are
 still there, so another peer computes the same microbatch from the same inputs, and accumulates nothing.
 
 The first answers can be compared only with each other. So the first one waits for that of another peer, which is mostly
-under way. To have each stage's first microbatch computed twice, one stage after the other, took a pipeline of S stages
-S^2 / 2 of its service times before anything else moved.
+under way. If each stage had its first microbatch computed twice, the stages would do so one after the other, and a
+pipeline of S stages would stand still for about S^2 / 2 service times.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and sees the answer through.
 
-Trainers (towards stage 0) and peers (towards the next stage) use it alike. Activations travel from peer to peer, and
-each sender chooses by its own measurements (SWARM sec. 3.2, app. C).
+Trainers (towards stage 0) and peers (towards the next stage) use it alike. Activations travel from peer to peer. The
+strategy says which peers may get the microbatch; each sender chooses among these by its own measurements
+(``Dispatcher._choose``; SWARM sec. 3.2, app. C).
 """
 
 from __future__ import annotations
@@ -231,8 +232,9 @@ class Dispatcher:
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
-        """Choose the next peer: the fastest of those that the strategy allows. A suspected peer is chosen only if all
-        are suspected, even if we have to wait for room elsewhere."""
+        """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
+        suspected, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for peers that never
+        fail."""
         known = set(self._wiring.peers())
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable

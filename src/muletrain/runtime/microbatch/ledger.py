@@ -1,4 +1,4 @@
-"""The ledger says which microbatches are in this peer's accumulator (DESIGN "The ledger").
+"""The ledger says which microbatches are in this peer's accumulator (CONTRIBUTING, "How a step goes", 3).
 
 It is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt. Announcing
 the set seals it: what arrives later is recomputed without accumulating, until the step's record says otherwise.

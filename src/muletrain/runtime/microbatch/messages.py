@@ -90,15 +90,14 @@ class TrainerDone(Message):
 
 class Gap(Message):
     """These microbatches are in no accumulator of a stage: trainers inject them again, for that stage alone. Every
-    replica sends it; ``attempt`` tells a repetition from a second loss. ``early``: a replica died in the middle of the
-    step with these, or they have not come so far yet. ``turn``: how often this was said in vain, so that another
-    trainer does it. ``without``: replicas that the sender does not count on, whatever they hold."""
+    replica sends it. ``early``: sent before all microbatches are through, after a replica died. Some of these died with
+    it; others have not reached this stage yet. ``turn``: how often this was sent without effect; each time the next
+    trainer is responsible. ``without``: replicas that the sender does not count on, whatever they hold."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest
     step: Natural
     stage: Natural
-    attempt: Natural
     indices: Indices
     early: bool = False
     turn: Natural = 0

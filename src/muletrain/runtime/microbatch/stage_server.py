@@ -87,8 +87,8 @@ class StageServer:
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
-        """Held by a microbatch from before its forward until its backward is through, or failed. A request that waits
-        for it waits for later stages only, and the last stage waits for none."""
+        """Held by a microbatch from before its forward until its backward is through, or failed. This cannot deadlock: a
+        microbatch that holds a place waits only for later stages, and the last stage waits for nobody."""
         if order.most_between is not None:
             self._between = asyncio.Semaphore(order.most_between)
 

@@ -1,4 +1,4 @@
-"""Asks all peers who has a microbatch, before it is tried again (DESIGN "The ledger")."""
+"""Asks all peers who has a microbatch, before it is tried again."""
 
 from __future__ import annotations
 

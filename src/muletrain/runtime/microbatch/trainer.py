@@ -64,7 +64,8 @@ class Trainer:
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
         self._turn = 0
-        """Times that microbatches which no peer worked on were passed to the next trainer (``claimant``)."""
+        """How often we have moved on to the next trainer in line (``claimant``), because microbatches were missing and no
+        peer worked on them."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to others in this way."""
         self._refilling: set[tuple[int, int]] = set()

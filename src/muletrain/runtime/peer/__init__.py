@@ -3,15 +3,11 @@ consists of.
 
 - ``peer``: the loop over steps. ``arrival``: how a peer comes to where the run is: as a newcomer, from a checkpoint,
   after it fell behind, or from another history. ``ending``: the end of the run.
-- ``dispatch``: gives each frame to its actor; frames that come too early wait in ``early_frames``.
+- ``incoming``: gives each frame to its actor; frames that come too early wait in ``early_frames``.
 - ``parts``: when this peer writes its part of a checkpoint. ``reporting``: what it tells of the steps it applied.
 - ``peer_host``: what a peer asks of its process, and tells it.
 
-When a peer dies while its stage averages, ``step/rounds.py`` or a lost stream (``dispatch``) leads to a probe.
-``members/detector.py`` marks the peer down, so that the round fails in ``step/averaging.py``. ``step/reduction.py`` takes
-the gradient from a replica that holds it whole, or tries again: ``step/company.py`` says with which replicas,
-``step/agreement.py`` seals, and ``step/reruns.py`` has trainers (``microbatch/trainer.py``) run what only the dead peer
-had accumulated. If it was the stage's last peer, ``recovery/rollback.py`` follows.
+CONTRIBUTING ("How a step goes") tells which files run when a peer dies while its stage averages.
 
 Processes and worlds above may use ``Service``, ``Peer`` and ``PeerHost``. Only this room changes a ``Lifecycle``.
 """

@@ -103,8 +103,8 @@ class Ending:
         return b"" if self._position.life.done else LATE
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
-        """Trust the coordinator's word. Trust others' only when we are at the end, too, and the coordinator is gone, or
-        all others are if we coordinate ourselves (another peer may have coordinated before)."""
+        """Once we have applied the last step, believe the coordinator, and another peer if the coordinator is gone. If we
+        coordinate now, believe it only when no other peer is left: an earlier coordinator may have ended the run."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():

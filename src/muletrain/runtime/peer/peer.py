@@ -21,9 +21,9 @@ from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
-from muletrain.runtime.peer.dispatch import Dispatch
 from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.ending import Ending
+from muletrain.runtime.peer.incoming import Incoming
 from muletrain.runtime.peer.messages import Back, StopRun
 from muletrain.runtime.peer.parts import PartWriter
 from muletrain.runtime.peer.peer_host import PeerHost
@@ -116,7 +116,7 @@ class Peer:
         early, taken = EarlyFrames(ctx.plan.capacity), (receiver.taker, self._tokens)
         self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
-        self._dispatch = Dispatch(
+        self._incoming = Incoming(
             ctx, at, membership, microbatches, runner, forks, rollback, parts.coordinator, self.reporting, early, taken
         )
         ctx.net.serve(StopRun.KIND, self._answer_stop)
@@ -200,7 +200,7 @@ class Peer:
                 if returned:
                     await self.runner.meet(sure=sure)
                 self._microbatches.begin(at.work, retry=returned)
-                await self._dispatch.redeliver()
+                await self._incoming.redeliver()
                 record = await self.runner.run()
                 returned = False
                 self._arrival.caught_up()
@@ -288,7 +288,7 @@ class Peer:
         """See ``step.reduction.Trainers``."""
         if not work.ledger.sealed:  # otherwise we may be gone by then
             self._microbatches.begin(work, retry=False)
-        await self._dispatch.redeliver()
+        await self._incoming.redeliver()
 
     async def _announce_often(self) -> None:
         while True:

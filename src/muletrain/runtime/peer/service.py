@@ -1,4 +1,4 @@
-"""A service is a peer's whole time in a run: it serves one stage after the other (DESIGN "Joining, moving, leaving").
+"""A service is a peer's whole time in a run: it serves one stage after the other.
 
 Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as a newcomer
 does. A peer that rolls back with the run begins anew, too: nothing of the abandoned steps can get into what follows.

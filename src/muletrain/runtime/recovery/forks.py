@@ -1,4 +1,4 @@
-"""Two sides of a partition meet again, and end in one lineage (DESIGN "Lineage, not consensus").
+"""Two sides of a partition meet again, and end in one lineage.
 
 A side that covers every stage and has a trainer goes on alone, so a partition may leave two histories of the run. A
 peer that hears of another lineage tells the sender its history, and both judge by the same rule

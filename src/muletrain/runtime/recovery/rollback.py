@@ -1,4 +1,4 @@
-"""When a stage has lost all its peers, others adopt it, and the run goes on from a checkpoint (DESIGN "Checkpoints").
+"""When a stage has lost all its peers, others adopt it, and the run goes on from a checkpoint.
 
 The first live peer, by id, asks everyone where they stand, and orders a rollback: to the newest checkpoint of which
 each stage's part can be read, on a new branch, with peers moved to the stages that have none. Everyone obeys that
@@ -179,8 +179,8 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _fed(self, stage: int, here: Mapping[PeerId, StandsAt]) -> bool:
-        """Does a peer that sends to ``stage`` reach one of its peers? Trainers send to stage 0; a trainer that serves
-        it reaches it if any peer does."""
+        """Does a peer of the stage before, or for stage 0 a trainer, reach a peer of ``stage``? A trainer that serves
+        stage 0 itself counts if any peer reaches that stage."""
         reach = {p: s.stage for p, s in here.items() if stage in s.reaches}
         if stage:
             return stage - 1 in reach.values()

@@ -6,6 +6,6 @@ count, and ``agreement`` seals and finds a round. ``reruns`` fills gaps, ``audit
 ``reduction`` reduces the mean gradient (by ``averaging`` in ``rounds``), or takes it from a replica. ``record`` collects
 attestations of all stages. ``gradient_log`` keeps past gradients for peers that missed them.
 
-Rooms above hold ``StepRunner``, give arriving messages to its ``exchange``, and only read its ``state``. Objects of a
-step may be used until ``advance`` or ``rejoin``; never keep them.
+Rooms above hold ``StepRunner``, give arriving messages to its ``exchange`` and chunks to ``state.averager``, and only
+read the rest of its ``state``. Objects of a step may be used until ``advance`` or ``rejoin``; never keep them.
 """

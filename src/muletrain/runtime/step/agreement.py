@@ -1,5 +1,5 @@
 """Replicas of a stage agree on a round: they seal their accumulators and announce them, until all members count on the
-same members and their sets cover the step (DESIGN "How a step goes", 5)."""
+same members and their sets cover the step (CONTRIBUTING, "How a step goes", 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gradients that stand out are left out of their step and computed again by another replica (DESIGN, invariant 5).
+"""Gradients that stand out are left out of their step and computed again by another replica (CONTRIBUTING, "How a
+step goes", 3).
 
 Seals carry sketches of the accumulators. A member whose sketch stands out (``policy.outliers``) empties its
 accumulator. Its microbatches become a gap like any other: the stage's other replicas fill it, and the second result

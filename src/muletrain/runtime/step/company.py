@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError
 from muletrain.events import ReplicaApart, WeightsDiffer
 from muletrain.policy.recent import Recent
-from muletrain.policy.views import View, company, yields
+from muletrain.policy.views import GroupView, counted_on, yields
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Company:
         def counts(peer: PeerId) -> bool:
             return self.averages(peer) and not state.is_committed(peer) and not state.stands_aside(peer)
 
-        return company(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self.views())
+        return counted_on(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self.views())
 
     def without(self, left_out: Collection[PeerId] = ()) -> tuple[PeerId, ...]:
         """Replicas that a round of ours would not have, or that are ``left_out``: live ones first, since messages have
@@ -91,7 +91,7 @@ class Company:
         """Does ``peer`` have other weights than most?"""
         return peer in self._differing
 
-    def views(self) -> dict[PeerId, View]:
+    def views(self) -> dict[PeerId, GroupView]:
         """The views of replicas that we hear, even if they do not hear us."""
         roster, detector, aside = self._ctx.roster, self._ctx.detector, self._state.stands_aside
 
@@ -100,7 +100,7 @@ class Company:
             return roster.is_alive(member) or (speaks and not roster.declines(member))
 
         # a replica that stands aside goes on with nobody, whatever it announced before
-        known = {m: View(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m) and not aside(m)}
+        known = {m: GroupView(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m) and not aside(m)}
         return {m: v for m, v in known.items() if m not in self._differing}
 
     def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
@@ -141,7 +141,7 @@ class Company:
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
         """Compare the weights that replicas began the step with: devices that differ in the last bit, or a donor that
-        lied, make them differ (DESIGN "Replicas"). The weights of most replicas count (ties: the lowest id's), and the
+        lied, make them differ. The weights of most replicas count (ties: the lowest id's), and the
         others' accumulators do not.
 
         Raises Behind if our weights do not count, and MuletrainError if they did not at the step before, either."""

@@ -1,5 +1,5 @@
-"""Replicas keep the mean gradients of the last steps for peers that missed them (DESIGN "How a step goes", 6, and
-"Joining, moving, leaving").
+"""Replicas keep the mean gradients of the last steps for peers that missed them (CONTRIBUTING,
+"How a step goes", 5).
 
 A gradient travels in the averaging's codec: members hold decoded values, and encoding them again gives the same bits.
 It is taken as a state is, block by block from all replicas that keep it. Copying a state may take a newcomer many

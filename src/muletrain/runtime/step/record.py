@@ -1,4 +1,4 @@
-"""The step record: the unit of agreement of the whole run (DESIGN "The step record").
+"""The step record: the unit of agreement of the whole run (CONTRIBUTING, "How a step goes", 4).
 
 ``R_t`` holds each stage's round entry, and hash(R_{t-1}). A peer applies step t only with the whole record. The clip
 scale, and whether a non-finite step is skipped, are pure functions of the record, so every peer decides the same
@@ -205,13 +205,13 @@ class RecordBuilder:
     """A single peer that applied the step is enough, since no peer that we asked is still at it."""
 
     MAX_ROUNDS = 4
-    """Rounds of a step that one holder may attest to: it tries no other one unless it loses its state."""
+    """Most rounds of one step that one holder may attest to. It tries another one only if it lost its state."""
 
     def add(self, entry: RoundEntry) -> None:
         """Take in what ``entry.holder`` itself said. Raises ProtocolError if it contradicts the step or itself."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
-        known = next((k for k in rounds if alike(entry, k.facts)), None)
+        known = next((k for k in rounds if same_facts(entry, k.facts)), None)
         if known is None or entry.holder not in known.holders:
             said = sum(
                 entry.holder in k.holders for (s, _), each in self._rounds.items() for k in each if s == entry.stage
@@ -281,7 +281,7 @@ class RecordBuilder:
     def holders(self, entry: RoundEntry) -> frozenset[str]:
         """The peers that attest to the same facts as ``entry``."""
         known = self._rounds.get((entry.stage, entry.round), [])
-        return next((frozenset(k.holders) for k in known if alike(entry, k.facts)), frozenset())
+        return next((frozenset(k.holders) for k in known if same_facts(entry, k.facts)), frozenset())
 
     def abstaining(self, stage: int) -> frozenset[str]:
         """Replicas of ``stage`` that abstain."""
@@ -307,7 +307,7 @@ class RecordBuilder:
         return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
 
     def sentenced(self, stage: int) -> bool:
-        """Do at least two peers attest to the members that ``stage`` expels (DESIGN "Invariants", 5)?"""
+        """Do at least two peers attest to the members that ``stage`` expels? One alone could lie."""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
         return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
@@ -360,7 +360,7 @@ def facts_of(entry: RoundEntry) -> RoundEntry:
     return entry.model_copy(update={"holder": "", "without": ()})
 
 
-def alike(a: RoundEntry, b: RoundEntry) -> bool:
+def same_facts(a: RoundEntry, b: RoundEntry) -> bool:
     """Do both entries state the same facts of the same round?"""
     facts = all(getattr(a, name) == getattr(b, name) for name in _FACTS)
     # ten times as fast as the models' own ==

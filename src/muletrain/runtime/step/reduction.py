@@ -1,5 +1,5 @@
 """A peer gets the whole mean gradient of its stage: it reduces it with the other replicas, or takes it from a holder
-(DESIGN "How a step goes", 6). A holder attests to the gradient and keeps it for the others."""
+(CONTRIBUTING, "How a step goes", 4). A holder attests to the gradient and keeps it for the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
 from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
 from muletrain.runtime.step.messages import RoundEntry
-from muletrain.runtime.step.record import alike
+from muletrain.runtime.step.record import same_facts
 from muletrain.runtime.step.rounds import Round, RoundFailed
 from muletrain.runtime.step.state import MAX_ATTEMPTS
 
@@ -126,7 +126,7 @@ class Reduction:
 
     async def take(self, entry: RoundEntry) -> bool:
         """Get the gradient of the agreed round ``entry`` from a holder. False if nobody has it (any more)."""
-        if self._state.gradient is None or not alike(self._state.gradient.entry, entry):
+        if self._state.gradient is None or not same_facts(self._state.gradient.entry, entry):
             holders = self._state.builder.holders(entry)
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
             gradient = await self._fetch(entry, replicas)
@@ -152,7 +152,7 @@ class Reduction:
             self._attest(state.gradient.entry)
         if state.builder.record() is not None:
             entry = state.builder.agreed()[roster.own.stage]
-            if state.gradient is None or not alike(state.gradient.entry, entry):
+            if state.gradient is None or not same_facts(state.gradient.entry, entry):
                 raise Behind(
                     f"step {state.step}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
                 )
@@ -203,7 +203,7 @@ class Reduction:
 
     async def _ask_progress(self) -> None:
         """A wait takes long, or a peer died: ask who is there and which microbatches are through."""
-        await asyncio.gather(self._ask_what_is_through(), self._reruns.mourn())
+        await asyncio.gather(self._ask_what_is_through(), self._reruns.rerun_lost())
 
     async def _ask_what_is_through(self) -> None:
         """Ask which microbatches are through, and take over those of dead trainers; if the step is late, also those of

@@ -1,5 +1,5 @@
-"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (DESIGN "The
-ledger")."""
+"""Microbatches that are in no accumulator of the stage, or in two, are run again for this stage alone (CONTRIBUTING,
+"How a step goes", 3)."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ class Reruns:
         self._ctx, self._state, self._company, self._exchange = ctx, state, company, exchange
         self._waits, self._deadlines = waits, deadlines
         self._work, self._ledger = state.work, state.work.ledger
-        self._mourned = self._down()
+        self._known_down = self._down()
         self._claims: dict[PeerId, frozenset[int]] = {}
-        """Missing microbatches that replicas claimed, so that the last gaps counted as filled."""
+        """Which of the last gaps each replica said it now holds. We stopped waiting because of that; its next seal shows
+        whether it was true."""
 
     def _down(self) -> set[PeerId]:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
@@ -66,17 +67,17 @@ class Reruns:
         ledger = self._ledger if work is None else work.ledger
         await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches")
 
-    async def mourn(self) -> None:
+    async def rerun_lost(self) -> None:
         """Have a dead replica's microbatches run again while the rest of the step goes on. Only if it is gone for sure: a
         silent one may come back with its accumulator, and one of two accumulators would be discarded."""
         ctx, state, down = self._ctx, self._state, self._down()
-        new, self._mourned = down - self._mourned, down
+        new, self._known_down = down - self._known_down, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
             return
         known = self._ledger.accumulated | self._work.serving
         for progress in (await self._ask_replicas()).values():
             known |= {*progress.accumulated, *progress.in_flight} if progress.current else set()
-        await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, attempt=0, early=True)
+        await self._tell_trainers(frozenset(range(ctx.plan.microbatches)) - known, early=True)
 
     def believe_less(self, seals: dict[PeerId, Seal]) -> None:
         """Trust replicas less that claimed missing microbatches and then sealed without them."""
@@ -138,7 +139,7 @@ class Reruns:
         ctx, begin = self._ctx, self._ctx.clock.now()
         for turn in itertools.count():
             await self._tell_trainers(
-                gaps - self._ledger.accumulated, attempt, turn=turn, without=self._company.without(left_out)
+                gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
             )
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
             try:
@@ -161,7 +162,6 @@ class Reruns:
     async def _tell_trainers(
         self,
         indices: frozenset[int],
-        attempt: int,
         *,
         turn: int = 0,
         early: bool = False,
@@ -172,7 +172,6 @@ class Reruns:
             lineage=state.lineage,
             step=state.step,
             stage=ctx.roster.own.stage,
-            attempt=attempt,
             turn=turn,
             early=early,
             indices=tuple(sorted(indices)),

@@ -83,7 +83,8 @@ class Traffic(Protocol):
     """The chunks of a round that are under way (``step.averaging``)."""
 
     def owing(self) -> Mapping[PeerId, int]:
-        """Members that we wait for: 2 for a chunk of theirs, 1 for a chunk that others may keep them from sending."""
+        """Members whose chunks we wait for. 2: a chunk of its own accumulator, so the delay is its own. 1: a reduced
+        chunk, which it can make only after other members sent theirs."""
         ...
 
     def taking(self) -> set[PeerId]:

@@ -1,4 +1,4 @@
-"""The runner takes a peer through each step, from the first microbatch to the applied update (DESIGN "How a step goes").
+"""The runner takes a peer through each step, from the first microbatch to the applied update.
 
 A peer that holds its stage's whole mean gradient attests to it and keeps it; the others take it from a holder. The
 attestations of all stages make the record that every peer applies.

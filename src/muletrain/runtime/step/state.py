@@ -62,8 +62,9 @@ class StepState:
         """What was known when ``_holders`` and ``_committed`` were computed."""
 
     def load(self, before: StepState | None) -> None:
-        """Begin the step with loaded weights. ``before``: our knowledge of the same step until then. It still holds: a
-        round that we attested to must not get another mean, nor an attempt other sums."""
+        """Begin the step with loaded weights. ``before``: our knowledge of the same step until then. It stays
+        valid: we must not attest to a second mean for the same round, nor send other sums under the same attempt
+        number."""
         self._loaded = True
         if before is None:
             return
@@ -204,9 +205,9 @@ class StepState:
         return 2 * len(holders) > len(others | holders) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
-        """Why a round that names us cannot be what its holder says; None: it can. Nobody holds the round before we
-        reduced our shard. Its shards of us and of its holder must be those that we know; if others' differ, we cannot
-        tell who is wrong."""
+        """Why a round that names us cannot be what its holder says; None: it can. Until we have reduced our shard
+        nobody can hold the whole gradient, so such an entry is false. Then our shard and the holder's must match what
+        we know. Other members' shards may differ; we cannot tell whose fault that is."""
         known, me = self.averager.shards.get(entry.round, {}), self._ctx.net.peer_id
         if me not in known:
             return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"

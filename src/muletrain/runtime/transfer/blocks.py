@@ -1,5 +1,5 @@
-"""Large things travel as an immutable copy, cut into blocks that a manifest names by their hashes (DESIGN "Joining,
-moving, leaving"). States, parts of checkpoints, past gradients and the run's tokens all take this way.
+"""Large things travel as an immutable copy, cut into blocks that a manifest names by their hashes. States,
+parts of checkpoints, past gradients and the run's tokens all take this way.
 
 A taker asks several donors for different blocks at once and checks each block against the manifest as it arrives. It
 drops a donor whose block is wrong or late, and asks the others for that block. Arrived blocks are kept, so a break

@@ -1,4 +1,4 @@
-"""Replicas give their stage's state to newcomers and to peers that fell behind (DESIGN "Joining, moving, leaving").
+"""Replicas give their stage's state to newcomers and to peers that fell behind.
 
 Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical,
 and so are their copies: a donor whose copy has another digest than most is not used.

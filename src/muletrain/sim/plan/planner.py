@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.config.plan_file import Plan
+from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import recommend
 from muletrain.sim.plan import hub as plan_hub
@@ -14,7 +14,7 @@ from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from muletrain.sim.plan.question import Question
 
@@ -60,7 +60,7 @@ def plan(
         "swap": [plan_swap.predict(question)],
         "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
     }
-    found = [p for strategy in STRATEGIES for p in predicted[strategy.name]]
+    found = in_order(predicted)
     if all(p.problem for p in found):
         raise CapacityError(found[0].problem)
     best, why = recommend(found)
@@ -76,3 +76,15 @@ def plan(
         why=why,
         assumed=question.assumed(),
     )
+
+
+def in_order(predicted: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
+    """Returns the predictions, given by strategy, in the order of ``STRATEGIES``; for a strategy without any, one that
+    names the missing predictor as its problem."""
+    found = list[Prediction]()
+    for s in STRATEGIES:
+        missing = (
+            f"nothing predicts strategy {s.name} yet: write sim/plan/{s.name}.py, and name it in sim/plan/planner.py"
+        )
+        found += predicted.get(s.name) or [Prediction(strategy=s.name, runnable=s.runs, problem=missing)]
+    return found

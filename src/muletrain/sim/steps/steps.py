@@ -213,6 +213,7 @@ class _Play:
         self._wires.send(sender, receiver, self._cost.forward_bytes[stage], partial(self._admit, receiver, request))
 
     def _choose(self, sender: int, stage: int, step: int, index: int) -> int:
+        """Choose as ``Dispatcher._choose`` (``runtime.microbatch``) does if no peer is down or suspected: a copy."""
         chosen = self._who.strategy.choose(stage, index, self._there[stage].keys())
         if len(chosen) == 1:
             return self._there[stage][chosen[0]]

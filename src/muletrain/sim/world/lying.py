@@ -70,7 +70,6 @@ class Liar:
                     lineage=message.lineage,
                     step=message.step,
                     stage=message.stage,
-                    attempt=self._rng.randrange(9),
                     turn=self._rng.randrange(5),
                     indices=tuple(range(4)),
                     without=others[:64],

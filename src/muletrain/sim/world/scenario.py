@@ -10,7 +10,7 @@ from muletrain.config.fleet_sections import QUEUE_S
 FORWARD_S, BACKWARD_S = 0.05, 0.1
 """Service times of a peer of speed 1."""
 TOLERANCE = 1e-5
-"""Norm of the difference over norm, per tensor (DESIGN, invariant 1)."""
+"""Norm of the difference over norm, per tensor, within which a world and the single process agree."""
 STALL_S = 1.0
 FOR_EVER_S = 1e9
 """Two machines that cannot connect to each other."""

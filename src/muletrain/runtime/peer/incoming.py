@@ -54,8 +54,8 @@ STEP_KINDS: dict[str, type[Message]] = {
 OTHER_KINDS: dict[str, type[Message]] = {m.KIND: m for m in (PartReady, CheckpointEnd, Report, Block, Away)}
 
 
-class Dispatch:
-    """Dispatches the frames of one peer."""
+class Incoming:
+    """Takes in the frames of one peer."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Dispatch:
         ctx.net.serve(GetProgress.KIND, self._answer_progress)
 
     async def redeliver(self) -> None:
-        """Dispatch the frames that came too early: after a step was applied, some are of this one."""
+        """Hand on the frames that came too early: after a step was applied, some are of this one."""
         for sender, frame in self._early.take():
             try:
                 await self._on_frame(sender, frame)
@@ -96,7 +96,7 @@ class Dispatch:
                 self._ctx.refused(sender, str(e))
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        """Dispatch a frame of a member; its header was checked (``Expected``)."""
+        """Hand on a frame of a member; its header was checked (``Expected``)."""
         await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
             await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
