@@ -309,6 +309,27 @@ def test_refused_frames_on_other_channels_than_that_of_chunks_fail_no_round() ->
     virtually(scenario())
 
 
+def test_a_refused_frame_on_the_channel_of_chunks_fails_the_round_at_once_and_counts_against_its_sender() -> None:
+    """The chunks behind it are lost, and its receiver knows that, too."""
+
+    async def scenario() -> None:
+        group, own = members(MemoryHub(FarApart()), Codec.FP32), gradients()
+        for ctx, averager in group.values():
+            ctx.net.on_lost(averager.broken)
+        work = [asyncio.create_task(group[p][1].reduce(ROUND, own[p])) for p in "ab"]
+        await asyncio.sleep(0.5)
+        await group["c"][0].net.send("b", Frame("wrong", {}), channel=Channel.AVERAGE)
+        await asyncio.sleep(0.5)
+        assert isinstance(work[1].exception(), RoundFailed)
+        assert group["b"][1].silent() == {"c": 1}
+        group["b"][1].begin()
+        assert group["b"][1].silent() == {}
+        assert not work[0].done()
+        work[0].cancel()
+
+    virtually(scenario())
+
+
 def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> None:
     """It answers every question, so it is never silent."""
 

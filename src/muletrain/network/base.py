@@ -115,8 +115,8 @@ class Network(Protocol):
         ...
 
     def on_lost(self, handler: LossHandler) -> None:
-        """Tell ``handler`` (peer, channel) of each stream that a peer ended. It may be gone, or only begin another
-        stream; what was under way on this one is lost."""
+        """Tell ``handler`` (peer, channel) of each stream with a peer that ended, also if this side closed it after a
+        wrong frame. The peer may be gone, or only begin another stream; what was under way on this one is lost."""
         ...
 
     def heard_s(self, peer: PeerId) -> float:

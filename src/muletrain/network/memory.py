@@ -277,6 +277,7 @@ class MemoryNetwork:
             return True  # it was on its way when the link broke, or with a relay that died
         if await self._handle(sender, arrival.item) or sender == self.peer_id:
             return True
+        self._on_lost(sender, channel)
         if (other := self._hub.peers.get(sender)) is not None:  # what it sends before it hears of this is lost
             await other.lose(self.peer_id, [channel], closed=True)
         return False

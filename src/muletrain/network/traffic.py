@@ -108,26 +108,23 @@ class Traffic:
                 return
             except (asyncio.IncompleteReadError, ConnectionError):
                 return  # no frame was sent on it
-            if await self._received(sender, channel, reader, writer):
-                self._ended(sender, channel)
+            await self._receive(sender, channel, reader, writer)
+            self._ended(sender, channel)
 
-    async def _received(
+    async def _receive(
         self, sender: PeerId, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> bool:
-        """False: we close the stream ourselves, after a wrong frame or because ``sender`` is not admitted any more."""
+    ) -> None:
         try:
             frames = self._incoming.frames(sender, channel, reader, writer, self._delivery.door(sender))
             async with aclosing(frames):
                 async for frame in frames:
                     if not self._p2p.gate.admitted(sender):
-                        return False
+                        return
                     self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
                     if not await self._delivery.deliver(sender, frame):
-                        return False
+                        return
         except ProtocolError as e:
             self._delivery.refuse(sender, e)
-            return False
-        return True
 
     def _own_queue(self, channel: Channel) -> asyncio.Queue[Frame]:
         if channel not in self._own:
