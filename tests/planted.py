@@ -331,7 +331,7 @@ def a_death_takes_its_replicas_along(patch: pytest.MonkeyPatch) -> None:
     async def ask(self: Rollback, peer: Any) -> Any:
         return None if self._ctx.roster.member(peer).stage in without_peers(self) else await right(self, peer)
 
-    patch.setattr(Rollback, "_without_peers", without_peers)
+    patch.setattr(Rollback, "without_peers", without_peers)
     patch.setattr(Rollback, "_ask", ask)
 
 

@@ -200,7 +200,7 @@ def size(cls: type[Message]) -> str:
 
 def delivery(net: MemoryNetwork) -> Delivery:
     """What stands between a peer's network and its handlers."""
-    return net._delivery
+    return net.delivery
 
 
 async def ready(target: Target) -> None:

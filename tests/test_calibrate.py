@@ -51,11 +51,11 @@ class Recorded(Actors):
     folder: Path
 
     @cached_property
-    def _plan(self) -> Plan:
-        return replace(super()._plan, trace=True)
+    def plan(self) -> Plan:
+        return replace(super().plan, trace=True)
 
-    def _note(self, name: str, event: Event) -> None:
-        super()._note(name, event)
+    def note(self, name: str, event: Event) -> None:
+        super().note(name, event)
         write(self.folder, self.process(name), [event], now=self._clock.now())
 
     def process(self, name: str) -> str:

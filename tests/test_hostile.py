@@ -498,7 +498,7 @@ def test_what_is_sent_again_is_refused_reported_and_counted_against_its_sender(t
     async def scenario() -> None:
         target = Target(1, tmp_path)
         offended: list[str] = []
-        target.net._delivery.offended = offended.append
+        target.net.delivery.offended = offended.append
         forward = frames(1, 5)[0]
         await target.send("first", forward)
         await asyncio.wait_for(target.got.get(), 20)

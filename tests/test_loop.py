@@ -151,8 +151,8 @@ def test_timers_that_were_cancelled_are_forgotten() -> None:
         for _ in range(10 * FEW_TIMERS):
             loop.call_later(100.0, lambda: None).cancel()
         await asyncio.sleep(1e-3)
-        assert kept in loop._timers
-        return len(loop._timers)
+        assert kept in loop.timers
+        return len(loop.timers)
 
     assert run_virtually(scenario(), 200.0, []) <= FEW_TIMERS
 

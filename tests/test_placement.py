@@ -414,8 +414,8 @@ def test_what_moves_gain_by_hand(seed: int) -> None:
     def fastest(a: int) -> float:
         return min(link(a, b, task.activation_bytes) for b in range(n) if labels[b] == labels[a] and b != a)
 
-    kernighan_lin = KernighanLin(groups)._moves(labels, locked)
-    own = FastLinks(groups)._moves(labels, locked)
+    kernighan_lin = KernighanLin(groups).moves(labels, locked)
+    own = FastLinks(groups).moves(labels, locked)
     for group in range(groups.k):
         movable = [d for d in range(n) if labels[d] == group and not locked[d]]
         assert kernighan_lin.free[group] == own.free[group] == bool(movable)

@@ -25,7 +25,7 @@ def test_precision_is_what_was_measured_faster(monkeypatch: pytest.MonkeyPatch) 
     assert time.perf_counter() - begin < 1.0
     for bf16_s, expected in [(2.0, Precision.FP32), (0.95, Precision.FP32), (0.5, Precision.BF16)]:
         seconds = {torch.float32: 1.0, torch.bfloat16: bf16_s}
-        monkeypatch.setattr(probe, "_product_seconds", lambda _, dtype, seconds=seconds: seconds[dtype])
+        monkeypatch.setattr(probe, "product_seconds", lambda _, dtype, seconds=seconds: seconds[dtype])
         assert probe.choose_precision(torch.device("cpu")) is expected
 
 

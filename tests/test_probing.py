@@ -110,7 +110,7 @@ def test_a_block_that_finds_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*_: object) -> None:
         raise RuntimeError("CUDA out of memory.\nTried to allocate 3 GiB")
 
-    monkeypatch.setattr(block, "_times", full)
+    monkeypatch.setattr(block, "times", full)
     with pytest.raises(CapacityError, match=r"could not be computed on cpu: CUDA out of memory\. Tried"):
         block.block_times(SPEC, 1, torch.device("cpu"), Precision.FP32)
 

@@ -177,7 +177,7 @@ def test_only_so_much_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert left < 1
     assert near.throughput == pytest.approx(left * rates.of([(31,), (30,)]).throughput)
     assert found.of([(20,), (24,)]).throughput == pytest.approx(256 / found.step([(20,), (24,)]).step_s)
-    monkeypatch.setattr(found, "_budget_s", 0.0)
+    monkeypatch.setattr(found, "budget_s", 0.0)
     known, guessed = len(times), found.of([(9,), (8,)]).throughput
     assert guessed > 0
     assert len(times) == known

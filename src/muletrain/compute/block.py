@@ -40,13 +40,13 @@ def block_times(spec: ModelSpec, sequences: int, device: torch.device, precision
     attention over the whole context. Uses fewer than ``sequences`` if they would take too long. Raises CapacityError if
     memory is too small."""
     try:
-        return _times(spec, sequences, device, precision)
+        return times(spec, sequences, device, precision)
     except RuntimeError as e:  # torch's lack of memory is one
         problem = " ".join(str(e).split())[:200]
         raise CapacityError(f"a block of the model could not be computed on {device}: {problem}") from e
 
 
-def _times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
+def times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
     dtype = precision_dtype(precision)
     block = Stage(dataclasses.replace(spec, layers=3), 1, ((0, 1), (1, 2), (2, 3)))
     shapes = block.shapes().items()

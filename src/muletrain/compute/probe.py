@@ -51,7 +51,7 @@ def choose_precision(device: torch.device) -> Precision:
     """
     if device.type == "cuda":
         return Precision.BF16 if torch.cuda.get_device_capability(device) >= (8, 0) else Precision.FP16
-    fp32, bf16 = (_product_seconds(device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    fp32, bf16 = (product_seconds(device, dtype) for dtype in (torch.float32, torch.bfloat16))
     return Precision.BF16 if bf16 * MARGIN < fp32 else Precision.FP32
 
 
@@ -96,7 +96,7 @@ def _system_memory() -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype) -> float:
+def product_seconds(device: torch.device, dtype: torch.dtype) -> float:
     """The fastest of the matrix products that fit the budget [s]."""
     matrix = torch.ones(_SIZE, _SIZE, device=device, dtype=dtype)
     deadline = time.perf_counter() + BUDGET_S

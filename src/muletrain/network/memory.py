@@ -150,8 +150,8 @@ class MemoryNetwork:
         self.peer_id, self._hub = peer_id, hub
         self.gone = False
         self.counters = Counters()
-        self._delivery = Delivery()
-        self._answers = Answers(peer_id, self._delivery)
+        self.delivery = Delivery()
+        self._answers = Answers(peer_id, self.delivery)
         self.inbox, self.streams = Inbox(self), MemoryStreams(hub, self)
         self._heard: Recent[float] = Recent()
         self._moved = 0
@@ -283,20 +283,20 @@ class MemoryNetwork:
         return False
 
     async def _handle(self, sender: PeerId, item: bytes | Frame) -> bool:
-        door = self._delivery.door(sender)
+        door = self.delivery.door(sender)
         try:
             if isinstance(item, bytes):
                 frame = await unpack(item, door)
             else:
                 await door.expect(frame := item)
         except ProtocolError as e:
-            self._delivery.refuse(sender, e)
+            self.delivery.refuse(sender, e)
             return False
         self.hear(sender)
         nbytes = sum(t.nbytes for t in frame.tensors)
         self._moved += nbytes
         self.counters.received[sender, frame.kind] += nbytes
-        return await self._delivery.deliver(sender, frame)
+        return await self.delivery.deliver(sender, frame)
 
     async def lose(self, peer: PeerId, channels: Collection[Channel], *, closed: bool = False) -> None:
         """See that streams with ``peer`` ended, when word of it comes. ``closed``: ``peer`` closed ours."""
@@ -321,10 +321,10 @@ class MemoryNetwork:
         self._on_lost = handler
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
-        self._delivery.receive(handler, kinds, bounds)
+        self.delivery.receive(handler, kinds, bounds)
 
     def on_refusal(self, handler: RefusalHandler) -> None:
-        self._delivery.refused = handler
+        self.delivery.refused = handler
 
     # Everything else ------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,7 @@ class _Cyclic:
         self._groups = groups
         self._ids = np.arange(groups.k)
 
-    def _moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
+    def moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
         raise NotImplementedError
 
     def _sums(self, labels: Labels, weights: Floats) -> Floats:
@@ -190,7 +190,7 @@ class _Cyclic:
     def _cycle(self, labels: Labels, locked: NDArray[np.bool_], reached: set[int]) -> tuple[Labels, float] | None:
         """Labels after the best closed part of one cycle, and its gain; None where no device may move. Locks what was
         moved."""
-        best_moves, at = self._moves(labels, locked), labels.copy()
+        best_moves, at = self.moves(labels, locked), labels.copy()
         start = group = int(best_moves.gain.max(1).argmax())
         moves: list[tuple[int, int]] = []  # device, and where it came from
         total, best, kept = 0.0, 0.0, 0  # gain so far, the best of a cycle closed at once, and after how many moves
@@ -206,7 +206,7 @@ class _Cyclic:
             if target == start:
                 break
             group = target
-            best_moves = self._moves(at, locked)
+            best_moves = self.moves(at, locked)
         if not moves:
             return None
         for device, origin in moves[kept + 1 :]:
@@ -223,7 +223,7 @@ class FastLinks(_Cyclic):
         super().__init__(groups)
         self._near = groups.activation + np.diag([math.inf] * groups.n)
 
-    def _moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
+    def moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
         fastest = np.where(labels[:, None] == labels, self._near, math.inf).min(1)
         fastest[locked] = math.inf
         by_group = np.where(labels == self._ids[:, None], fastest, math.inf)
@@ -242,7 +242,7 @@ class KernighanLin(_Cyclic):
         super().__init__(groups)
         self._weights = np.stack([groups.activation, -groups.gradient], axis=2).reshape(groups.n, -1)
 
-    def _moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
+    def moves(self, labels: Labels, locked: NDArray[np.bool_]) -> Moves:
         sums, every = self._sums(labels, self._weights), np.arange(self._groups.n)
         gains = sums - sums[every, labels][:, None]
         gains[every, labels] = -math.inf

@@ -103,7 +103,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._limit_s = limit_s
         self.cancelled = 0
         """Cancelled timers in the queue."""
-        self._timers: list[_Timer] = []
+        self.timers: list[_Timer] = []
+        """A heap, by time. Only this loop writes it."""
         self._calls: deque[_Call | _Timer] = deque()
         self._numbers = itertools.count()
         """Of tasks."""
@@ -137,7 +138,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         timer = _Timer(when)
         timer.callback, timer.args, timer.loop = callback, args, self
         timer.context = copy_context() if context is None else context
-        heapq.heappush(self._timers, timer)
+        heapq.heappush(self.timers, timer)
         return cast("asyncio.TimerHandle", timer)
 
     def create_task(
@@ -166,7 +167,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._looks_up_s = now + LOOK_UP_S
             self._look_up()
         self._forget_the_cancelled()
-        timers, calls = self._timers, self._calls
+        timers, calls = self.timers, self._calls
         if not calls:
             self._jump()
         end_s = self._virtual_s + RESOLUTION_S
@@ -186,7 +187,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self.call_exception_handler({"message": f"exception in {call.callback}", "exception": e})
 
     def _forget_the_cancelled(self) -> None:
-        timers = self._timers
+        timers = self.timers
         if len(timers) > FEW_TIMERS and self.cancelled > len(timers) / 2:
             timers[:] = [timer for timer in timers if timer.callback is not None]
             heapq.heapify(timers)
@@ -196,9 +197,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.cancelled -= 1
 
     def _jump(self) -> None:
-        if not self._timers:
+        if not self.timers:
             raise Hang("nothing is ready, and no timer is set: everyone waits for everyone")
-        self._virtual_s += max(0.0, self._timers[0] - self._virtual_s)
+        self._virtual_s += max(0.0, self.timers[0] - self._virtual_s)
         if self._virtual_s > self._limit_s:
             raise Hang(f"not finished after {self._limit_s:.0f} s of virtual time")
 

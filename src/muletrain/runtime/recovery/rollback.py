@@ -107,7 +107,7 @@ class Rollback:
         while True:
             await ctx.clock.sleep(LOOK_S)
             now, before, trainers = ctx.clock.now(), trainers, len(ctx.roster.trainers())
-            since = {s: since.get(s, now) for s in self._without_peers()}
+            since = {s: since.get(s, now) for s in self.without_peers()}
             since_trainer = math.inf if trainers else min(since_trainer, now)
             if now - min(since_trainer, *since.values(), math.inf) >= ctx.plan.adopt_after_s:
                 ctx.news.patience_s = JOIN_S
@@ -125,7 +125,7 @@ class Rollback:
             self._ctx.emit(NoTrainer(minutes=round(JOIN_S / 60)))
         self._nobody_trains = True
 
-    def _without_peers(self) -> tuple[int, ...]:
+    def without_peers(self) -> tuple[int, ...]:
         """Returns the stages that no peer serves."""
         looked = self._ctx.roster.version, self._position.life.state
         if self._looked != looked:
@@ -227,7 +227,7 @@ class Rollback:
             stage=stage,
             state=state,
             targets=targets,
-            reaches=tuple(s for s in range(ctx.plan.stages) if s not in self._without_peers()),
+            reaches=tuple(s for s in range(ctx.plan.stages) if s not in self.without_peers()),
             parts=tuple(parts[:MAX_PARTS]),
         )
 

@@ -42,7 +42,7 @@ class Pace(Rates):
     def __init__(self, setting: Setting, *, trainers: int, delayed: bool) -> None:
         super().__init__(setting, trainers=trainers, delayed=delayed)
         self._found: dict[tuple[Counts, ...], Slower] = {}
-        self._budget_s = self._lasting_s = BUDGET_S
+        self.budget_s = self._lasting_s = BUDGET_S
         self._playable: bool | None = None
 
     def of(self, serving: Sequence[Counts]) -> Rate:
@@ -86,9 +86,9 @@ class Pace(Rates):
         if self._found:
             near = min(self._found, key=lambda played: self._apart(played, serving))
             effort_s = effort_of(self.setting, serving)
-            if effort_s > self._budget_s or self._apart(near, serving) <= NEAR * rate.even:
+            if effort_s > self.budget_s or self._apart(near, serving) <= NEAR * rate.even:
                 return self._found[near]
-            self._budget_s -= effort_s
+            self.budget_s -= effort_s
         return self._play(serving, rate)
 
     def _play(self, serving: tuple[Counts, ...], rate: Rate) -> Slower:

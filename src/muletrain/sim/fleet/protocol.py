@@ -320,15 +320,15 @@ class Actors:
                 self._changed()
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
             ending_s = self._setting.cost.stages[stage].ending_s
-            hollow = HollowCompute(stage, self._plan.stages, self._clock, ending_s, delayed=self._plan.delayed)
+            hollow = HollowCompute(stage, self.plan.stages, self._clock, ending_s, delayed=self.plan.delayed)
             compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             ctx = Context(
                 network,
                 self._clock,
                 compute,
                 roster,
-                self._plan,
-                lambda e: self._note(name, e),
+                self.plan,
+                lambda e: self.note(name, e),
                 tasks=Tasks(InlineExecutor()),
             )
             return Peer(ctx, host=_Machine(kind), source=HollowTokens(), book=Book(place), joining=joins, back=back)
@@ -347,7 +347,7 @@ class Actors:
             await network.close()
 
     @cached_property
-    def _plan(self) -> Plan:
+    def plan(self) -> Plan:
         config, cost = self._config, self._setting.cost
         return Plan(
             stages=len(cost.stages),
@@ -375,7 +375,7 @@ class Actors:
             chunk=CHUNK * BLOCK,
         )
 
-    def _note(self, name: str, event: Event) -> None:
+    def note(self, name: str, event: Event) -> None:
         now, kind = self._clock.now(), self._kind_of[name]
         if self._watch is not None:
             self._watch(replace(event, t=now, peer=name))
