@@ -13,6 +13,8 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
+from muletrain.errors import ProtocolError
+from muletrain.network.base import Channel, Frame
 from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.fork_choice import Chain
@@ -61,6 +63,8 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
         averager = Averager(ctx, NOWHERE)
 
         async def on_frame(sender: str, frame: Any, averager: Averager = averager) -> None:
+            if frame.kind == "wrong":
+                raise ProtocolError("no frame of this protocol")
             kind = Shard if frame.kind == Shard.KIND else Reduced
             averager.on_chunk(sender, kind.parse(frame), frame.tensors[0])
 
@@ -278,6 +282,50 @@ def test_chunks_that_were_lost_with_their_stream_fail_the_round_at_once(already_
         for task in pending:
             task.cancel()
         assert (work[0] if already_waiting else work[-1]) in done
+
+    virtually(scenario())
+
+
+def test_refused_frames_on_other_channels_than_that_of_chunks_fail_no_round() -> None:
+    async def scenario() -> None:
+        hub = MemoryHub(FarApart())
+        group, own = members(hub, Codec.FP32), gradients()
+        lost: list[Channel] = []
+        for ctx, averager in group.values():
+
+            def on_lost(peer: str, channel: Channel, averager: Averager = averager) -> None:
+                lost.append(channel)
+                averager.broken(peer, channel)
+
+            ctx.net.on_lost(on_lost)
+        work = [asyncio.create_task(group[p][1].reduce(ROUND, own[p])) for p in IDS]
+        for _ in range(5):
+            for to, channel in itertools.product("ab", [c for c in Channel if c is not Channel.AVERAGE]):
+                await group["c"][0].net.send(to, Frame("wrong", {}), channel=channel)
+            await asyncio.sleep(0.3)
+        assert Channel.CONTROL in lost
+        assert len({facts for _, facts in await asyncio.gather(*work)}) == 1
+
+    virtually(scenario())
+
+
+def test_a_refused_frame_on_the_channel_of_chunks_fails_the_round_at_once_and_counts_against_its_sender() -> None:
+    """The chunks behind it are lost, and its receiver knows that, too."""
+
+    async def scenario() -> None:
+        group, own = members(MemoryHub(FarApart()), Codec.FP32), gradients()
+        for ctx, averager in group.values():
+            ctx.net.on_lost(averager.broken)
+        work = [asyncio.create_task(group[p][1].reduce(ROUND, own[p])) for p in "ab"]
+        await asyncio.sleep(0.5)
+        await group["c"][0].net.send("b", Frame("wrong", {}), channel=Channel.AVERAGE)
+        await asyncio.sleep(0.5)
+        assert isinstance(work[1].exception(), RoundFailed)
+        assert group["b"][1].silent() == {"c": 1}
+        group["b"][1].begin()
+        assert group["b"][1].silent() == {}
+        assert not work[0].done()
+        work[0].cancel()
 
     virtually(scenario())
 

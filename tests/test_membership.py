@@ -267,7 +267,7 @@ def test_a_kicked_member_gets_nothing_on_any_way() -> None:
             with pytest.raises(MuletrainError, match=r"no peer of the run is called 'd'.*b \(.*c \("):
                 await remove(owner, tuple(a.addresses()), "d")
             lost = list[str]()
-            c.on_lost(lost.append)
+            c.on_lost(lambda peer, channel: lost.append(peer))
             done = await remove(owner, tuple(a.addresses()), c.peer_id[-8:])
             assert (done.name, done.id, done.kept, done.told) == ("c", c.peer_id, 2, 2)
             await poll(lambda: {a.peer_id, b.peer_id} <= set(lost))  # its streams are closed
@@ -361,7 +361,7 @@ def test_repeat_offenders_are_banned() -> None:
             b, rogue = await w.open(a), await w.open(a)
             await rogue.send(a.peer_id, Frame("x", {}))
             lost = list[str]()
-            rogue.on_lost(lost.append)
+            rogue.on_lost(lambda peer, channel: lost.append(peer))
             target = PeerID.from_base58(a.peer_id)
             for n in range(LIMIT):
                 assert not banned

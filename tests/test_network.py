@@ -351,14 +351,16 @@ def test_garbage_is_reported_and_everything_else_goes_on() -> None:
             writer.close()
             assert w.refusals[a.peer_id] == [(b.peer_id, "not a frame of this protocol (it begins with b'not ')")]
             await b.send(a.peer_id, Frame("x", {"n": 1}))
-            lost: list[tuple[str, str]] = []
-            a.on_lost(lambda peer: lost.append(("a", peer)))
-            b.on_lost(lambda peer: lost.append(("b", peer)))
+            lost: list[tuple[str, str, Channel]] = []
+            a.on_lost(lambda *stream: lost.append(("a", *stream)))
+            b.on_lost(lambda *stream: lost.append(("b", *stream)))
+            await b.send(a.peer_id, Frame("x", {"n": 0}), channel=Channel.BULK)
+            assert sorted([number((await w.next(a))[1]) for _ in range(2)]) == [0, 1]
             await b.send(a.peer_id, Frame("wrong", {}))  # ends this stream; the next frame opens another
             await poll(lambda: len(w.refusals[a.peer_id]) == 2)
-            await poll(lambda: lost == [("b", a.peer_id)])
+            await poll(lambda: sorted(lost) == [("a", b.peer_id, Channel.PIPE), ("b", a.peer_id, Channel.PIPE)])
             await b.send(a.peer_id, Frame("x", {"n": 2}))
-            assert [number((await w.next(a))[1]) for _ in range(2)] == [1, 2]
+            assert number((await w.next(a))[1]) == 2
             assert await b.call(a.peer_id, "echo", b"on", timeout_s=5) == b"on"
 
     asyncio.run(scenario())
@@ -463,12 +465,12 @@ def test_a_killed_peer_is_unreachable_quickly_and_can_come_back() -> None:
                 peer = await a.connect([address], timeout_s=10)
                 await a.send(peer, Frame("x", {}))
                 assert await a.call(peer, "echo", b"1", timeout_s=10) == b"1"
-                lost: list[str] = []
-                a.on_lost(lost.append)
+                lost: list[tuple[str, Channel]] = []
+                a.on_lost(lambda *stream: lost.append(stream))
                 process.kill()
                 begin = time.monotonic()
                 await poll(lambda: lost)  # before anything is sent to it
-                assert lost == [peer]
+                assert lost == [(peer, Channel.PIPE)]
                 await poll(lambda: not runs(daemon))  # nothing of it is left behind
                 for attempt in (
                     lambda: a.send(peer, Frame("x", {}), timeout_s=10),
@@ -930,12 +932,12 @@ def test_in_memory_a_frozen_peer_times_out_and_a_dead_one_is_unreachable() -> No
         hub.barriers.mend("a", "b")
         call = asyncio.create_task(a.call("b", "echo", b"x", timeout_s=9))
         await asyncio.sleep(0.5)
-        lost: list[str] = []
-        a.on_lost(lost.append)
+        lost: list[tuple[str, Channel]] = []
+        a.on_lost(lambda *stream: lost.append(stream))
         hub.kill("b")
         with pytest.raises(PeerUnreachable):
             await call
-        assert lost == ["b"]
+        assert lost == [("b", Channel.PIPE)]
         with pytest.raises(PeerUnreachable):
             await a.send("b", Frame("x", {"n": 0}))
         await a.announce("k", b"v", 5)
@@ -962,7 +964,7 @@ class Damage(Conditions):
 
 
 @pytest.mark.parametrize("road", [Road(), Road(1e5, 1e5)])
-def test_in_memory_a_refused_frame_ends_its_stream_and_its_sender_hears_of_it(road: Road) -> None:
+def test_in_memory_a_refused_frame_ends_its_stream_and_both_ends_hear_of_it(road: Road) -> None:
     """As with real daemons: what follows on the stream is lost, and other streams go on."""
 
     async def scenario() -> None:
@@ -970,20 +972,20 @@ def test_in_memory_a_refused_frame_ends_its_stream_and_its_sender_hears_of_it(ro
         hub.roads.lay("a", road)
         a, b = hub.join("a"), hub.join("b")
         got: list[int] = []
-        lost: list[tuple[str, str]] = []
+        lost: list[tuple[str, str, Channel]] = []
 
         async def receive(sender: str, frame: Frame) -> None:
             got.append(number(frame))
 
         b.receive(receive)
-        a.on_lost(lambda peer: lost.append(("a", peer)))
-        b.on_lost(lambda peer: lost.append(("b", peer)))
+        a.on_lost(lambda *stream: lost.append(("a", *stream)))
+        b.on_lost(lambda *stream: lost.append(("b", *stream)))
         for n in range(4):
             await a.send("b", Frame("x", {"n": n}))
         await a.send("b", Frame("x", {"n": 10}), channel=Channel.BULK)
         await asyncio.sleep(1)
         assert got == [0, 10]
-        assert lost == [("a", "b")]
+        assert lost == [("b", "a", Channel.PIPE), ("a", "b", Channel.PIPE)]
         await a.send("b", Frame("x", {"n": 4}))
         await asyncio.sleep(1)
         assert got == [0, 10, 4]

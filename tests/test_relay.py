@@ -115,7 +115,7 @@ def test_when_the_relay_dies_or_freezes_another_takes_over_in_seconds(end: signa
                 assert (await w.next(c))[0] == b.peer_id
                 spare.relay.carries = True
                 lost: list[str] = []
-                b.on_lost(lost.append)
+                b.on_lost(lambda peer, channel: lost.append(peer))
                 for pid in (process.pid, daemon):
                     os.kill(pid, end)
                 begin = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_way_that_broke_is_found_again_whoever_lost_the_connection() -> None:
             a = await w.open()
             b, c = await two_private(w, a)
             lost: list[str] = []
-            b.on_lost(lost.append)
+            b.on_lost(lambda peer, channel: lost.append(peer))
             for ends, connection in [(b, a), (c, a), (a, b), (a, c), (b, c)]:
                 await until_it_is_there(w, b, c)
                 lost.clear()

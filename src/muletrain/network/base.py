@@ -64,7 +64,7 @@ class Frame:
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
 FrameHandler = Callable[[PeerId, Frame], Awaitable[None]]
 RefusalHandler = Callable[[PeerId, str], None]
-LossHandler = Callable[[PeerId], None]
+LossHandler = Callable[[PeerId, Channel], None]
 
 
 class Bounds(Protocol):
@@ -115,8 +115,8 @@ class Network(Protocol):
         ...
 
     def on_lost(self, handler: LossHandler) -> None:
-        """Tell ``handler`` of each peer that ended a stream with us. It may be gone, or only begin another stream; what
-        was under way is lost."""
+        """Tell ``handler`` (peer, channel) of each stream with a peer that ended, also if this side closed it after a
+        wrong frame. The peer may be gone, or only begin another stream; what was under way on this one is lost."""
         ...
 
     def heard_s(self, peer: PeerId) -> float:

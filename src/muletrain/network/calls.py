@@ -11,7 +11,9 @@ from muletrain.network.answers import Answers
 from muletrain.network.gated import reaching
 
 if TYPE_CHECKING:
-    from muletrain.network.base import CallHandler, LossHandler, PeerId
+    from collections.abc import Callable
+
+    from muletrain.network.base import CallHandler, PeerId
     from muletrain.network.delivery import Delivery
     from muletrain.network.gated import GatedP2P
 
@@ -25,7 +27,7 @@ class Calls:
     """The calls of one peer, and those to it. A request is a method's length (one byte), the method and the payload;
     an answer is OK or FAILED, then the answer or a reason."""
 
-    def __init__(self, p2p: GatedP2P, own: PeerId, delivery: Delivery, heard: LossHandler) -> None:
+    def __init__(self, p2p: GatedP2P, own: PeerId, delivery: Delivery, heard: Callable[[PeerId], None]) -> None:
         """``heard`` is told of each peer that calls or answers."""
         self._p2p, self._own, self._delivery, self._heard = p2p, own, delivery, heard
         self._answers = Answers(own, delivery)

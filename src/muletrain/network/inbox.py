@@ -59,22 +59,22 @@ class Inbox:
         self._taker = taker
         self._streams: dict[tuple[PeerId, Channel], _Stream] = {}
         """Only those that are in use: in a large fleet most are idle."""
-        self._senders: set[PeerId] = set()
+        self._known: set[tuple[PeerId, Channel]] = set()
 
     def __len__(self) -> int:
         """Streams on which a frame waits or is being handled."""
         return len(self._streams)
 
-    def knows(self, sender: PeerId) -> bool:
-        """Did ``sender`` ever open a stream to us?"""
-        return sender in self._senders
+    def knows(self, sender: PeerId, channel: Channel) -> bool:
+        """Did ``sender`` ever open a stream to us on ``channel``?"""
+        return (sender, channel) in self._known
 
     def put(self, sender: PeerId, channel: Channel, arrival: Arrival) -> Coroutine[Any, Any, None] | None:
         """Queue a frame. None: done; else the queue is full, and the result waits for room."""
         key = sender, channel
         if key not in self._streams:
             self._streams[key] = _Stream()
-            self._senders.add(sender)
+            self._known.add(key)
             self._taker.spawn(self._drain(sender, channel))
         stream = self._streams[key]
         if stream.frames.full():

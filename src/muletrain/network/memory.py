@@ -114,8 +114,9 @@ class MemoryHub:
             self._lost(self.peers[peer], self.peers[other])
 
     def _lost(self, peer: MemoryNetwork, other: MemoryNetwork) -> None:
-        if peer.inbox.knows(other.peer_id) or other.inbox.knows(peer.peer_id):
-            peer.spawn(peer.lose(other.peer_id))
+        a, b = peer.peer_id, other.peer_id
+        if ended := [c for c in Channel if peer.inbox.knows(b, c) or other.inbox.knows(a, c)]:
+            peer.spawn(peer.lose(b, ended))
 
     def reach(self, sender: PeerId, receiver: PeerId) -> MemoryNetwork:
         """Raises PeerUnreachable."""
@@ -156,7 +157,7 @@ class MemoryNetwork:
         self._moved = 0
         """Bytes of tensors that came."""
         self._carried: Counter[PeerId] = Counter()
-        self._on_lost: LossHandler = lambda peer: None
+        self._on_lost: LossHandler = lambda peer, channel: None
         self._jobs = Jobs()
         hub.peers[peer_id] = self
 
@@ -276,8 +277,9 @@ class MemoryNetwork:
             return True  # it was on its way when the link broke, or with a relay that died
         if await self._handle(sender, arrival.item) or sender == self.peer_id:
             return True
+        self._on_lost(sender, channel)
         if (other := self._hub.peers.get(sender)) is not None:  # what it sends before it hears of this is lost
-            await other.lose(self.peer_id, channel)
+            await other.lose(self.peer_id, [channel], closed=True)
         return False
 
     async def _handle(self, sender: PeerId, item: bytes | Frame) -> bool:
@@ -296,12 +298,14 @@ class MemoryNetwork:
         self.counters.received[sender, frame.kind] += nbytes
         return await self._delivery.deliver(sender, frame)
 
-    async def lose(self, peer: PeerId, *channels: Channel) -> None:
-        """See that streams with ``peer`` ended, when word of it comes; ``peer`` closed those on ``channels``."""
+    async def lose(self, peer: PeerId, channels: Collection[Channel], *, closed: bool = False) -> None:
+        """See that streams with ``peer`` ended, when word of it comes. ``closed``: ``peer`` closed ours."""
         await asyncio.sleep(self._hub.delay_s(peer, self.peer_id))
         await self._hub.barriers.taken(peer, self.peer_id)
-        self.streams.broke(peer, channels)
-        self._on_lost(peer)
+        if closed:
+            self.streams.broke(peer, channels)
+        for channel in channels:
+            self._on_lost(peer, channel)
 
     def heard_s(self, peer: PeerId) -> float:
         return self._heard.get(peer, float("-inf"))

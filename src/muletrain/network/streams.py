@@ -28,7 +28,7 @@ from muletrain.wire.frame import pack, read_frame
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
 
-    from muletrain.network.base import LossHandler
+    from muletrain.network.base import LossHandler, PeerId
     from muletrain.network.pacing import Pacer
     from muletrain.wire.frame import Door
 
@@ -59,7 +59,13 @@ class Outgoing:
     """Our stream to one peer on one channel."""
 
     def __init__(
-        self, p2p: GatedP2P, peer: str, channel: Channel, pacer: Pacer, heard: LossHandler, lost: LossHandler
+        self,
+        p2p: GatedP2P,
+        peer: str,
+        channel: Channel,
+        pacer: Pacer,
+        heard: Callable[[PeerId], None],
+        lost: LossHandler,
     ) -> None:
         """``heard`` is told when a receipt comes, ``lost`` when the receiver ends the stream."""
         self._p2p, self._peer, self._channel, self._pacer = p2p, peer, channel, pacer
@@ -197,7 +203,7 @@ class Outgoing:
             while self._acknowledged(connection, *RECEIPT.unpack(await connection.reader.readexactly(RECEIPT.size))):
                 self._heard(self._peer)
         self._end(connection)
-        self._lost(self._peer)
+        self._lost(self._peer, self._channel)
 
     def _acknowledged(self, connection: _Connection, total: int, received_s: float) -> bool:
         """False for a receipt that makes no sense."""
@@ -258,7 +264,7 @@ class Incoming:
     """When the last bytes of each sender came, by the loop's clock."""
     moved: int = 0
     """Bytes that came on paced channels."""
-    _open: dict[tuple[str, str], tuple[asyncio.StreamWriter, asyncio.Event]] = field(default_factory=dict)
+    _open: dict[tuple[str, Channel], tuple[asyncio.StreamWriter, asyncio.Event]] = field(default_factory=dict)
 
     def close(self, sender: str) -> None:
         """Close all streams of ``sender``."""
@@ -271,22 +277,18 @@ class Incoming:
         self.moved += nbytes
 
     async def frames(
-        self, sender: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door
+        self, sender: str, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door
     ) -> AsyncGenerator[Frame, None]:
-        """Yield each frame until the stream ends. Raises Malformed for bytes that are no frame, and what ``door``
-        raises."""
-        done = asyncio.Event()
-        key: tuple[str, str] | None = None
-        receipts: _Receipts | None = None
+        """Yield each frame after the hello until the stream ends. Raises Malformed for bytes that are no frame, and
+        what ``door`` raises."""
+        done, key, paced = asyncio.Event(), (sender, channel), channel is not Channel.CONTROL
+        previous = self._open.get(key)
+        self._open[key] = writer, done
+        receipts = _Receipts(writer.transport, lambda nbytes: self._came(sender, nbytes * paced), paced=paced)
         try:
-            key = sender, await _greet(reader, writer)
-            previous = self._open.get(key)
-            self._open[key] = writer, done
             if previous is not None:
                 previous[0].close()
                 await previous[1].wait()
-            paced = key[1] != Channel.CONTROL
-            receipts = _Receipts(writer.transport, lambda nbytes: self._came(sender, nbytes * paced), paced=paced)
             intake = Intake.take_over(reader, writer, receipts.came)
             while True:
                 yield await read_frame(intake, self.max_payload, door)
@@ -294,14 +296,14 @@ class Incoming:
             return  # the sender closed it, or is gone
         finally:
             done.set()
-            if receipts is not None:
-                receipts.stop()
-            if key is not None and self._open.get(key, (None, None))[1] is done:
+            receipts.stop()
+            if self._open.get(key, (None, None))[1] is done:
                 del self._open[key]
 
 
-async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-    """Read and accept the hello, and return its channel. Raises Malformed."""
+async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
+    """Read and accept the hello, and return its channel. Raises Malformed; IncompleteReadError and ConnectionError if
+    the stream ends before."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await read_frame(reader, 0, max_header=MAX_HELLO)
@@ -311,4 +313,4 @@ async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             await writer.drain()
     except TimeoutError:
         raise Malformed(f"no hello on a new stream within {HELLO_TIMEOUT_S:.0f} s") from None
-    return str(hello.header["channel"])
+    return Channel(hello.header["channel"])

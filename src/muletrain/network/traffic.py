@@ -11,7 +11,7 @@ from muletrain.network.delivery import Counters
 from muletrain.network.gated import reaching
 from muletrain.network.jobs import Jobs
 from muletrain.network.pacing import Pacer
-from muletrain.network.streams import FRAMES, Incoming, Outgoing
+from muletrain.network.streams import FRAMES, Incoming, Outgoing, greet
 from muletrain.wire.frame import pack, reread, size
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Traffic:
     def __init__(self, p2p: GatedP2P, own: PeerId, delivery: Delivery, max_frame_bytes: int) -> None:
         self._p2p, self._own_id, self._delivery = p2p, own, delivery
         self.counters, self.pacer = Counters(), Pacer()
-        self.lost: LossHandler = lambda peer: None
-        """Told of a peer with which a stream ended."""
+        self.lost: LossHandler = lambda peer, channel: None
+        """See ``Network.on_lost``."""
         self._incoming = Incoming(max_frame_bytes)
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
         self._own: dict[Channel, asyncio.Queue[Frame]] = {}
@@ -93,32 +93,38 @@ class Traffic:
             outgoing.stop()
         await self._jobs.end()
 
-    def _ended(self, peer: PeerId) -> None:
+    def _ended(self, peer: PeerId, channel: Channel) -> None:
         if not self._jobs.over:
-            self.lost(peer)
+            self.lost(peer, channel)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive until the stream ends or brings something wrong; a correct peer opens another."""
         sender = info.peer_id.to_base58()
         with self._jobs.serving():
-            if await self._received(sender, reader, writer):
-                self._ended(sender)
+            try:
+                channel = await greet(reader, writer)
+            except ProtocolError as e:
+                self._delivery.refuse(sender, e)
+                return
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return  # no frame was sent on it
+            await self._receive(sender, channel, reader, writer)
+            self._ended(sender, channel)
 
-    async def _received(self, sender: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """False: we close the stream ourselves, after a wrong frame or because ``sender`` is not admitted any more."""
+    async def _receive(
+        self, sender: PeerId, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            frames = self._incoming.frames(sender, reader, writer, self._delivery.door(sender))
+            frames = self._incoming.frames(sender, channel, reader, writer, self._delivery.door(sender))
             async with aclosing(frames):
                 async for frame in frames:
                     if not self._p2p.gate.admitted(sender):
-                        return False
+                        return
                     self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
                     if not await self._delivery.deliver(sender, frame):
-                        return False
+                        return
         except ProtocolError as e:
             self._delivery.refuse(sender, e)
-            return False
-        return True
 
     def _own_queue(self, channel: Channel) -> asyncio.Queue[Frame]:
         if channel not in self._own:

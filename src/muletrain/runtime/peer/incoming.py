@@ -17,7 +17,7 @@ from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, 
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Frame, PeerId
+    from muletrain.network.base import Channel, Frame, PeerId
     from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
@@ -173,9 +173,9 @@ class Incoming:
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
-    def _on_lost(self, peer: PeerId) -> None:
+    def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
-        self._runner.state.averager.broken(peer)
+        self._runner.state.averager.broken(peer, channel)
         if not self._position.life.done:
             self._ctx.detector.look_after(peer, self._position.lineage, self._position.step)
 

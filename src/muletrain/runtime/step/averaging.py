@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.network.base import PeerId
+    from muletrain.network.base import Channel, PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.step.rounds import Holders
     from muletrain.wire.codec import Encoded
@@ -134,6 +134,8 @@ class Averager:
         self._inbox = _Inbox()
         self._limits = Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
+        self._missed: set[PeerId] = set()
+        """Members whose stream ended before a chunk that we waited for."""
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
         """Chunks being sent, by member."""
@@ -160,6 +162,7 @@ class Averager:
     def begin(self) -> None:
         """Begin an attempt: no chunks of it were sent yet."""
         self._broken.clear()
+        self._missed.clear()
         self._attendance = None
 
     def owing(self) -> dict[PeerId, int]:
@@ -171,15 +174,19 @@ class Averager:
         return set(self._sending)
 
     def silent(self) -> dict[PeerId, int]:
-        """Live members whose chunks of this attempt are long overdue; see ``owing``."""
-        return {} if self._attendance is None else self._attendance.silent
+        """Live members whose chunks of this attempt are long overdue, see ``owing``, or were lost with their stream."""
+        overdue = {} if self._attendance is None else self._attendance.silent
+        return dict.fromkeys(self._missed, 1) | overdue
 
     def absent(self) -> tuple[PeerId, ...]:
         """The member of this attempt that is at another step."""
         return () if self._attendance is None else self._attendance.absent
 
-    def broken(self, member: PeerId) -> None:
-        """A stream from ``member`` ended. It may live, but chunks on the way are lost, and it does not know that."""
+    def broken(self, member: PeerId, channel: Channel) -> None:
+        """A stream with ``member`` ended. It may live, but chunks on the way are lost, and it does not know that. Only
+        one channel carries chunks."""
+        if channel is not Shard.CHANNEL:
+            return
         self._broken.add(member)
         for (_, _, sender, _), waiter in self._inbox.waiting.items():
             if sender == member and not waiter.done():
@@ -281,6 +288,7 @@ class Averager:
             await self._ctx.clock.sleep(LINGER_S)
             late = self._inbox.get(key)
             if not late.done():
+                self._missed |= self._broken & {sender}
                 raise
             return late.result()
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.microbatch.messages import Gap
-from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, RoundEntry, Seal, ShardFacts
+from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Reduced, RoundEntry, Seal, Shard, ShardFacts
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
+from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
     import random
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.core.messages import Message
 
-LIES = ("entries", "expels", "records", "views", "progress", "claims", "gaps", "copies", "parts")
+LIES = ("entries", "expels", "records", "views", "progress", "claims", "gaps", "copies", "parts", "chunks")
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
-to newcomers, and parts of checkpoints."""
+to newcomers, parts of checkpoints, and the gradient that it averages."""
 
 
 class Liar:
@@ -81,6 +82,8 @@ class Liar:
         message = frame.message
         if self.how == "views" and isinstance(message, Seal):
             return self._alone(message).frame(frame.tensors)
+        if self.how == "chunks" and isinstance(message, Shard | Reduced):
+            return message.frame([encode_raw(b"no gradient")])
         if self.how == "parts" and isinstance(message, PartReady):
             return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)
         return frame
