@@ -39,7 +39,7 @@ PlanFile = Annotated[
         "which stage.",
     ),
 ]
-Strategy = Annotated[
+StrategyChoice = Annotated[
     Choice | None, typer.Option(help="Use this strategy of the plan. Default: the one that the plan recommends.")
 ]
 Where = Annotated[

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import ConfigFile, JsonLines, Overrides, PlanFile, Resume, Strategy, Trace
+from muletrain.cli.options import ConfigFile, JsonLines, Overrides, PlanFile, Resume, StrategyChoice, Trace
 from muletrain.policy.chaos import HELP as CHAOS_HELP
 
 
@@ -18,7 +18,7 @@ def run(
     ] = None,
     trace: Trace = None,
     plan: PlanFile = None,
-    strategy: Strategy = None,
+    strategy: StrategyChoice = None,
     json: JsonLines = False,
 ) -> None:
     """Train with a local fleet: every peer is a process on this machine.

@@ -14,7 +14,7 @@ from muletrain.cli.options import (
     PlanFile,
     Port,
     Resume,
-    Strategy,
+    StrategyChoice,
 )
 
 Probe = Annotated[
@@ -44,7 +44,7 @@ def start(
     announce: Announce = None,
     resume: Resume = None,
     plan: PlanFile = None,
-    strategy: Strategy = None,
+    strategy: StrategyChoice = None,
     name: MachineName = None,
     probe: Probe = False,
     share_data: ShareData = False,
