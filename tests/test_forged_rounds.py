@@ -209,6 +209,6 @@ def test_a_member_of_a_slow_round_that_says_it_is_a_step_ahead_is_left_out_of_th
     slow = tuple((peer, 1.6e6) for peer in ("peer-0a", "peer-0b", "peer-0c", "peer-1a"))
     lies = Fault(8.0, "lie", ("peer-0c",), FOR_EVER_S, how="progress")
     outcome = play(Scenario(3, (3, 1), 2, 2, 9, 0.01, (lies,), narrow=slow, weight=400.0, longer=10.0))
-    assert set(outcome.ends.values()) == {"finished"}
+    assert {end for peer, end in outcome.ends.items() if peer != "peer-0c"} == {"finished"}
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(said(outcome, "is alive, but at step")) > 1
