@@ -324,6 +324,7 @@ def test_a_refused_frame_on_the_channel_of_chunks_fails_the_round_at_once_and_co
         assert group["b"][1].silent() == {"c": 1}
         group["b"][1].begin()
         assert group["b"][1].silent() == {}
+        assert group["b"][1].owing() == {}, "else later rounds wait for a member that is not in them"
         assert not work[0].done()
         work[0].cancel()
 

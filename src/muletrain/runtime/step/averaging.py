@@ -288,6 +288,7 @@ class Averager:
             await self._ctx.clock.sleep(LINGER_S)
             late = self._inbox.get(key)
             if not late.done():
+                late.cancel()  # else ``sender`` would owe us a chunk of this round in later ones, too
                 self._missed |= self._broken & {sender}
                 raise
             return late.result()
