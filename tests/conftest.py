@@ -6,6 +6,10 @@ import signal
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is slow now and then; pytest ends what hangs
+settings.load_profile("no deadline")
 
 NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
 
