@@ -113,7 +113,10 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
         seconds, checks = [], []
         for step in range(ROUNDS + WARM_UP):
-            round_ = Round(step.to_bytes(32), bytes(32), step, 0, tuple(ids), tuple(ids), members, SIZE, False)
+            everyone = tuple(ids)
+            round_ = Round(
+                step.to_bytes(32), bytes(32), step, 0, everyone, everyone, everyone, members, SIZE, stop=False
+            )
             begin = time.perf_counter()
             result, shards = await averager.reduce(round_, vector)
             entry = RoundEntry(
