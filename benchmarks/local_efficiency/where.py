@@ -17,7 +17,7 @@ from muletrain.events import StepApplied, StepDone
 from muletrain.runs.assemble import RunFacts
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.fleet_run import run_fleet  # noqa: E402
+from tests.fleet_run import run_fleet
 
 if TYPE_CHECKING:
     from muletrain.events import Event
