@@ -117,6 +117,13 @@ def _runs(pid: str) -> bool:
         return False
 
 
+def test_who_is_behind_gets_what_it_misses_while_the_others_do_not_count_on_it() -> None:
+    """After a partition one peer lacks a gradient. Its donors mark it down, since it is still at the step before."""
+    outcome = play(draws.draw(911))
+    assert outcome.violations == []
+    assert outcome.virtual_s < 300.0
+
+
 @pytest.mark.slow
 def test_a_seed_replays_its_run_exactly() -> None:
     """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays

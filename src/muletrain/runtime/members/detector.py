@@ -276,14 +276,16 @@ class FailureDetector:
             self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}
         return tuple(worth)
 
-    def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False) -> None:
+    def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False, reached: bool = False) -> None:
         """Do not count on ``peer`` until it is heard of again. This changes routing and rounds only. ``declines``: see
-        ``Roster.dead``."""
+        ``Roster.dead``. ``reached``: it answers, so what is on its way to it continues: it may need that to be of use
+        again."""
         self.clear(peer)
         if self._peer.roster.dead(peer, declines=declines):
             self._peer.emit(PeerSuspected(peer_id=peer, reason=reason))
             self.give_up(peer, reason)
-            self._peer.net.give_up(peer)
+            if not reached:
+                self._peer.net.give_up(peer)
             self._peer.news.hurry()
 
     def mark_back(self, peer: PeerId) -> bool:

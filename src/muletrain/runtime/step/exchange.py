@@ -206,7 +206,7 @@ class Exchange:
         now = self._ctx.clock.now()
         if now - self._late.setdefault(peer, now) >= self._observed.late.seconds():
             self._late[peer] = now  # else every answer would mark it down again
-            self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}")
+            self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}", reached=True)
 
     async def ask_everyone(self) -> None:
         """Ask everyone; in a large fleet some peers, and others the next time. Peers that are down are asked, too, since
