@@ -124,6 +124,12 @@ def test_who_is_behind_gets_what_it_misses_while_the_others_do_not_count_on_it()
     assert outcome.virtual_s < 300.0
 
 
+def test_a_donor_whose_blocks_do_not_come_gives_way_to_another() -> None:
+    """Between two replicas only small frames pass, so each answers the other's probes; the third has the gradient, too."""
+    faults = Fault(3.8, "join", ("peer-2j0",)), Fault(5.2, "small", ("peer-1a", "peer-1b"), FOR_EVER_S, limit=2000)
+    assert play(Scenario(1117, (3, 3, 1), 2, 2, 9, 0.1, faults, disk_s=0.01)).violations == []
+
+
 @pytest.mark.slow
 def test_a_seed_replays_its_run_exactly() -> None:
     """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays

@@ -283,7 +283,7 @@ class Downloader:
                 share = -(-len(queue) // (LANES * len(good)))  # every donor sends a part of a small copy, too
                 run = [queue.popleft() for _ in range(min(RUN, most, share))]
                 try:
-                    await self._run(partial, donor, run)
+                    await self._run(partial, donor, run, good)
                 except (NetworkError, ProtocolError) as e:
                     reason = f"{donor[-6:]}: {e}"
                     if donor in good:
@@ -301,8 +301,8 @@ class Downloader:
                 f"{len(partial.missing)} of {partial.manifest.blocks} blocks did not come from any donor ({reason})"
             )
 
-    async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int]) -> None:
-        """Download the blocks of one call, and check each as it arrives."""
+    async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int], good: list[PeerId]) -> None:
+        """Download the blocks of one call, and check each as it arrives. ``good``: donors that have not failed."""
         ctx = self.ctx
         self._largest = max(self._largest, partial.manifest.block)
         expected = {k: _Expected(partial.room(k)) for k in run}
@@ -315,7 +315,7 @@ class Downloader:
                 call = ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
                 await unless_done(expected[run[0]].whole, call)
                 for k, block in expected.items():
-                    await self._block(donor, block.whole, f"block {k} from {donor[-6:]}")
+                    await self._block(donor, block.whole, f"block {k} from {donor[-6:]}", good)
                     if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
                         raise ProtocolError(f"block {k} is not what the manifest says")
                     await partial.keep(ctx, k, block.into)
@@ -323,13 +323,15 @@ class Downloader:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)
 
-    async def _block(self, donor: PeerId, whole: asyncio.Future[None], what: str) -> None:
-        """Wait for one block. A slow link is no reason to give up while blocks arrive. Raises DeadlineExceeded."""
+    async def _block(self, donor: PeerId, whole: asyncio.Future[None], what: str, good: list[PeerId]) -> None:
+        """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
+        it may have more urgent traffic. Raises DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         while True:
             since = max(begin, self._came)
             waited_s = clock.now() - since
-            silent_s, limit_s = min(waited_s, self.ctx.detector.silent_s(donor)), self.deadline.seconds(self._breaks)
+            limit_s = self.deadline.seconds(self._breaks)
+            silent_s = waited_s if len(good) > 1 else min(waited_s, self.ctx.detector.silent_s(donor))
             if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
             left_s = min(limit_s - silent_s, LONGEST_S - waited_s)
