@@ -65,6 +65,8 @@ class StageSetup:
     """Memory for graphs kept between forward and backward under 'auto' [bytes]."""
     inline: bool = False
     """Compute in the caller's thread (virtual event loops)."""
+    updates: bool = True
+    """The optimizer's moments are kept here. False: this machine only computes gradients."""
     masks: type[Masks] = Masks
     """Makes the dropout masks of a microbatch from (seed, step, index)."""
 
@@ -91,6 +93,7 @@ class StageArithmetic:
             device=setup.device,
             dtype=precision_dtype(setup.precision),
             source=source or (lambda name: initial_weight(self.spec, name, shapes[name], setup.seed)),
+            updates=setup.updates,
         )
         self.scale = LossScale(fp16=setup.precision is Precision.FP16, versions=len(versions))
         self._lock = threading.Lock()
@@ -101,7 +104,7 @@ class StageArithmetic:
 
     def _run(self, mb: Microbatch, inputs: Tensor) -> Tensor:
         """fp32 output of ``mb``."""
-        masks = self.setup.masks(self.setup.seed, mb.step, mb.index)
+        masks = self.setup.masks(self.setup.seed, mb.step, mb.index, mb.first)
         output: Tensor = self.module(mb.step)(inputs, masks).float()
         return output
 
@@ -130,12 +133,15 @@ class StageArithmetic:
     def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
     ) -> tuple[float, Gradients, Tensor | None]:
-        """Compute and differentiate ``mb``. Returns the mean loss [nats/token], and what ``differentiate`` returns."""
+        """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: its share of the
+        microbatch's), and what ``differentiate`` returns."""
         checks.check_token_values("targets", targets, self.spec.vocab)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.enable_grad():
             logits = self._run(mb, leaf)
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+            if mb.whole:
+                loss = loss * mb.share(inputs.shape[0])
             nats = float(loss.detach())
         with self._timed("backward_s"):
             seed = torch.full_like(loss, self.scale.of(mb.step))
@@ -168,6 +174,10 @@ class StageArithmetic:
         """Add the gradients of one microbatch, as ``differentiate`` returned them, to the accumulator of ``step``."""
         self.weights.accumulate(gradients, step, self.scale.of(step))
 
+    def add(self, gradient: Tensor, step: int) -> None:
+        """Add ``gradient``, fp32 [P], to the accumulator of ``step``."""
+        self.weights.accumulator(step).add_(gradient.to(self.setup.device))
+
     def clear(self, step: int) -> None:
         """Empty the accumulator of ``step``."""
         self.weights.accumulator(step).zero_()
@@ -184,6 +194,16 @@ class StageArithmetic:
         """BLAKE3 over the fp32 weights."""
         with self._locked():
             return self.weights.digest()
+
+    def copied_weights(self) -> Tensor:
+        """A copy of the fp32 weights on the CPU, flat [P]."""
+        with self._locked():
+            return self.weights.masters.to("cpu", copy=True)
+
+    def load_weights(self, weights: Tensor) -> None:
+        """Replace the weights by ``weights``, flat fp32 [P]."""
+        with self._locked():
+            self.weights.load(weights)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of weights, moments and loss scale."""

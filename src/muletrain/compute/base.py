@@ -11,6 +11,7 @@ What every implementation promises:
 * A microbatch's gradient is in the accumulator exactly if its call returned. A cancelled or failed call adds nothing.
 * ``gradient``, ``state`` and ``digest`` see every call that returned before them.
 * Forward and backward of a microbatch use the same weights: those of its step.
+* The gradient of a *part* of a microbatch (``Microbatch.whole``) is kept beside the accumulator until ``count`` adds it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ R = TypeVar("R")
 
 
 class Microbatch(NamedTuple):
-    """Identity of a microbatch, from which its tokens and dropout masks follow (CONTRIBUTING, "How a step goes", 1)."""
+    """Identity of a microbatch, or of a part of one, from which its tokens and dropout masks follow (CONTRIBUTING, "How
+    a step goes", 1)."""
 
     step: int
     index: int  # type: ignore[assignment]  # the field's name is the papers'; tuple.index is never used
+    first: int = 0
+    """The sequence with which the part begins."""
+    whole: int = 0
+    """Sequences of the microbatch that this is a part of; 0: it is no part. Losses and gradients of parts are weighted
+    by their share, so that they add up to those of the microbatch."""
+
+    def share(self, sequences: int) -> float:
+        """Returns which share of its microbatch ``sequences`` are."""
+        return sequences / self.whole if self.whole else 1.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,20 @@ class Compute(Protocol):
         ...
 
     def discard(self, mb: Microbatch) -> None:
-        """Forget what ``forward`` kept for ``mb``, if anything."""
+        """Forget what ``forward`` kept for ``mb``, and the gradient of a part that was not counted, if anything."""
+        ...
+
+    def count(self, mb: Microbatch) -> None:
+        """Add the gradient of ``mb``, a part, to the accumulator. Raises KeyError when none is kept."""
+        ...
+
+    def add(self, step: int, gradient: Tensor) -> None:
+        """Add a gradient that was summed elsewhere, flat fp32 [P] on the CPU, to the accumulator of ``step``."""
+        ...
+
+    async def gather(self, step: int) -> None:
+        """Returns when everything that was accumulated for ``step`` is here: ``gradient`` needs no other machine
+        then. Called before the accumulator is sealed."""
         ...
 
     async def gradient(self, step: int) -> Tensor:
@@ -109,6 +133,14 @@ class Compute(Protocol):
         """BLAKE3 of the newest fp32 weights, which replicas of a lineage compare."""
         ...
 
+    async def copied_weights(self) -> Tensor:
+        """A copy of the newest fp32 weights, flat [P], on the CPU: what ``digest`` is of."""
+        ...
+
+    async def load_weights(self, weights: Tensor) -> None:
+        """Replace the weights by ``weights``, flat fp32 [P] on the CPU."""
+        ...
+
     async def state(self) -> dict[str, Tensor]:
         """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU.
         Under delayed updates it also has 'delayed/NAME', the weights before the newest, and 'step', the step that
@@ -122,6 +154,10 @@ class Compute(Protocol):
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:
         """Run CPU work (quantising, summing, hashing) in a thread beside the compute thread."""
+        ...
+
+    async def end(self, *, over: bool) -> None:
+        """This peer serves the stage no more; ``over``: because the run has ended."""
         ...
 
     def close(self) -> None:

@@ -83,6 +83,21 @@ class PacedCompute:
     def discard(self, mb: Microbatch) -> None:
         self._inner.discard(mb)
 
+    def count(self, mb: Microbatch) -> None:
+        self._inner.count(mb)
+
+    def add(self, step: int, gradient: Tensor) -> None:
+        self._inner.add(step, gradient)
+
+    async def gather(self, step: int) -> None:
+        await self._inner.gather(step)
+
+    async def copied_weights(self) -> Tensor:
+        return await self._inner.copied_weights()
+
+    async def load_weights(self, weights: Tensor) -> None:
+        await self._inner.load_weights(weights)
+
     async def gradient(self, step: int) -> Tensor:
         return await self._inner.gradient(step)
 
@@ -100,6 +115,9 @@ class PacedCompute:
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:
         return await self._inner.offload(fn, *args)
+
+    async def end(self, *, over: bool) -> None:
+        await self._inner.end(over=over)
 
     def close(self) -> None:
         self._inner.close()

@@ -62,6 +62,8 @@ class TorchCompute:
         self._slot, self._staging = Slot(), staging_for(setup.device)
         self._changed: Future[None] | None = None
         """The last change of the accumulator."""
+        self._uncounted: dict[Microbatch, Gradients] = {}
+        """Gradients of parts, until they count."""
 
     def _empty(self, spec: ModelSpec, cut: Cut) -> Stage:
         """The stage, without storage."""
@@ -115,6 +117,10 @@ class TorchCompute:
 
     def discard(self, mb: Microbatch) -> None:
         self._stash.discard(mb)
+        self._uncounted.pop(mb, None)
+
+    def count(self, mb: Microbatch) -> None:
+        self._add(self._uncounted.pop(mb), mb.step)
 
     def _check_shape(self, inputs: Tensor) -> None:
         if self.stage == 0:
@@ -125,10 +131,20 @@ class TorchCompute:
     # The accumulator and the step -----------------------------------------------------------------------------------
 
     def _commit(self, mb: Microbatch, gradients: Gradients) -> None:
+        if gradients and mb.whole:
+            self._uncounted[mb] = gradients
+        elif gradients:
+            self._add(gradients, mb.step)
+
+    def _add(self, gradients: Gradients, step: int) -> None:
         """Queue the addition; whatever is called later sees it."""
-        if gradients:
-            work = self.arithmetic.accumulate
-            self._changed = self.threads.submit(self.threads.compute, work, gradients, mb.step)
+        self._changed = self.threads.submit(self.threads.compute, self.arithmetic.accumulate, gradients, step)
+
+    def add(self, step: int, gradient: Tensor) -> None:
+        self._changed = self.threads.submit(self.threads.compute, self.arithmetic.add, gradient, step)
+
+    async def gather(self, step: int) -> None:
+        """Everything is here."""
 
     def clear(self, step: int) -> None:
         self._changed = self.threads.submit(self.threads.compute, self.arithmetic.clear, step)
@@ -166,6 +182,14 @@ class TorchCompute:
     async def digest(self) -> bytes:
         return await self._read(self.arithmetic.digest)
 
+    async def copied_weights(self) -> Tensor:
+        return await self._read(self.arithmetic.copied_weights)
+
+    async def load_weights(self, weights: Tensor) -> None:
+        """Raises ProtocolError unless ``weights`` is fp32 [P]."""
+        checks.check_gradient_shape(weights, (self.n_params,))
+        await self._compute(self.arithmetic.load_weights, weights)
+
     async def state(self) -> dict[str, Tensor]:
         return await self._read(self.arithmetic.state)
 
@@ -185,6 +209,9 @@ class TorchCompute:
 
     async def _compute(self, fn: Callable[..., R], *args: object) -> R:
         return await self.threads.run(self.threads.compute, fn, *args)
+
+    async def end(self, *, over: bool) -> None:
+        """Nobody needs to hear of it."""
 
     def close(self) -> None:
         self.threads.close()

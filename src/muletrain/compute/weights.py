@@ -40,7 +40,9 @@ class StageWeights:
         device: torch.device,
         dtype: torch.dtype,
         source: Callable[[str], Tensor],
+        updates: bool = True,
     ) -> None:
+        """``updates`` false: no moments are kept, so ``apply`` and ``state`` are not available."""
         self.layout = FlatLayout.of(versions[0].shapes())
         state_device = torch.device("cpu") if optimizer.state_device == "cpu" else device
         self.masters = torch.empty(self.layout.size, device=state_device)
@@ -50,7 +52,8 @@ class StageWeights:
         newest = self.masters if self._direct else self.masters.to(device, dtype)
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
-        self.rule = make_rule(optimizer, total_steps, self.layout, state_device)
+        if updates:
+            self.rule = make_rule(optimizer, total_steps, self.layout, state_device)
         self._accumulators = [torch.zeros(self.layout.size, device=device) for _ in versions]
         self._accumulator_views = [list(self.layout.views(a).values()) for a in self._accumulators]
         self.next = 0
@@ -93,6 +96,13 @@ class StageWeights:
             newest.copy_(self.masters)
         accumulator.zero_()
         self.next = step + 1
+
+    def load(self, weights: Tensor) -> None:
+        """Replace the weights of all versions by ``weights``, flat fp32 [P]."""
+        self.masters.copy_(weights)
+        for working in self._working:
+            if working is not self.masters:
+                working.copy_(self.masters)
 
     def digest(self) -> bytes:
         """BLAKE3 of the masters."""

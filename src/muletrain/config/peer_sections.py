@@ -87,6 +87,17 @@ class PipelineConfig(Section):
         return [*(name for row in self.seats for name in dict.fromkeys(row)), *self.spares]
 
 
+class HubConfig(Section):
+    """Strategy 'hub': reliable peers serve the stages, and clients compute for them."""
+
+    clients: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="clients of a local fleet; any number makes the strategy 'hub': who joins with --reliable serves, everyone else is a "
+        "client [peers]",
+        examples=[4],
+    )
+
+
 class NetworkConfig(Section):
     """Where a peer listens."""
 

@@ -14,6 +14,7 @@ from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, mo
 
 from muletrain.config.peer_sections import (
     FleetConfig,
+    HubConfig,
     NetworkConfig,
     PipelineConfig,
     check_fleet,
@@ -258,6 +259,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     fleet: FleetConfig = FleetConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    hub: HubConfig = HubConfig()
     wire: WireConfig = WireConfig()
     compute: ComputeConfig = ComputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -50,6 +50,9 @@ from muletrain.events.log import (
 )
 from muletrain.events.notices import (
     AveragingFailed,
+    ClientEnlisted,
+    ClientLate,
+    ClientLost,
     DeviceBack,
     DeviceLate,
     DirectoryFailed,
@@ -91,6 +94,9 @@ __all__ = [
     "AveragingFailed",
     "CheckpointFailed",
     "CheckpointWritten",
+    "ClientEnlisted",
+    "ClientLate",
+    "ClientLost",
     "DeviceBack",
     "DeviceLate",
     "DirectoryFailed",

@@ -333,3 +333,40 @@ class PartNotKept(Notice):
     TEXT = "this peer does not keep its copy of a checkpoint part: {reason}"
     level = "info"
     reason: str
+
+
+# Clients of a pool -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ClientEnlisted(Notice):
+    """A client begins to work for this server."""
+
+    TEXT = "client {name} works for stage {stage}"
+    level = "info"
+    peer_id: str
+    name: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class ClientLost(Notice):
+    """A client is gone. Gradients of ``parts`` that it had are computed again."""
+
+    peer_id: str
+    name: str
+    reason: str
+    parts: int
+
+    @property
+    def message(self) -> str:
+        return f"client {self.name} is gone ({self.reason}); {plural(self.parts, 'part')} computed again"
+
+
+@dataclass(frozen=True)
+class ClientLate(Notice):
+    """A client takes unusually long; others may compute what it has."""
+
+    TEXT = "client {name} is late: others may take what it has"
+    peer_id: str
+    name: str

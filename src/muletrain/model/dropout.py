@@ -27,23 +27,28 @@ class Masks:
     seed: int
     step: int
     index: int
+    first: int = 0
+    """The sequence of the microbatch with which this part of it begins."""
 
-    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
-        return keep_mask(self, site, count, probability, device)
+    def keep(self, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
+        return keep_mask(self, site, count, probability, device, skip)
 
 
-def keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+def keep_mask(
+    masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int = 0
+) -> Tensor:
     """uint8 [count]: 1 keeps the element, 0 drops it. ``site`` numbers the places of the model where dropout is
-    applied.
+    applied. ``skip``: elements of the microbatch before these.
     """
     key_1, key_2 = _keys(masks, site)
-    words = _counters(-(-count // 4), device) + key_1
+    whole, rest = divmod(skip, 4)
+    words = _counters(-(-(skip + count) // 4), device)[whole:] + key_1
     words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF)).mul_(
         _MUL_1
     )  # ">>" of int32 drags the sign along: cut it off
     words.bitwise_xor_((words >> 15).bitwise_and_(0x1FFFF)).add_(key_2).mul_(_signed(_MUL_2))
     words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF))
-    return (words.view(torch.uint8)[:count] >= drop_threshold(probability)).view(torch.uint8)
+    return (words.view(torch.uint8)[rest : rest + count] >= drop_threshold(probability)).view(torch.uint8)
 
 
 def drop_threshold(probability: float) -> int:
@@ -56,7 +61,8 @@ def dropout(x: Tensor, masks: Masks | None, site: int, probability: float) -> Te
     threshold = drop_threshold(probability)
     if masks is None or threshold == 0:
         return x
-    keep = masks.keep(site, x.numel(), probability, x.device).view(x.shape)
+    before = masks.first * x[0].numel()
+    keep = masks.keep(site, x.numel(), probability, x.device, before).view(x.shape)
     dropped: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
         x, keep, 256 / (256 - threshold)
     )

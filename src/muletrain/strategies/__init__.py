@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muletrain.strategies.hub import Hub
 from muletrain.strategies.pipeline import Pipeline
 from muletrain.strategies.swarm import SWARM
 
@@ -50,7 +51,7 @@ STRATEGIES: tuple[Listed, ...] = (
     Listed("swarm", lambda config: SWARM, ("swarm",)),
     Listed("pipeline", Pipeline.of, ("1f1b", "gpipe")),
     Listed("swap"),
-    Listed("hub"),
+    Listed("hub", Hub.of, ("hub",)),
 )
 CHOICES = tuple(choice for s in STRATEGIES for choice in s.choices)
 """Values of ``--strategy`` for a run."""

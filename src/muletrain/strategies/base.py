@@ -41,6 +41,11 @@ class Strategy(Protocol):
         """Does ``choose`` name one peer for each microbatch while all peers are there?"""
         ...
 
+    @property
+    def pooled(self) -> bool:
+        """Do clients compute for the peers of a stage (``runtime.pool``)?"""
+        ...
+
     def assign(self, view: View) -> tuple[Move, ...]:
         """Returns the peers that should serve another stage than now. If ``view`` has newcomers, it places them. Else,
         if the run rolls back (``View.stopped``), it fills stages without peers. Else it moves peers that are needed

@@ -41,6 +41,7 @@ class Pipeline:
     microbatches: tuple[int, ...]
     schedule: Schedule
     fixed = True
+    pooled = False
 
     @classmethod
     def of(cls, config: RunConfig) -> Pipeline | None:

@@ -21,6 +21,7 @@ class Swarm:
     """The strategy; it has no settings."""
 
     fixed = False
+    pooled = False
 
     def assign(self, view: View) -> tuple[Move, ...]:
         if view.newcomers:

@@ -160,6 +160,7 @@ class Peer:
         await self._begin()
         await self._steps(returned=comes)
         written = self.left or await self._ending.finish()
+        await self._ctx.compute.end(over=not self.left)
         announcing.cancel()
         if self.left and self.destination is None:
             with contextlib.suppress(TimeoutError):

@@ -143,6 +143,7 @@ class RoundAgreement:
         if self._ledger.in_flight:  # a microbatch arrived meanwhile
             await self._reruns.drained()
         accumulated = self._ledger.seal()
+        await self._waits.watched(ctx.compute.gather(state.step))
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
         view = self._company.members()
         state.announced = seal = Seal(

@@ -57,6 +57,21 @@ class HollowCompute:
     def discard(self, mb: Microbatch) -> None:
         pass
 
+    def count(self, mb: Microbatch) -> None:
+        pass
+
+    def add(self, step: int, gradient: Tensor) -> None:
+        pass
+
+    async def gather(self, step: int) -> None:
+        pass
+
+    async def copied_weights(self) -> Tensor:
+        return torch.zeros(PARAMS)
+
+    async def load_weights(self, weights: Tensor) -> None:
+        pass
+
     async def gradient(self, step: int) -> Tensor:
         return torch.full((PARAMS,), float(self._sums[step]))
 
@@ -86,6 +101,9 @@ class HollowCompute:
             _SAME[id(result)] = result
             _RESULTS[key] = args, result
         return _RESULTS[key][1]
+
+    async def end(self, *, over: bool) -> None:
+        """Nobody needs to hear of it."""
 
     def close(self) -> None:
         pass

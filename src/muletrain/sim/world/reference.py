@@ -64,7 +64,7 @@ class Tokens:
         return drawn[0], drawn[1]
 
     def batch(self, step: int, microbatches: int) -> tuple[Tensor, Tensor]:
-        """All inputs and all targets of a step, int64 [microbatches, T]."""
+        """All inputs and all targets of a step, int64 [microbatches * B, T]."""
         inputs, targets = zip(*(self.microbatch(step, index) for index in range(microbatches)), strict=True)
         return torch.from_numpy(np.concatenate(inputs)), torch.from_numpy(np.concatenate(targets))
 
@@ -111,8 +111,8 @@ def facts_of(scenario: Scenario) -> Facts:
             "model.context=4",
             "model.vocab=640",
             "model.dropout=0.1",
-            "train.microbatch=1",
-            f"train.batch={scenario.microbatches}",
+            f"train.microbatch={scenario.sequences}",
+            f"train.batch={scenario.microbatches * scenario.sequences}",
             f"train.steps={scenario.steps}",
             f"train.seed={scenario.seed}",
             f"fleet.stages={len(scenario.stages)}",
@@ -124,6 +124,7 @@ def facts_of(scenario: Scenario) -> Facts:
             "wire.gradients=fp32",
             "compute.precision=fp32",
             "checkpoint.every=0",
+            *([f"hub.clients={len(scenario.clients)}"] if scenario.clients else []),
             *scenario.overrides,
         ],
     )
@@ -132,7 +133,7 @@ def facts_of(scenario: Scenario) -> Facts:
         stages=len(scenario.stages),
         steps=scenario.steps,
         microbatches=scenario.microbatches,
-        sequences=1,
+        sequences=scenario.sequences,
         width=spec.width,
         vocab=spec.vocab,
         sequence_length=functools.partial(
@@ -162,21 +163,23 @@ def facts_of(scenario: Scenario) -> Facts:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device) -> Tensor:
-    return keep_mask(masks, site, count, probability, device)
+def _keep_mask(
+    masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int
+) -> Tensor:
+    return keep_mask(masks, site, count, probability, device, skip)
 
 
 class _KnownMasks(Masks):
     """Drawn once: the single process, forward passes and those that are repeated want the same."""
 
-    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
-        return _keep_mask(self, site, count, probability, device)
+    def keep(self, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
+        return _keep_mask(self, site, count, probability, device, skip)
 
 
 class _MasksOfAll(Masks):
     """Of the microbatches up to ``index``, one after the other."""
 
-    def keep(self, site: int, count: int, probability: float, device: torch.device) -> Tensor:
+    def keep(self, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
         each = [_KnownMasks(self.seed, self.step, index) for index in range(self.index)]
         return torch.cat([masks.keep(site, count // len(each), probability, device) for masks in each])
 
@@ -197,7 +200,7 @@ class SingleProcess(VirtualCompute):
     step together."""
 
     def __init__(self, facts: Facts, setup: StageSetup) -> None:
-        self._runs = facts.cut
+        self._runs, self._each = facts.cut, facts.plan.sequences
         super().__init__(facts.spec, facts.spec.cut(1), 0, setup, facts.given)
 
     def _empty(self, spec: ModelSpec, cut: Cut) -> Stage:
@@ -205,13 +208,14 @@ class SingleProcess(VirtualCompute):
 
     def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
         """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens
-        [microbatches, T]."""
-        setup = self.arithmetic.setup
+        [microbatches * B, T]."""
+        setup, microbatches = self.arithmetic.setup, len(inputs) // self._each
         if setup.precision is not Precision.FP16:
-            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(setup.seed, step, len(inputs)))
+            gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(setup.seed, step, microbatches))
         else:  # a sum of fp16 numbers overflows where each of them does not
-            masks = (_KnownMasks(setup.seed, step, index) for index in range(len(inputs)))
-            parts = [self._sums(step, *one) for one in zip(inputs[:, None], targets[:, None], masks, strict=True)]
+            masks = (_KnownMasks(setup.seed, step, index) for index in range(microbatches))
+            pairs = zip(inputs.split(self._each), targets.split(self._each), masks, strict=True)
+            parts = [self._sums(step, *one) for one in pairs]
             gradient, loss = torch.stack([g for g, _ in parts]).sum(dim=0), sum(part for _, part in parts)
         return gradient / (self.arithmetic.scale.of(step) * len(inputs)), loss / len(inputs)
 
@@ -232,6 +236,12 @@ def stage_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualCo
     """What trains ``stage``. Who ``joins`` takes others' weights anyway."""
     given = None if joins else facts.given
     return VirtualCompute(facts.spec, facts.cut, stage, _setup(facts, facts.config.optimizer), given)
+
+
+def client_compute(facts: Facts, stage: int) -> VirtualCompute:
+    """What computes parts of ``stage``."""
+    setup = replace(_setup(facts, facts.config.optimizer), updates=False)
+    return VirtualCompute(facts.spec, facts.cut, stage, setup)
 
 
 def _given(facts: Facts) -> Callable[[str], Tensor]:

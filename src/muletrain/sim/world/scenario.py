@@ -67,6 +67,10 @@ class Scenario:
     """Requests a peer holds at once."""
     overrides: tuple[str, ...] = ()
     """Other settings of the run."""
+    sequences: int = 1
+    """Sequences of a microbatch."""
+    clients: tuple[str, ...] = ()
+    """Clients of a hub, by name (client-1a); empty: none, and no hub."""
     narrow: tuple[tuple[str, float], ...] = ()
     """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
     queue_s: float = QUEUE_S
@@ -142,7 +146,7 @@ class Scenario:
     @property
     def names(self) -> list[str]:
         """Everyone that is ever there."""
-        return [*(p for p, _ in self.members), *self.joining]
+        return [*(p for p, _ in self.members), *self.clients, *self.joining]
 
 
 def planned(stages: tuple[int, ...], schedule: str | None, *, shared: bool = False) -> tuple[str, ...]:

@@ -48,6 +48,8 @@ from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
+from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
 from muletrain.sim.loop import SkewedClock
 from muletrain.sim.world import reference
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Key
@@ -139,6 +142,9 @@ class World:
         self.networks |= {name: self.hub.join(name) for name, _ in self.scenario.members}
         for name, _ in self.scenario.members:
             self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
+        for name in self.scenario.clients:
+            self.networks[name] = self.hub.join(name)
+            self.tasks[name] = asyncio.create_task(self._client(name), name=name)
         injecting = [asyncio.create_task(inject(f)) for f in self.scenario.faults]
         if self.scenario.resume_s is not None:
             injecting.append(asyncio.create_task(self._lose_power(self.scenario.resume_s)))
@@ -291,8 +297,11 @@ class World:
             if self._start is not None and not joins:
                 await self._start.load(stage, roster.own.stage)
             compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
-            note = partial(self._note, name)
-            ctx = Context(network, clock, compute, roster, self._facts.plan, note, tasks=Tasks(InlineExecutor()))
+            note, tasks, plan = partial(self._note, name), Tasks(InlineExecutor()), self._facts.plan
+            served: Compute = compute
+            if plan.strategy.pooled:
+                served = PooledCompute(compute, network, clock, tasks, plan, roster, self._genesis.config, note)
+            ctx = Context(network, clock, served, roster, plan, note, tasks=tasks)
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
             self.peers[name] = Peer(
                 ctx,
@@ -326,6 +335,27 @@ class World:
         left = self.peers[name].left
         self._outcome.ends[name] = LEFT if left else "finished"
         return None if left else state
+
+    async def _client(self, name: str) -> None:
+        """Live one client's life."""
+        network, clock, stage = self.networks[name], self._own_clock(name), stage_of(name)
+        network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
+        self.stages[name] = FaultyCompute(reference.client_compute(self._facts, stage))
+        compute = self.computes[name] = PacedCompute(self.stages[name], clock, FORWARD_S, BACKWARD_S)
+        servers = tuple(m.id for m in self._genesis.members if m.stage == stage)
+        tasks = Tasks(InlineExecutor())
+        client = Client(network, clock, tasks, compute, self._facts.plan, self._genesis.config, name, servers)
+        try:
+            await client.run()
+            self._outcome.ends[name] = LEFT
+        except MuletrainError as e:
+            self._outcome.ends[name] = str(e)
+            self.say(f"{name} ends: {e}")
+        except Exception as e:
+            self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
+        finally:
+            await tasks.close()
+            await network.close()
 
     def _served(self) -> set[int]:
         """Stages whose state a present peer has. After some peers end and leave, a peer that fell behind may find
