@@ -88,7 +88,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         end = outcome.ends.get(name, "")
-        alone = "no peer of stages" in end or "no trainer can" in end
+        alone = "no peer of stages" in end or "no trainer can" in end or "no server of stage" in end
         if (states and alone) or "gives this peer the stage's state" in end:
             outcome.left_behind.append(name)
         else:

@@ -143,8 +143,7 @@ class World:
         for name, _ in self.scenario.members:
             self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
         for name in self.scenario.clients:
-            self.networks[name] = self.hub.join(name)
-            self.tasks[name] = asyncio.create_task(self._client(name), name=name)
+            self.join(name, name)
         injecting = [asyncio.create_task(inject(f)) for f in self.scenario.faults]
         if self.scenario.resume_s is not None:
             injecting.append(asyncio.create_task(self._lose_power(self.scenario.resume_s)))
@@ -178,7 +177,8 @@ class World:
     def join(self, name: str, called: str) -> None:
         """A newcomer."""
         self.networks[name] = self.hub.join(name)
-        self.tasks[name] = asyncio.create_task(self._peer(name, joins_as=called), name=name)
+        life = self._client(name) if name.startswith("client") else self._peer(name, joins_as=called)
+        self.tasks[name] = asyncio.create_task(life, name=name)
 
     def kill(self, name: str) -> None:
         self.hub.kill(name)
