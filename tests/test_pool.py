@@ -33,12 +33,10 @@ def test_parts_are_as_large_as_workers_are_fast() -> None:
 def test_measured_speed_counts_more_than_what_a_worker_says_of_itself() -> None:
     pool = pool_of(a=1, b=1)
     for k in range(3):
-        pool.put(Pass.FORWARD, 0, k, 2)
-        first, second = pool.take(A, 10.0 * k), pool.take(B, 10.0 * k)
-        assert first is not None
-        assert second is not None
-        assert pool.done(A, first, 10.0 * k + 1.0)
-        assert pool.done(B, second, 10.0 * k + 3.0)
+        for worker, seconds in (A, 1.0), (B, 3.0):
+            pool.put_part(part := Part(Pass.FORWARD, 0, k, 0, 1), worker)
+            assert pool.take(worker, 10.0 * k) == part
+            assert pool.done(worker, part, 10.0 * k + seconds)
     pool.put(Pass.FORWARD, 0, 9, 8)
     assert [pool.take(w, 100.0).rows for w in (A, B)] == [6, 2]  # type: ignore[union-attr]
 

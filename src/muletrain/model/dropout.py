@@ -34,9 +34,7 @@ class Masks:
         return keep_mask(self, site, count, probability, device, skip)
 
 
-def keep_mask(
-    masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int = 0
-) -> Tensor:
+def keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
     """uint8 [count]: 1 keeps the element, 0 drops it. ``site`` numbers the places of the model where dropout is
     applied. ``skip``: elements of the microbatch before these.
     """

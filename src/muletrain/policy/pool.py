@@ -280,7 +280,9 @@ class Pool:
     def expire(self, now: float) -> tuple[str, ...]:
         """Let others take parts that are late, and those that their workers should compute next. Returns the workers
         that became late; they get nothing more until they bring something back."""
-        late = [n for n, w in self._workers.items() if not w.late and any(self._overdue(n, part, now) for part in w.out)]
+        late = [
+            n for n, w in self._workers.items() if not w.late and any(self._overdue(n, part, now) for part in w.out)
+        ]
         for name in late:
             worker = self._workers[name]
             worker.late = True

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from muletrain.cli.show.console import make_console
+from muletrain.errors import ConfigError
 from muletrain.timeline import check_trace, write_trace
 from muletrain.units import plural
 
@@ -28,27 +29,36 @@ SHOWN_FAILURES = 3
 """Most timelines printed; further failures are listed by seed."""
 
 
-def play_one(seed: int, *, json: bool, trace: Path | None = None) -> int:
+def check_kind(kind: str | None) -> None:
+    """Raises ConfigError for a kind that is never drawn."""
+    if kind is not None:
+        from muletrain.sim.world.draws import KINDS
+
+        if kind not in KINDS:
+            raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(sorted(KINDS))}")
+
+
+def play_one(seed: int, kind: str | None, *, json: bool, trace: Path | None = None) -> int:
     """Play one seed and print its timeline. ``trace``: where to write a timeline of all slots. Returns the number of
     broken promises."""
     if trace is not None:
         check_trace(trace)
     with _processes(1) as pool:
-        result = pool.submit(_play, seed, trace).result()
+        result = pool.submit(_play, seed, kind, trace).result()
         if result["violations"]:
-            result["smallest"] = pool.submit(_smallest, seed).result()
+            result["smallest"] = pool.submit(_smallest, seed, kind).result()
     _show(result, json=json)
     return len(result["violations"])
 
 
-def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
+def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -> int:
     """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
     longest = (0.0, seeds.start)  # a step, in medians of its run; and the seed
     columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
         task = progress.add_task("", total=len(seeds))
-        for future in as_completed([pool.submit(_play, seed) for seed in seeds]):
+        for future in as_completed([pool.submit(_play, seed, kind) for seed in seeds]):
             result = future.result()
             faults += result["faults"]
             kinds.update(result["kinds"])
@@ -69,7 +79,8 @@ def play_many(seeds: range, jobs: int | None, *, json: bool) -> int:
     console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
     if failed:
         console.print(
-            f"failed seeds: {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}", soft_wrap=True
+            f"failed seeds: {sorted(failed)}; replay one with: muletrain fuzz --seed {min(failed)}{f' --kind {kind}' if kind else ''}",
+            soft_wrap=True,
         )
     return len(failed)
 
@@ -104,13 +115,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
+def _play(seed: int, kind: str | None = None, trace: Path | None = None) -> dict[str, Any]:
     from muletrain.events import FaultInjected
     from muletrain.sim.world.draws import draw
     from muletrain.sim.world.play import play
     from muletrain.sim.world.verdict import readable
 
-    outcome = play(replace(draw(seed), trace=trace is not None))
+    outcome = play(replace(draw(seed, kind), trace=trace is not None))
     gc.collect()  # a failed task that was not awaited warns when it is collected: now, not during a later seed
     if trace is not None:
         faults = [
@@ -129,13 +140,13 @@ def _play(seed: int, trace: Path | None = None) -> dict[str, Any]:
     }
 
 
-def _smallest(seed: int) -> str:
+def _smallest(seed: int, kind: str | None) -> str:
     """The smallest scenario that breaks the same promise, as code for a test."""
     from muletrain.sim.world.draws import draw
     from muletrain.sim.world.play import play
     from muletrain.sim.world.shrink import as_code, shrunk, sorts
 
-    drawn = draw(seed)
+    drawn = draw(seed, kind)
     broken = sorts(play(drawn).violations)
     return as_code(shrunk(drawn, lambda scenario: bool(broken & sorts(play(scenario).violations))))
 

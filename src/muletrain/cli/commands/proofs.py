@@ -13,6 +13,9 @@ def fuzz(
     seeds: Annotated[int, typer.Option(min=1, help="How many scenarios to play, starting at --first.")] = 100,
     first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Play only this seed, and print its timeline.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Play only worlds with this kind of event, e.g. 'hub' or 'resume'.")
+    ] = None,
     trace: Trace = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per core.")] = None,
     json: JsonLines = False,
@@ -22,12 +25,14 @@ def fuzz(
     The code under test is the code that trains. A seed replays its scenario exactly on this machine; another version of
     torch or another kind of processor may round differently, which can decide between two equally long histories of a
     run. Exits with 1 if a promise was broken."""
-    from muletrain.cli.actions.fuzzing import play_many, play_one
+    from muletrain.cli.actions.fuzzing import check_kind, play_many, play_one
+
+    check_kind(kind)
 
     if trace is not None and seed is None:
         raise ConfigError("--trace shows one world; choose it with --seed N")
     many = range(first, first + seeds)
-    broken = play_many(many, jobs, json=json) if seed is None else play_one(seed, json=json, trace=trace)
+    broken = play_many(many, kind, jobs, json=json) if seed is None else play_one(seed, kind, json=json, trace=trace)
     raise typer.Exit(1 if broken else 0)
 
 

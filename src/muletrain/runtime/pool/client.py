@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 from typing import TYPE_CHECKING
 
@@ -137,10 +138,8 @@ class Client:
             await self._clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
             tries += 1
         if self._home is not None:
-            try:
+            with contextlib.suppress(NetworkError):
                 await self._send(Gone())
-            except NetworkError:
-                pass
         self._leave()
 
     # A server ---------------------------------------------------------------------------------------------------------
@@ -224,8 +223,9 @@ class Client:
                 await self._ask_for(coming, turn)
                 while coming.left and self._wanted == digest and not self._ended.is_set():
                     left = len(coming.left)
+                    coming.news.clear()
                     try:
-                        await self._clock.deadline(coming.done.wait(), CHUNK_S, "the stage's weights")
+                        await self._clock.deadline(coming.news.wait(), CHUNK_S, "the stage's weights")
                     except DeadlineExceeded:
                         if len(coming.left) == left:
                             break
@@ -301,7 +301,7 @@ class Client:
                 self._wanted = message.weights
                 self._news.set()
                 if self._coming is not None:
-                    self._coming.done.set()
+                    self._coming.news.set()
             case Ended():
                 self._dismissed = True
                 if message.over:
@@ -433,7 +433,8 @@ class _Weights:
         self.digest, self.values = digest, torch.empty(n_params)
         self.ranges = list(chunk_ranges(0, n_params, chunk))
         self.left = set(range(len(self.ranges)))
-        self.done = asyncio.Event()
+        self.news = asyncio.Event()
+        """Set when all chunks are here, or others are wanted."""
 
     def expects(self, chunk: int, tensor: Encoded) -> None:
         """Raises Malformed."""
@@ -450,7 +451,7 @@ class _Weights:
     def came(self, chunk: int) -> None:
         self.left.discard(chunk)
         if not self.left:
-            self.done.set()
+            self.news.set()
 
 
 def _digest(values: Tensor) -> bytes:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.handover import HandedOver
-    from muletrain.runtime.pool.server import Servers
     from muletrain.wire.codec import Encoded
 
 MAX_CLIENTS = 4096
@@ -53,6 +52,14 @@ SEND_S, FAREWELL_S = 60.0, 5.0
 TAKERS = 8
 """Peers that get weights at once."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
+
+
+class Servers(Protocol):
+    """Knows the stage's servers (``members.Roster``)."""
+
+    def stage(self, stage: int) -> tuple[str, ...]:
+        """Returns the live servers of ``stage``, sorted."""
+        ...
 
 
 class Desk(Protocol):

@@ -230,6 +230,5 @@ FROM_CLIENT: dict[str, type[Message]] = {
     m.KIND: m for m in (GetWeights, Ready, Gone, Output, Finished, Unable, Contents, Accumulated)
 }
 FROM_SERVER: dict[str, type[Message]] = {
-    m.KIND: m
-    for m in (Begun, Ended, WeightsChunk, GiveInputs, GiveGradient, GiveBoth, Counted, Withdraw, HandOver)
+    m.KIND: m for m in (Begun, Ended, WeightsChunk, GiveInputs, GiveGradient, GiveBoth, Counted, Withdraw, HandOver)
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -30,20 +30,13 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
+    from muletrain.runtime.pool.clients import Servers
 
 R = TypeVar("R")
 SEND_S = 60.0
 """Seconds within which a client takes what is sent to it."""
 LOOK_S = 1.0
 """Seconds between two looks for clients that are late or silent, at most."""
-
-
-class Servers(Protocol):
-    """Knows the stage's servers (``members.Roster``)."""
-
-    def stage(self, stage: int) -> tuple[str, ...]:
-        """Returns the live servers of ``stage``, sorted."""
-        ...
 
 
 @dataclass

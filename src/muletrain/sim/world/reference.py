@@ -163,9 +163,7 @@ def facts_of(scenario: Scenario) -> Facts:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _keep_mask(
-    masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int
-) -> Tensor:
+def _keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int) -> Tensor:
     return keep_mask(masks, site, count, probability, device, skip)
 
 

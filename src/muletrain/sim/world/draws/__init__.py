@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.world.draws import basic, disk_faults, large, links, members, settings
+from muletrain.sim.world.draws import basic, disk_faults, hubs, large, links, members, settings
 
 if TYPE_CHECKING:
     from muletrain.sim.world.draws.common import Kind
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
 SHARE = 0.05
 """Share of the seeds in which a kind is drawn, if the world allows it and has fewer than ``MOST`` kinds."""
 MOST = 3
-KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disk_faults.KINDS, **settings.KINDS}
+KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disk_faults.KINDS, **settings.KINDS, **hubs.KINDS}
 """Kinds that change a world; ``large.KINDS`` come before."""
 
 
-def draw(seed: int) -> Scenario:
-    """Draw a scenario, the same for the same seed."""
+def draw(seed: int, always: str | None = None) -> Scenario:
+    """Draw a scenario, the same for the same seed. ``always``: a kind that every world has, unless it cannot."""
     size = large.draw(seed)
     drawn = basic.draw(seed, size) if size is None else replace(basic.draw(seed, size[1]), kinds=(size[0],))
     drawn = drawn if size is None else large.finished(drawn)
-    for name in sorted(KINDS, key=lambda name: random.Random(f"order/{name}/{seed}").random()):
+    for name in sorted(KINDS, key=lambda name: name != always and random.Random(f"order/{name}/{seed}").random()):
         rng = random.Random(f"{name}/{seed}")
-        if len(drawn.kinds) < MOST and rng.random() < SHARE and (changed := KINDS[name](drawn, rng)) is not None:
+        wanted = len(drawn.kinds) < MOST and rng.random() < SHARE
+        if (wanted or name == always) and (changed := KINDS[name](drawn, rng)) is not None:
             drawn = replace(changed, kinds=(*drawn.kinds, name))
     return drawn
