@@ -6,146 +6,188 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.policy.pool import FLOOR_S, OWN, Part, Pass, Pool
+from muletrain.policy.pool import FLOOR_S, LEFT_S, OWN, UNMEASURED_S, Given, Part, Pass, Pool
 
 A, B, C = "a", "b", "c"
+FORWARD = Part(Pass.FORWARD, 0, 0, 0, 1)
 
 
-def pool_of(**rooms: int) -> Pool:
+def pool_of(**speeds: float) -> Pool:
+    """A pool of the server's own device, and workers that take one part at once."""
     pool = Pool()
-    for worker, room in rooms.items():
-        pool.enlist(worker, 1.0, room)
+    pool.enlist(OWN)
+    pool.ready(OWN, 1)
+    for worker, speed in speeds.items():
+        pool.enlist(worker)
+        pool.ready(worker, 1, speed)
     return pool
 
 
+def taken(pool: Pool, worker: str, now: float = 0.0) -> Given:
+    given = pool.take(worker, now)
+    assert given is not None
+    return given
+
+
 def test_parts_are_as_large_as_workers_are_fast() -> None:
-    pool = Pool()
-    for worker, speed in (A, 4.0), (B, 2.0), (C, 1.0), (OWN, 0.0):
-        pool.enlist(worker, speed, 1)
-    pool.put(Pass.FORWARD, 0, 0, 14)
-    assert [pool.take(w, 0.0) for w in (A, B, C)] == [
-        Part(Pass.FORWARD, 0, 0, 0, 8),
-        Part(Pass.FORWARD, 0, 0, 8, 4),
-        Part(Pass.FORWARD, 0, 0, 12, 2),
-    ]
+    pool = pool_of(a=4.0, b=2.0, c=1.0)
+    pool.put(Pass.FORWARD, 0, 0, 14, 0.0)
+    parts = [taken(pool, worker).part for worker in (A, B, C)]
+    assert [(part.first, part.rows) for part in parts] == [(0, 8), (8, 4), (12, 2)]
 
 
 def test_measured_speed_counts_more_than_what_a_worker_says_of_itself() -> None:
-    pool = pool_of(a=1, b=1)
+    pool = pool_of(a=1.0, b=1.0)
     for k in range(3):
         for worker, seconds in (A, 1.0), (B, 3.0):
-            pool.put_part(part := Part(Pass.FORWARD, 0, k, 0, 1), worker)
-            assert pool.take(worker, 10.0 * k) == part
-            assert pool.done(worker, part, 10.0 * k + seconds)
-    pool.put(Pass.FORWARD, 0, 9, 8)
-    assert [pool.take(w, 100.0).rows for w in (A, B)] == [6, 2]  # type: ignore[union-attr]
+            pool.put_part(Part(Pass.FORWARD, 0, k, 0, 1), 10.0 * k, worker)
+            assert pool.done(worker, taken(pool, worker, 10.0 * k).number, 10.0 * k + seconds)
+    pool.put(Pass.FORWARD, 0, 9, 8, 100.0)
+    assert [taken(pool, worker, 100.0).part.rows for worker in (A, B)] == [6, 2]
+    pool.rest(101.0)
+    pool.ready(A, 1, 1.0)
+    pool.ready(B, 1, 1.0)
+    assert pool.speed() == pytest.approx(1.0 + 1 / 3), "it is remembered while the weights change"
 
 
 def test_a_backward_goes_to_the_worker_that_has_its_forward_until_that_one_is_gone() -> None:
-    pool = pool_of(a=1, b=1)
+    pool = pool_of(a=1.0, b=1.0)
     part = Part(Pass.BACKWARD, 0, 0, 0, 2)
-    pool.put_part(part, A)
+    pool.put_part(part, 0.0, A)
     assert pool.take(B, 0.0) is None
-    pool.lost(A)
-    assert pool.take(B, 0.0) == part
+    pool.lost(A, 0.0)
+    assert taken(pool, B).part == part
 
 
 def test_what_is_late_goes_to_another_worker_and_the_first_result_counts() -> None:
-    pool = pool_of(a=2, b=2)
-    pool.put(Pass.LOSS, 0, 0, 1)
-    part = pool.take(A, 0.0)
-    assert part is not None
-    assert pool.expire(pool.next_due() - 1e-3) == ()
-    assert pool.expire(pool.next_due()) == (A,)
+    pool = pool_of(a=1.0, b=1.0)
+    pool.put(Pass.LOSS, 0, 0, 1, 0.0)
+    late = taken(pool, A)
+    assert pool.next_due() == UNMEASURED_S
+    assert pool.expire(UNMEASURED_S - 1e-3) == ()
+    assert pool.expire(UNMEASURED_S) == (A,)
     assert pool.take(A, 99.0) is None, "it is late, and gets nothing more"
-    assert pool.take(B, 99.0) == part
-    assert pool.done(B, part, 100.0)
-    assert not pool.done(A, part, 101.0), "its result is late"
-    pool.put(Pass.LOSS, 0, 1, 1)
+    again = taken(pool, B, 99.0)
+    assert again.part == late.part
+    assert pool.done(B, again.number, 100.0)
+    assert pool.unwanted() == [(A, late.number)]
+    assert not pool.done(A, late.number, 101.0), "its result is late"
+    pool.put(Pass.LOSS, 0, 1, 1, 102.0)
     assert pool.take(A, 102.0) is not None, "it is back"
 
 
-def test_the_server_computes_when_nobody_else_does_and_what_it_began() -> None:
-    pool = pool_of(a=1)
-    pool.enlist(OWN, 0.0, 1)
-    pool.put(Pass.FORWARD, 0, 0, 4)
-    assert pool.take(OWN, 0.0) is None
-    mine = Part(Pass.BACKWARD, 0, 7, 0, 4)
-    pool.put_part(mine, OWN)
-    assert pool.take(OWN, 0.0) == mine
-    assert pool.done(OWN, mine, 1.0)
-    pool.lost(A)
-    assert pool.take(OWN, 2.0) == Part(Pass.FORWARD, 0, 0, 0, 4)
-
-
-def test_what_was_lost_with_an_accumulator_waits_behind_what_the_pipeline_needs() -> None:
-    pool = pool_of(a=3)
-    again = Part(Pass.AGAIN, 0, 0, 0, 1)
-    pool.put_part(again)
-    pool.put(Pass.FORWARD, 0, 1, 1)
-    assert [p.what for p in (pool.take(A, 0.0), pool.take(A, 0.0)) if p] == [Pass.FORWARD, Pass.AGAIN]
-
-
-def test_what_is_dropped_keeps_its_place_until_it_is_back_and_does_not_count() -> None:
-    pool = pool_of(a=1)
-    pool.put(Pass.FORWARD, 3, 0, 2)
-    part = pool.take(A, 0.0)
-    assert part is not None
-    assert pool.drop(3, 0) == [(A, part)]
-    pool.put(Pass.FORWARD, 3, 1, 2)
-    assert pool.take(A, 0.0) is None
-    pool.failed(A, part)
-    assert pool.take(A, 0.0) is not None
-
-
-def test_a_late_worker_of_long_usual_time_is_given_longer() -> None:
-    pool = pool_of(a=1)
+def test_who_is_slow_is_given_longer() -> None:
+    pool = pool_of(a=1.0)
     for k in range(3):
-        pool.put(Pass.FORWARD, 0, k, 1)
-        part = pool.take(A, 100.0 * k)
-        assert part is not None
-        pool.done(A, part, 100.0 * k + 5.0)
-    pool.put(Pass.FORWARD, 0, 9, 1)
-    pool.take(A, 1000.0)
+        pool.put(Pass.FORWARD, 0, k, 1, 0.0)
+        pool.done(A, taken(pool, A, 100.0 * k).number, 100.0 * k + 5.0)
+    pool.put(Pass.FORWARD, 0, 9, 1, 0.0)
+    taken(pool, A, 1000.0)
     assert pool.next_due() == pytest.approx(1000.0 + 4 * 5.0)
     assert pool.next_due() > 1000.0 + FLOOR_S
 
 
+def test_the_server_computes_what_nobody_else_does_and_what_it_began() -> None:
+    pool = pool_of(a=1.0)
+    pool.put(Pass.FORWARD, 0, 0, 4, 0.0)
+    assert pool.take(OWN, 0.0) is None
+    pool.put_part(mine := Part(Pass.BACKWARD, 0, 7, 0, 4), 0.0, OWN)
+    begun = taken(pool, OWN)
+    assert begun.part == mine
+    assert pool.done(OWN, begun.number, 1.0)
+    assert pool.take(OWN, LEFT_S - 0.1) is None
+    assert taken(pool, OWN, LEFT_S).part == Part(Pass.FORWARD, 0, 0, 0, 4), "nobody took it"
+
+
+def test_what_a_worker_cannot_compute_is_for_others_and_for_the_server() -> None:
+    pool = pool_of(a=1.0)
+    pool.put_part(FORWARD, 0.0)
+    pool.failed(A, taken(pool, A).number, 1.0)
+    assert pool.take(A, 1.0) is None
+    assert taken(pool, OWN, 1.0).part == FORWARD
+
+
+def test_what_was_lost_with_an_accumulator_waits_behind_what_the_pipeline_needs() -> None:
+    pool = pool_of(a=1.0)
+    again = Part(Pass.AGAIN, 0, 0, 0, 1)
+    pool.put_part(again, 0.0)
+    pool.put(Pass.FORWARD, 0, 1, 1, 0.0)
+    first = taken(pool, A)
+    pool.done(A, first.number, 1.0)
+    assert [first.part.what, taken(pool, A, 1.0).part.what] == [Pass.FORWARD, Pass.AGAIN]
+
+
+def test_what_is_dropped_keeps_its_place_until_it_is_back_and_does_not_count() -> None:
+    pool = pool_of(a=1.0)
+    pool.put(Pass.FORWARD, 3, 0, 2, 0.0)
+    dropped = taken(pool, A)
+    pool.drop(3, 0)
+    assert pool.unwanted() == [(A, dropped.number)]
+    pool.put(Pass.FORWARD, 3, 0, 2, 0.0)
+    assert pool.take(A, 0.0) is None
+    assert not pool.done(A, dropped.number, 1.0), "another giving of an equal part"
+    assert pool.take(A, 1.0) is not None
+
+
+def test_a_worker_that_keeps_what_is_not_wanted_becomes_late() -> None:
+    """Otherwise the server would wait for it."""
+    pool = pool_of(a=1.0)
+    pool.put(Pass.FORWARD, 3, 0, 2, 0.0)
+    taken(pool, A)
+    pool.drop(3, 0)
+    assert pool.expire(UNMEASURED_S) == (A,)
+    pool.put(Pass.FORWARD, 3, 1, 2, UNMEASURED_S)
+    assert pool.take(OWN, UNMEASURED_S) is not None
+
+
 @given(st.data())
 def test_each_sequence_counts_once_in_each_pass_whatever_workers_do(data: st.DataObject) -> None:
-    """Workers come, go, fall silent, fail and come back with late results, in any order; in the end the server's own
-    device does what is left."""
-    pool, now = Pool(), 0.0
-    pool.enlist(OWN, 0.0, 1)
-    rows = {(what, k): data.draw(st.integers(1, 5)) for k in range(2) for what in (Pass.FORWARD, Pass.LOSS)}
-    for (what, k), n in rows.items():
-        pool.put(what, 0, k, n)
+    """Workers come, go, rest, fall silent, fail and come back with late results, and passes are dropped and put in again,
+    in any order; in the end the server's own device does what is left."""
+    pool, now, count = pool_of(), 0.0, st.integers(1, 5)
+    rows = {(what, k): data.draw(count) for k in range(2) for what in (Pass.FORWARD, Pass.LOSS)}
     counted: dict[tuple[Pass, int], list[int]] = {key: [] for key in rows}
-    out: list[tuple[str, Part]] = []
+    out: list[tuple[str, Given]] = []
 
-    def come_back(worker: str, part: Part) -> None:
-        if pool.done(worker, part, now):
+    def begin(key: tuple[Pass, int]) -> None:
+        counted[key] = []
+        pool.put(key[0], 0, key[1], rows[key], now)
+
+    def come_back(worker: str, given: Given) -> None:
+        part = given.part
+        if pool.done(worker, given.number, now):
             counted[part.what, part.index] += range(part.first, part.first + part.rows)
 
+    for key in rows:
+        begin(key)
     for _ in range(data.draw(st.integers(0, 25))):
         now += data.draw(st.sampled_from([0.1, 100.0]))
         worker = data.draw(st.sampled_from([A, B, C]))
-        match data.draw(st.sampled_from(["enlist", "lost", "take", "done", "failed", "expire"])):
+        match data.draw(st.sampled_from(["enlist", "lost", "rest", "take", "drop", "expire", "failed", "done", "done"])):
             case "enlist":
-                pool.enlist(worker, data.draw(st.sampled_from([0.0, 1.0, 5.0])), data.draw(st.integers(1, 2)))
+                pool.lost(worker, now)
+                pool.enlist(worker)
+                pool.ready(worker, data.draw(st.integers(1, 2)), data.draw(st.sampled_from([0.0, 1.0, 5.0])))
             case "lost":
-                pool.lost(worker)
+                pool.lost(worker, now)
+            case "rest":
+                pool.rest(now)
             case "take":
-                if (part := pool.take(worker, now)) is not None:
-                    out.append((worker, part))
+                if (given := pool.take(worker, now)) is not None:
+                    out.append((worker, given))
+            case "drop":
+                index = data.draw(st.integers(0, 1))
+                pool.drop(0, index)
+                for what in (Pass.FORWARD, Pass.LOSS):
+                    begin((what, index))
             case "expire":
                 pool.expire(now)
             case what if out:
-                who, part = out.pop(data.draw(st.integers(0, len(out) - 1)))
-                pool.failed(who, part) if what == "failed" else come_back(who, part)
+                who, given = out[data.draw(st.integers(0, len(out) - 1))]  # perhaps not for the first time
+                pool.failed(who, given.number, now) if what == "failed" else come_back(who, given)
+        pool.unwanted()
     for worker in (A, B, C):
-        pool.lost(worker)
-    while (part := pool.take(OWN, now)) is not None:
-        come_back(OWN, part)
+        pool.lost(worker, now)
+    while (given := pool.take(OWN, now)) is not None:
+        come_back(OWN, given)
     assert {key: sorted(found) for key, found in counted.items()} == {key: [*range(n)] for key, n in rows.items()}
-    assert not pool.waiting()

@@ -1,8 +1,9 @@
 """The pool decides which worker computes which sequences of a microbatch (HYBRID sec. 3.2.1).
 
-A server puts in *jobs*: one pass of one microbatch. Workers take *parts* of them: runs of sequences, as many as
-correspond to the worker's share of all workers' measured speed. What a worker does not bring back in time may be taken
-by others, too, and the first result counts. The pool is a state machine without clock, network and tensors.
+A server puts in passes of microbatches. Workers take *parts* of them: runs of sequences, as many as correspond to the
+worker's share of all workers' speed. Each time that a worker takes a part is a *giving*, with a number of its own. What
+a worker does not bring back in time may be given to others, too, and the first result counts. The pool is a state
+machine without clock, network and tensors.
 """
 
 from __future__ import annotations
@@ -11,20 +12,17 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from muletrain.policy.deadline import Usual
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 OWN = ""
 """The worker that is the server's own device."""
 LATE, FLOOR_S, UNMEASURED_S = 4.0, 1.0, 60.0
-"""A part is late after this multiple of the time that its worker usually takes, at least and before any measurement
-[s]."""
-RECENT = 9
-"""Measurements of a worker that are remembered."""
+"""A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
+nor before any measurement within the second [s]."""
+LEFT_S = 10.0
+"""Seconds for which nobody took a part, after which the server's own device may take it although workers are there."""
 
 
 class Pass(StrEnum):
@@ -57,251 +55,302 @@ class Part(NamedTuple):
         return self.what.cost * self.rows
 
 
+class Given(NamedTuple):
+    """A part that a worker took."""
+
+    number: int
+    part: Part
+
+
 @dataclass
-class _Job:
-    """Sequences from ``next`` to ``end`` of a pass that nobody has taken yet."""
+class _Uncut:
+    """Sequences from ``next`` to ``end`` of a pass that nobody has taken yet. ``since``: when it was put in."""
 
     what: Pass
     step: int
     index: int
     next: int
     end: int
-    rows: int
-    """Sequences of the whole microbatch."""
+    since: float
 
 
 @dataclass
-class _Out:
-    """A part that workers compute. ``since``: when each took it; ``due``: until when it should be back."""
+class _Giving:
+    worker: str
+    part: Part
+    since: float
+    due: float
 
-    since: dict[str, float] = field(default_factory=dict)
-    due: dict[str, float] = field(default_factory=dict)
+
+@dataclass
+class _Open:
+    """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
+    compute it; ``since``: when it became free for anyone."""
+
+    givings: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    since: float = math.inf
 
 
 class _Worker:
-    def __init__(self, speed: float, room: int) -> None:
-        self.hint, self.room = speed, room
-        """Forward passes of a sequence per second, by its own word; parts that it takes at once."""
-        self.out: dict[Part, None] = {}
-        self.mine: deque[Part] = deque()
+    def __init__(self, hint: float) -> None:
+        self.hint, self.room = hint, 0
+        self.out: set[int] = set()
+        """Numbers of the givings that have not come back, wanted or not."""
+        self.reserved: deque[Part] = deque()
         """Parts that it should compute, because it has their forward."""
         self.late = False
         self._unit_s = Usual(unmeasured_s=math.inf, floor_s=0.0, times=1.0)
         self._free_at = -math.inf
         """When its last part came back."""
+        self.measured = False
+
+    @property
+    def ready(self) -> bool:
+        return self.room > 0
 
     @property
     def speed(self) -> float:
         """Forward passes of a sequence per second."""
-        unit_s = self._unit_s.seconds()
-        return 1 / unit_s if 0 < unit_s < 600 else self.hint
+        return 1 / self._unit_s.seconds() if self.measured else self.hint
 
-    def due_s(self) -> float:
-        """Seconds from now until everything that it has should be back, as usual."""
-        unit_s = self._unit_s.seconds()
-        if unit_s >= 600:
-            return UNMEASURED_S
-        return max(FLOOR_S, LATE * unit_s * sum(part.cost for part in self.out))
+    def due_s(self, cost: int) -> float:
+        """Seconds until it should have brought back parts of so much ``cost``."""
+        return max(FLOOR_S, LATE * self._unit_s.seconds() * cost) if self.measured else UNMEASURED_S
 
-    def measured(self, part: Part, since: float, now: float) -> None:
-        """It had ``part`` since then, and brings it back now."""
+    def came_back(self, part: Part, since: float, now: float) -> None:
         self._unit_s.measured(max(1e-6, now - max(since, self._free_at)) / part.cost)
-        self._free_at = now
+        self.measured, self._free_at = True, now
 
 
 class Pool:
-    """The jobs and workers of one server."""
+    """The parts and workers of one server."""
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._jobs: dict[Pass, deque[_Job]] = {Pass.FORWARD: deque(), Pass.LOSS: deque()}
+        self._uncut: dict[Pass, deque[_Uncut]] = {Pass.FORWARD: deque(), Pass.LOSS: deque()}
         self._free: dict[Part, None] = {}
         """Parts that any worker may take, oldest first."""
         self._again: dict[Part, None] = {}
         """Those of them that nobody waits for before the step's end."""
-        self._parts: dict[Part, _Out] = {}
-        """Parts that were cut and are not done."""
+        self._open: dict[Part, _Open] = {}
+        """All parts that were cut, and are wanted."""
+        self._givings: dict[int, _Giving] = {}
+        self._numbers = 0
+        self._unwanted: list[tuple[str, int]] = []
 
     # Workers ----------------------------------------------------------------------------------------------------------
 
-    def enlist(self, worker: str, speed: float, room: int) -> None:
-        """``worker`` asks for parts; ``speed``: forward passes of a sequence per second as far as it knows; ``room``:
-        parts that it takes at once. One that was enlisted before has lost all that it had."""
-        self.lost(worker)
-        self._workers[worker] = _Worker(speed, room)
+    def enlist(self, worker: str, hint: float = 0.0) -> None:
+        """``worker`` comes, and takes nothing yet. ``hint``: forward passes of a sequence per second, by its own
+        word."""
+        self._workers[worker] = _Worker(hint)
 
-    def lost(self, worker: str) -> None:
+    def ready(self, worker: str, room: int, hint: float = 0.0) -> None:
+        """``worker`` takes up to ``room`` parts at once, from now on."""
+        if (known := self._workers.get(worker)) is not None and not known.ready:
+            known.room, known.hint = room, hint
+
+    def rest(self, now: float) -> None:
+        """No worker but the server's own device takes anything until it is ready again."""
+        for worker in self.workers():
+            self._free_of(worker, now)
+            self._workers[worker].room = 0
+
+    def lost(self, worker: str, now: float) -> None:
         """``worker`` is gone, and what it was to compute is for others."""
-        if (gone := self._workers.pop(worker, None)) is None:
-            return
-        for part in gone.out.keys() & self._parts.keys():
-            self._parts[part].since.pop(worker, None)
-            self._parts[part].due.pop(worker, None)
-        for part in (*gone.mine, *gone.out):
-            if part in self._parts and not self._parts[part].since:
-                self._release(part)
+        if worker in self._workers:
+            self._free_of(worker, now)
+            del self._workers[worker]
+
+    def _free_of(self, worker: str, now: float) -> None:
+        """Take everything back from ``worker``."""
+        gone = self._workers[worker]
+        parts = [*gone.reserved, *(self._givings[number].part for number in gone.out)]
+        for number in gone.out:
+            giving = self._givings.pop(number)
+            if giving.part in self._open:
+                self._open[giving.part].givings.discard(number)
+        gone.out.clear()
+        gone.reserved.clear()
+        gone.late = False
+        for part in parts:
+            self._release(part, now)
 
     def workers(self) -> tuple[str, ...]:
-        return tuple(self._workers)
+        """Returns the workers beside the server's own device."""
+        return tuple(name for name in self._workers if name != OWN)
 
     def speed(self) -> float:
-        """Of all workers but the server's own: forward passes of a sequence per second."""
+        """Returns how many forward passes of a sequence the workers beside the server's own device do in a second."""
         return sum(w.speed for name, w in self._workers.items() if name != OWN and not w.late)
 
-    def _helped(self) -> bool:
-        """Is there a worker, beside the server's own device, that is not late?"""
-        return any(not w.late for name, w in self._workers.items() if name != OWN)
+    # Passes and parts -------------------------------------------------------------------------------------------------
 
-    def waiting(self) -> bool:
-        """Is there a part that nobody computes?"""
-        mine = any(w.mine for w in self._workers.values())
-        return bool(self._free or self._again or mine) or any(self._jobs.values())
-
-    # Jobs -------------------------------------------------------------------------------------------------------------
-
-    def put(self, what: Pass, step: int, index: int, rows: int) -> None:
+    def put(self, what: Pass, step: int, index: int, rows: int, now: float) -> None:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
-        self._jobs[what].append(_Job(what, step, index, 0, rows, rows))
+        self._uncut[what].append(_Uncut(what, step, index, 0, rows, now))
 
-    def put_part(self, part: Part, prefers: str | None = None) -> None:
+    def put_part(self, part: Part, now: float, prefers: str | None = None) -> None:
         """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
         late."""
-        self._parts[part] = _Out()
+        if part in self._open:
+            return
+        self._open[part] = _Open()
         worker = self._workers.get(prefers) if prefers is not None else None
-        if worker is None or worker.late:
-            self._release(part)
+        if worker is None or worker.late or not worker.ready:
+            self._release(part, now)
         else:
-            worker.mine.append(part)
+            worker.reserved.append(part)
 
-    def _release(self, part: Part) -> None:
-        """Let any worker take ``part``."""
+    def _release(self, part: Part, now: float) -> None:
+        """Let any worker take ``part``, unless one has it that is not late."""
+        wanted = self._open.get(part)
+        if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
+            return
+        wanted.since = min(wanted.since, now)
         (self._again if part.what is Pass.AGAIN else self._free)[part] = None
 
-    def drop(self, step: int, index: int | None = None) -> list[tuple[str, Part]]:
-        """Forget the jobs and parts of a microbatch (but for those to compute again), or all of the step. Returns who
-        still computes which."""
+    def drop(self, step: int, index: int | None = None, *, again: bool = False) -> None:
+        """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again of that
+        microbatch."""
 
-        def wanted(found: _Job | Part) -> bool:
-            if index is None:
-                return found.step != step
-            return found.what is Pass.AGAIN or (found.step, found.index) != (step, index)
+        def dropped(found: _Uncut | Part) -> bool:
+            if found.step != step or index not in (None, found.index):
+                return False
+            return index is None or again or found.what is not Pass.AGAIN
 
-        for what, jobs in self._jobs.items():
-            self._jobs[what] = deque(job for job in jobs if wanted(job))
-        withdrawn = []
-        for part in [p for p in self._parts if not wanted(p)]:
-            withdrawn += [(worker, part) for worker in self._remove(part)]
-        return withdrawn
+        for what, waiting in self._uncut.items():
+            self._uncut[what] = deque(uncut for uncut in waiting if not dropped(uncut))
+        for part in [p for p in self._open if dropped(p)]:
+            self._close(part)
 
-    # Taking and bringing back -----------------------------------------------------------------------------------------
+    def drop_again(self, step: int) -> None:
+        """Forget what is to be computed again of a step."""
+        for part in [p for p in self._open if p.what is Pass.AGAIN and p.step == step]:
+            self._close(part)
 
-    def take(self, worker: str, now: float) -> Part | None:
-        """Returns the part that ``worker`` computes next: one whose forward it has, then one that nobody else has (any
-        more), then its share of the microbatch that waits for longest. The server's own device takes only the first
-        kind while another worker is there. None: nothing, or it has no room."""
+    def _close(self, part: Part) -> None:
+        """``part`` is no longer wanted. It takes a place of the workers that have it until they bring it back."""
+        self._free.pop(part, None)
+        self._again.pop(part, None)
+        self._unwanted += [(self._givings[n].worker, n) for n in sorted(self._open.pop(part).givings)]
+
+    def unwanted(self) -> list[tuple[str, int]]:
+        """Returns the givings that have become unwanted since the last call, and who has them."""
+        found, self._unwanted = self._unwanted, []
+        return found
+
+    # Giving and coming back -------------------------------------------------------------------------------------------
+
+    def take(self, worker: str, now: float) -> Given | None:
+        """Gives ``worker`` the part that it computes next: one whose forward it has, then one that nobody else has (any
+        more), then its share of the microbatch that waits for longest. The server's own device takes only what it has
+        the forward of, what a worker could not compute, and what nobody takes, while another worker is there. Returns
+        None if there is nothing for it, or it has no room."""
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
-        part = self._of_its_own(taker)
-        if part is None and (worker != OWN or not self._helped()):
-            part = self._first_of(self._free, taker) or self._share(worker, taker)
-            part = part or self._first_of(self._again, taker)
-        if part is not None:
-            taker.out[part] = None
-            out = self._parts[part]
-            out.since[worker], out.due[worker] = now, now + taker.due_s()
-        return part
+        idle = worker == OWN and self._helped()
+        part = self._of_its_own(taker) or self._first_of(self._free, worker, now, idle=idle)
+        part = part or self._share(worker, now, idle=idle) or self._first_of(self._again, worker, now, idle=idle)
+        if part is None:
+            return None
+        self._numbers += 1
+        number = self._numbers
+        cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
+        due = math.inf if worker == OWN else now + taker.due_s(cost)
+        self._givings[number] = _Giving(worker, part, now, due)
+        taker.out.add(number)
+        self._open[part].givings.add(number)
+        return Given(number, part)
+
+    def _helped(self) -> bool:
+        """Is there a worker, beside the server's own device, that computes?"""
+        return any(w.ready and not w.late for name, w in self._workers.items() if name != OWN)
 
     def _of_its_own(self, taker: _Worker) -> Part | None:
-        while taker.mine:
-            if (part := taker.mine.popleft()) in self._parts:
+        while taker.reserved:
+            if (part := taker.reserved.popleft()) in self._open:
                 return part
         return None
 
-    def _first_of(self, free: dict[Part, None], taker: _Worker) -> Part | None:
+    def _first_of(self, free: dict[Part, None], worker: str, now: float, *, idle: bool) -> Part | None:
+        """``idle``: take only what others could not, or do not, compute."""
         for part in free:
-            if part not in taker.out:
+            wanted = self._open[part]
+            if worker in wanted.failed or any(self._givings[n].worker == worker for n in wanted.givings):
+                continue
+            if not idle or wanted.failed or now - wanted.since >= LEFT_S:
                 del free[part]
                 return part
         return None
 
-    def _share(self, worker: str, taker: _Worker) -> Part | None:
-        for jobs in self._jobs.values():
-            if jobs:
-                job = jobs[0]
-                rows = min(job.end - job.next, max(1, round(job.rows * self._share_of(worker, taker))))
-                part = Part(job.what, job.step, job.index, job.next, rows)
-                self._parts[part] = _Out()
-                job.next += rows
-                if job.next == job.end:
-                    jobs.popleft()
+    def _share(self, worker: str, now: float, *, idle: bool) -> Part | None:
+        for waiting in self._uncut.values():
+            if waiting and (not idle or now - waiting[0].since >= LEFT_S):
+                uncut = waiting[0]
+                rows = min(uncut.end - uncut.next, max(1, round(uncut.end * self._share_of(worker))))
+                part = Part(uncut.what, uncut.step, uncut.index, uncut.next, rows)
+                self._open[part] = _Open()
+                uncut.next += rows
+                if uncut.next == uncut.end:
+                    waiting.popleft()
                 return part
         return None
 
-    def _share_of(self, worker: str, taker: _Worker) -> float:
-        """Share of ``worker`` in the speed of all workers; of equal ones if no speed is known."""
-        speeds = {name: w.speed for name, w in self._workers.items() if not w.late and (name != OWN or name == worker)}
-        if not all(speeds.values()):
-            return 1 / len(speeds)
-        return taker.speed / sum(speeds.values())
+    def _share_of(self, worker: str) -> float:
+        """Returns the share of ``worker`` in the speed of all; of equal ones if the speed of any is unknown."""
+        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or (w.ready and not w.late and n != OWN)}
+        return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
 
-    def done(self, worker: str, part: Part, now: float) -> bool:
-        """``worker`` brings ``part`` back. Returns False if it does not count: another worker was first, it is no longer
-        wanted, or was never given to this one."""
-        known = self._workers.get(worker)
-        if known is None or part not in known.out:
+    def part(self, worker: str, number: int) -> Part | None:
+        """Returns what was given to ``worker`` under ``number``, and has not come back."""
+        giving = self._givings.get(number)
+        return None if giving is None or giving.worker != worker else giving.part
+
+    def done(self, worker: str, number: int, now: float) -> bool:
+        """``worker`` brings a giving back. Returns False if it does not count: another worker was first, the part is no
+        longer wanted, or there is no such giving."""
+        giving = self._back(worker, number)
+        if giving is None or giving.part not in self._open:
             return False
-        del known.out[part]
-        known.late = False
-        if (out := self._parts.get(part)) is None:
-            return False
-        known.measured(part, out.since[worker], now)
-        self._remove(part)
+        self._workers[worker].came_back(giving.part, giving.since, now)
+        self._close(giving.part)
         return True
 
-    def failed(self, worker: str, part: Part) -> None:
-        """``worker`` cannot compute ``part``."""
-        known = self._workers.get(worker)
-        if known is None or part not in known.out:
-            return
-        del known.out[part]
-        if part not in self._parts:
-            return
-        out = self._parts[part]
-        out.since.pop(worker, None)
-        out.due.pop(worker, None)
-        if not out.since:
-            self._release(part)
+    def failed(self, worker: str, number: int, now: float) -> None:
+        """``worker`` does not compute what it was given."""
+        giving = self._back(worker, number)
+        if giving is not None and giving.part in self._open:
+            self._open[giving.part].failed.add(worker)
+            self._release(giving.part, now)
 
-    def others(self, part: Part) -> tuple[str, ...]:
-        """Workers that still have ``part``, which is done or no longer wanted."""
-        return tuple(name for name, w in self._workers.items() if part in w.out)
+    def _back(self, worker: str, number: int) -> _Giving | None:
+        if self.part(worker, number) is None:
+            return None
+        giving, known = self._givings.pop(number), self._workers[worker]
+        known.out.discard(number)
+        known.late = False
+        if giving.part in self._open:
+            self._open[giving.part].givings.discard(number)
+        return giving
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """Let others take parts that are late, and those that their workers should compute next. Returns the workers
-        that became late; they get nothing more until they bring something back."""
-        late = [
-            n for n, w in self._workers.items() if not w.late and any(self._overdue(n, part, now) for part in w.out)
-        ]
+        """Let others take what late workers have, and should compute next. Returns the workers that became late; they
+        get nothing more until they bring something back."""
+        late = dict.fromkeys(g.worker for g in self._givings.values() if g.due <= now and not self._is_late(g))
         for name in late:
             worker = self._workers[name]
             worker.late = True
-            for part in (*worker.out, *worker.mine):
-                if part in self._parts:
-                    self._release(part)
-            worker.mine.clear()
+            for part in (*worker.reserved, *(self._givings[number].part for number in worker.out)):
+                self._release(part, now)
+            worker.reserved.clear()
         return tuple(late)
 
-    def _overdue(self, worker: str, part: Part, now: float) -> bool:
-        out = self._parts.get(part)
-        return out is not None and out.due.get(worker, math.inf) <= now
+    def _is_late(self, giving: _Giving) -> bool:
+        return self._workers[giving.worker].late
 
     def next_due(self) -> float:
-        """When ``expire`` may have something to do; inf: never."""
-        return min((due for out in self._parts.values() for due in out.due.values()), default=math.inf)
-
-    def _remove(self, part: Part) -> Iterable[str]:
-        """Forget ``part``. Returns the workers that have it; it takes a place of theirs until they bring it back."""
-        self._free.pop(part, None)
-        self._again.pop(part, None)
-        return [*self._parts.pop(part).since]
+        """Returns when ``expire`` may have something to do; inf: never."""
+        return min((g.due for g in self._givings.values() if not self._is_late(g)), default=math.inf)

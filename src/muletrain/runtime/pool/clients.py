@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.config.schema import Codec
 from muletrain.errors import AdmissionError, DeadlineExceeded, Malformed, NetworkError, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
+from muletrain.policy.pool import Pass
 from muletrain.runtime.pool.messages import (
     FROM_CLIENT,
-    Accumulated,
+    AccumulatorChunk,
     Begun,
     Contents,
     Ended,
@@ -22,13 +24,14 @@ from muletrain.runtime.pool.messages import (
     GetState,
     GetWeights,
     Gone,
+    Numbered,
     Output,
     Ready,
     StillThere,
     Unable,
     WeightsChunk,
 )
-from muletrain.wire.codec import encode
+from muletrain.wire.codec import encode, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,19 +41,22 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.events import Event
     from muletrain.network.base import Frame, Network, PeerId
-    from muletrain.policy.pool import Part, Pool
+    from muletrain.policy.pool import Pool
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
-    from muletrain.runtime.pool.handover import HandedOver
+    from muletrain.runtime.pool.accumulators import Accumulators
     from muletrain.wire.codec import Encoded
 
 MAX_CLIENTS = 4096
+MAX_UNABLE = 8
+"""Parts in a row that a client may fail to compute before its server does without it."""
 SILENT_S = 20.0
 """Seconds without a word, after which a client is believed gone; each shows every 5 s that it lives."""
 SEND_S, FAREWELL_S = 60.0, 5.0
-TAKERS = 8
-"""Peers that get weights at once."""
+"""Seconds within which a client takes a notice, and the last one."""
+TAKERS = 32
+"""Peers that get weights at once; others wait in line."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
 
 
@@ -69,13 +75,14 @@ class Desk(Protocol):
     n_params: int
     plan: Plan
     pool: Pool
+    accumulators: Accumulators
 
     async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
         """A client brings back a part."""
         ...
 
-    def on_unable(self, worker: PeerId, part: Part) -> None:
-        """A client does not compute ``part``."""
+    def on_unable(self, worker: PeerId, number: int) -> None:
+        """A client did not compute a part."""
         ...
 
     def lose(self, worker: PeerId, why: str) -> None:
@@ -97,12 +104,23 @@ class Desk(Protocol):
 
 @dataclass
 class _Client:
+    """``since``: when it enlisted, by the loop's clock; ``unable``: parts in a row that it did not compute."""
+
     name: str
+    enlistment: int
     since: float
+    unable: int = 0
+
+
+@dataclass
+class _Taker:
+    """A peer that gets chunks of the weights."""
+
+    chunks: deque[int] = field(default_factory=deque)
 
 
 class Clients:
-    """Hears the clients of one server. ``begin`` is called before anyone can enlist."""
+    """Hears the clients of one server."""
 
     def __init__(
         self,
@@ -114,23 +132,24 @@ class Clients:
         config: bytes,
         emit: Callable[[Event], None],
     ) -> None:
+        """Hear clients from now on, in place of an earlier server on this network. ``config``: digest of the run's
+        configuration."""
         self._desk, self._net, self._clock, self._tasks = desk, net, clock, tasks
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
         self._digest: bytes | None = None
         """Of the current weights."""
+        self._version = 0
+        self._open = False
+        """The weights are whole, and clients may have them."""
         self._weights: asyncio.Task[Tensor] | None = None
         """The current weights, once somebody has asked for them."""
-        self._taking: dict[PeerId, asyncio.Task[None]] = {}
+        self._takers: dict[PeerId, _Taker] = {}
         self._turns = asyncio.Semaphore(TAKERS)
-
-    def open(self, handed_over: HandedOver) -> None:
-        """Hear clients from now on, in place of an earlier server on this network."""
-        self._handed_over = handed_over
-        self._net.serve(Enlist.KIND, self._on_enlist)
-        self._net.serve(GetState.KIND, self._on_get_state)
-        self._net.serve(StillThere.KIND, self._on_still_there)
-        self._net.receive(self._on_frame, tuple(FROM_CLIENT), self)
+        net.serve(Enlist.KIND, self._on_enlist)
+        net.serve(GetState.KIND, self._on_get_state)
+        net.serve(StillThere.KIND, self._on_still_there)
+        net.receive(self._on_frame, tuple(FROM_CLIENT), self)
 
     # Who is there -----------------------------------------------------------------------------------------------------
 
@@ -138,13 +157,15 @@ class Clients:
         ask = Enlist.unpack(payload)
         if (ask.config, ask.stage) != (self._config, self._desk.stage):
             raise AdmissionError(f"this server serves stage {self._desk.stage} of another configuration; join again")
-        if sender in self._clients:
+        state = self._state()
+        if self._clients.pop(sender, None) is not None:
             self._desk.lose(sender, "it begins anew")
         if len(self._clients) >= MAX_CLIENTS:
             raise AdmissionError(FULL)
-        self._clients[sender] = _Client(ask.name, self._clock.now())
+        self._clients[sender] = _Client(ask.name, ask.enlistment, _now_s())
+        self._desk.pool.enlist(sender)
         self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self._desk.stage))
-        return self._state().pack()
+        return state.pack()
 
     async def _on_get_state(self, sender: PeerId, payload: bytes) -> bytes:
         GetState.unpack(payload)
@@ -157,24 +178,19 @@ class Clients:
         return self._state().pack()
 
     def _state(self) -> Enlisted:
+        """Raises AdmissionError before there are weights, and at the end."""
         if self._digest is None:
-            raise AdmissionError("this server is not ready yet; try again in some seconds")
+            raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
         servers = self._servers.stage(self._desk.stage)
-        return Enlisted(weights=self._digest, servers=servers, speed=self._desk.pool.speed())
+        speed = self._desk.pool.speed()
+        return Enlisted(weights=self._digest, version=self._version, servers=servers, speed=speed)
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
-        """``client`` is lost, and with it the gradients of so many ``parts``."""
+        """``client`` is lost, and with it the gradients of so many ``parts``. If it is there after all, it begins
+        anew."""
         if (known := self._clients.pop(client, None)) is not None:
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
-            self.tell(client, Ended(over=False))  # perhaps it is there, and begins anew
-
-    async def end(self, *, over: bool) -> None:
-        """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
-        end = Ended(over=over).frame()
-        told = (self._net.send(c, end, channel=Ended.CHANNEL, timeout_s=FAREWELL_S) for c in self._clients)
-        self._clients = {}
-        with contextlib.suppress(DeadlineExceeded):
-            await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")
+            self._tasks.spawn(self._tell(client, Ended(enlistment=known.enlistment, over=False)), Ended.KIND)
 
     def late(self, clients: tuple[PeerId, ...]) -> None:
         """``clients`` take unusually long: others may do what they have."""
@@ -184,7 +200,7 @@ class Clients:
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long."""
-        since = self._clock.now() - SILENT_S
+        since = _now_s() - SILENT_S
         return tuple(p for p, c in self._clients.items() if max(c.since, self._net.heard_s(p)) < since)
 
     def tell(self, client: PeerId, message: Message) -> None:
@@ -192,10 +208,23 @@ class Clients:
         self._tasks.spawn(self._tell(client, message), message.KIND)
 
     async def _tell(self, client: PeerId, message: Message) -> None:
+        known = self._clients.get(client)
         try:
             await self._net.send(client, message.frame(), channel=message.CHANNEL, timeout_s=SEND_S)
         except NetworkError as e:
-            self._desk.lose(client, str(e))
+            if known is not None and self._clients.get(client) is known:
+                self._desk.lose(client, str(e))
+
+    async def end(self, *, over: bool) -> None:
+        """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
+        told = (self._farewell(client, known, over=over) for client, known in self._clients.items())
+        self._clients, self._digest, self._open = {}, None, False
+        with contextlib.suppress(DeadlineExceeded):
+            await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")
+
+    async def _farewell(self, client: PeerId, known: _Client, *, over: bool) -> None:
+        frame = Ended(enlistment=known.enlistment, over=over).frame()
+        await self._net.send(client, frame, channel=Ended.CHANNEL, timeout_s=FAREWELL_S)
 
     # What comes -------------------------------------------------------------------------------------------------------
 
@@ -210,63 +239,100 @@ class Clients:
         if isinstance(message, GetWeights):
             return
         if sender not in self._clients:
-            raise ProtocolError(f"{frame.kind}: from a client that has not enlisted here")
-        if isinstance(message, Accumulated):
-            self._handed_over.expects(sender, message, frame.tensors)
-        if isinstance(message, Output):
-            plan, (tensor,) = self._desk.plan, frame.tensors
-            shape = message.rows, plan.sequence_length(message.step), plan.width
-            if (tensor.shape, tensor.codec) != (shape, plan.activations):
-                raise Malformed(f"a result of {tensor.codec} {tensor.shape} that is not {plan.activations} {shape}")
+            raise ProtocolError(f"{frame.kind}: from a client that is not enlisted here (any more)")
+        if isinstance(message, AccumulatorChunk):
+            self._desk.accumulators.expects(sender, message, frame.tensors)
+        if isinstance(message, Output | Finished):
+            self._check_result(sender, message, frame.tensors)
+
+    def _check_result(self, sender: PeerId, message: Output | Finished, tensors: list[Encoded]) -> None:
+        """Raises Malformed for a result that no such part has. What was taken back meanwhile is only bounded."""
+        part, plan = self._desk.pool.part(sender, message.number), self._desk.plan
+        if part is None:
+            most = plan.sequences, plan.sequence_length(plan.steps), plan.width
+            if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
+                raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
+            return
+        gives = part.what is Pass.FORWARD or (part.what is not Pass.AGAIN and self._desk.stage > 0)
+        if gives != isinstance(message, Output):
+            raise Malformed(f"{message.KIND}: {'a' if gives else 'no'} tensor is expected of a {part.what}")
+        shape = part.rows, plan.sequence_length(part.step), plan.width
+        if any((t.shape, t.codec) != (shape, plan.activations) for t in tensors):
+            raise Malformed(f"{message.KIND}: a tensor that is not {plan.activations} {shape}")
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        match message := FROM_CLIENT[frame.kind].parse(frame):
+        message = FROM_CLIENT[frame.kind].parse(frame)
+        if isinstance(message, GetWeights):
+            return self._on_get_weights(sender, message)
+        if (client := self._clients.get(sender)) is None:
+            return  # it was lost while the frame came
+        if isinstance(message, Numbered):
+            client.unable = client.unable + 1 if isinstance(message, Unable) else 0
+        match message:
             case Output() | Finished():
                 await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
+            case Unable() if client.unable > MAX_UNABLE:
+                self._desk.lose(sender, f"it computes nothing: {message.reason[:200]}")
             case Unable():
-                self._desk.on_unable(sender, message.part)
-            case Ready() if message.weights == self._digest:
-                self._desk.pool.enlist(sender, message.speed, message.room)
+                self._desk.on_unable(sender, message.number)
+            case Ready() if self._open and message.weights == self._digest:
+                self._desk.pool.ready(sender, message.room, message.speed)
                 self._desk.feed()
-            case GetWeights():
-                self._give_weights(sender, message)
             case Contents():
-                self._handed_over.on_contents(sender, message)
-            case Accumulated():
-                await self._handed_over.on_chunk(sender, message, frame.tensors)
+                self._desk.accumulators.on_contents(sender, message)
+            case AccumulatorChunk():
+                await self._desk.accumulators.on_chunk(sender, message, frame.tensors)
             case Gone():
                 self._desk.lose(sender, "it left")
 
     # Weights ----------------------------------------------------------------------------------------------------------
 
-    async def begin(self, digest: bytes) -> None:
+    def close(self) -> None:
+        """The weights are about to change."""
+        self._open, self._weights = False, None
+        self._takers.clear()
+
+    def begin(self, digest: bytes) -> None:
         """The weights have this digest now. Clients work again once they have them."""
-        if digest == self._digest:
+        if self._open and digest == self._digest:
             return
-        self._digest, self._weights = digest, None
+        self._digest, self._open, self._weights = digest, True, None
+        self._version += 1
         for client in self._clients:
-            self._desk.pool.lost(client)
-            self.tell(client, Begun(weights=digest))
+            self.tell(client, Begun(weights=digest, version=self._version))
 
-    def _give_weights(self, sender: PeerId, ask: GetWeights) -> None:
-        if ask.weights != self._digest:
+    def _on_get_weights(self, sender: PeerId, ask: GetWeights) -> None:
+        if not self._open or ask.weights != self._digest:
             return  # it hears of the current ones
-        if (before := self._taking.get(sender)) is not None:
-            before.cancel()
-        task = self._taking[sender] = self._tasks.spawn(self._send_weights(sender, ask), "weights")
-        task.add_done_callback(lambda t: self._taking.get(sender) is t and self._taking.pop(sender))
+        chunks = -(-self._desk.n_params // self._desk.plan.chunk)
+        asked = deque(dict.fromkeys(c for c in ask.chunks if c < chunks))
+        if (taker := self._takers.get(sender)) is not None:
+            taker.chunks = asked
+            return
+        self._takers[sender] = taker = _Taker(asked)
+        self._tasks.spawn(self._give_weights(sender, taker, ask.weights), "weights")
 
-    async def _send_weights(self, peer: PeerId, ask: GetWeights) -> None:
-        async with self._turns:
-            if self._weights is None:
-                self._weights = self._tasks.spawn(self._desk.copied_weights(), "weights")
-            values, size = await asyncio.shield(self._weights), self._desk.plan.chunk
-            for chunk in range(ask.first, -(-len(values) // size), ask.every):
-                if ask.weights != self._digest:
-                    return
-                tensor = await self._desk.offload(encode, values[chunk * size : (chunk + 1) * size], Codec.FP32)
-                message = WeightsChunk(weights=ask.weights, chunk=chunk)
-                try:
+    async def _give_weights(self, peer: PeerId, taker: _Taker, digest: bytes) -> None:
+        try:
+            async with self._turns:
+                while taker.chunks and self._takers.get(peer) is taker:
+                    if self._weights is None:
+                        self._weights = self._tasks.spawn(self._desk.copied_weights(), "weights")
+                    values, size = await asyncio.shield(self._weights), self._desk.plan.chunk
+                    if self._takers.get(peer) is not taker or not taker.chunks:
+                        return
+                    chunk = taker.chunks.popleft()
+                    part = values[chunk * size : (chunk + 1) * size]
+                    tensor = await self._desk.offload(encode, part, Codec.FP32)
+                    message = WeightsChunk(weights=digest, chunk=chunk)
                     await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
-                except NetworkError:  # it asks again, if it is there
-                    return
+        except NetworkError:  # it asks again, if it is there
+            return
+        finally:
+            if self._takers.get(peer) is taker:
+                del self._takers[peer]
+
+
+def _now_s() -> float:
+    """By the clock of ``Network.heard_s``."""
+    return asyncio.get_running_loop().time()

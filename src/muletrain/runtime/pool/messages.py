@@ -2,9 +2,10 @@
 
 A client enlists with one server of its stage (``hub.enlist``). It takes the weights, with the digest that the server
 names, from all servers of the stage (``hub.get_weights``, ``hub.weights``), and says that it is ready (``hub.ready``).
-The server sends it parts; each comes back with ``hub.result``, and the server answers whether it counts (``hub.counted``).
-Only then does the client add the part's gradient to its accumulator. Before its server seals the step, it asks for the
-accumulator (``hub.hand_over``) and gets its contents and its numbers (``hub.contents``, ``hub.accumulated``).
+The server gives it parts, each under a number; each comes back with ``hub.output`` or ``hub.finished``, and the server
+answers whether it counts (``hub.counted``). Only then does the client add the part's gradient to its accumulator.
+Before the server seals the step, it asks for the accumulator (``hub.ask_accumulator``) and gets its contents and its
+values (``hub.contents``, ``hub.accumulator``).
 """
 
 from __future__ import annotations
@@ -15,31 +16,37 @@ from pydantic import FailFast, Field
 
 from muletrain.network.base import Channel
 from muletrain.policy.pool import Part, Pass
-from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Seconds
+from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
 
 MAX_PARTS = 1 << 16
 """Parts in one accumulator."""
 MAX_SERVERS = 1024
+MAX_CHUNKS = 1 << 16
 MAX_ROOM = 64
 """Parts that a client takes at once."""
 Speed = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+Loss = Annotated[float, Field(allow_inf_nan=False)]
+Numbers = Annotated[tuple[Natural, ...], Field(max_length=MAX_PARTS), FailFast()]
 
 
 class Enlist(Message):
-    """A client asks a server for work. ``config``: digest of the run's configuration as the client knows it."""
+    """A client asks a server for work. ``config``: digest of the run's configuration as the client knows it;
+    ``enlistment``: numbers the client's enlistments."""
 
     KIND: ClassVar[str] = "hub.enlist"
     name: Name
     config: Digest
     stage: Natural
+    enlistment: Natural
 
 
 class Enlisted(Message):
-    """The answer. ``weights``: digest of the current ones; ``servers``: all of the stage; ``speed``: of all clients of
-    this server [forward passes of a sequence per second]."""
+    """The answer. ``weights``: digest of the current ones, the ``version``-th of this server; ``servers``: all of the
+    stage; ``speed``: of all clients of this server [forward passes of a sequence per second]."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
+    version: Natural
     servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()]
     speed: Speed
 
@@ -57,26 +64,27 @@ class StillThere(Message):
 
 
 class Begun(Message):
-    """The server has new weights."""
+    """The server has new weights (see ``Enlisted``)."""
 
     KIND: ClassVar[str] = "hub.begun"
     weights: Digest
+    version: Natural
 
 
 class Ended(Message):
-    """The run has ended, or this server leaves it."""
+    """The server does not count on the client's ``enlistment`` any more. ``over``: the run has ended."""
 
     KIND: ClassVar[str] = "hub.ended"
+    enlistment: Natural
     over: bool
 
 
 class GetWeights(Message):
-    """Asks for chunks ``first``, ``first + every``, ... of the weights with this digest."""
+    """Asks for chunks of the weights with this digest, instead of those asked for before."""
 
     KIND: ClassVar[str] = "hub.get_weights"
     weights: Digest
-    first: Natural
-    every: Annotated[int, Field(ge=1, lt=2**31)]
+    chunks: Annotated[tuple[Natural, ...], Field(max_length=MAX_CHUNKS), FailFast()]
 
 
 class WeightsChunk(Message):
@@ -105,130 +113,126 @@ class Gone(Message):
     KIND: ClassVar[str] = "hub.gone"
 
 
-class OfPart(Message):
-    """Base of what is said about one part. ``generation``: the server's accumulators begin anew with each; what a client
-    has of an earlier one is of no use."""
+class Give(Message):
+    """Base of what gives a part. ``whole``: sequences of the whole microbatch. ``generation``: the server's accumulators
+    begin anew with each."""
 
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    number: Natural
     generation: Natural
     what: Pass
     step: Natural
     index: Natural
     first: Natural
     rows: Annotated[int, Field(ge=1, lt=2**31)]
+    whole: Natural
+    accumulate: bool
 
     @property
     def part(self) -> Part:
         return Part(self.what, self.step, self.index, self.first, self.rows)
 
 
-class GiveInputs(OfPart):
-    """Inputs of a forward. ``whole``: sequences of the whole microbatch."""
+class GiveInputs(Give):
+    """Inputs of a forward."""
 
     KIND: ClassVar[str] = "hub.inputs"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 1
-    whole: Natural
 
 
-class GiveGradient(OfPart):
+class GiveGradient(Give):
     """The gradient of the outputs of a forward that this client computed."""
 
     KIND: ClassVar[str] = "hub.gradient"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 1
-    whole: Natural
-    accumulate: bool
 
 
-class GiveBoth(OfPart):
-    """Inputs, and targets (pass 'loss', or 'again' on the last stage) or the gradient of the outputs (backward of a
-    forward that another client computed, or 'again')."""
+class GiveBoth(Give):
+    """Inputs, and targets (on the last stage) or the gradient of the outputs (elsewhere)."""
 
     KIND: ClassVar[str] = "hub.both"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 2
-    whole: Natural
-    accumulate: bool
 
 
-class Output(OfPart):
-    """What a part's computation gave: outputs or the gradient of inputs. ``loss``: its share of the microbatch's
-    [nats/token]."""
+class Numbered(Message):
+    """Base of what is said about one giving."""
 
-    KIND: ClassVar[str] = "hub.result"
+    number: Natural
+
+
+class Output(Numbered):
+    """What a part's computation gave: outputs, or the gradient of inputs. ``loss``: the part's share of the
+    microbatch's [nats/token]."""
+
+    KIND: ClassVar[str] = "hub.output"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 1
-    loss: float = 0.0
-    busy_s: Seconds
+    loss: Loss = 0.0
 
 
-class Finished(OfPart):
+class Finished(Numbered):
     """A part is computed, and gives nothing but its parameters' gradient."""
 
     KIND: ClassVar[str] = "hub.finished"
-    loss: float = 0.0
-    busy_s: Seconds
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    loss: Loss = 0.0
 
 
-class Unable(OfPart):
-    """The client does not compute this part: it was withdrawn, or failed."""
+class Unable(Numbered):
+    """The client did not compute a part."""
 
     KIND: ClassVar[str] = "hub.unable"
-    failed: bool = True
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    reason: Text
 
 
-class Counted(OfPart):
+class Counted(Numbered):
     """Whether a result counts: then the client adds the part's gradient to its accumulator."""
 
     KIND: ClassVar[str] = "hub.counted"
     counts: bool
 
 
-class Withdraw(OfPart):
-    """This part is no longer wanted."""
+class Withdraw(Numbered):
+    """A part is no longer wanted."""
 
     KIND: ClassVar[str] = "hub.withdraw"
 
 
-PartList = Annotated[tuple[tuple[Natural, Natural], ...], Field(max_length=MAX_PARTS), FailFast()]
-"""Parts as (microbatch, first sequence)."""
+class AskAccumulator(Message):
+    """Asks for the accumulator of ``step``, with the gradients of these ``givings``: they count, even if a
+    ``hub.counted`` is still on its way. ``transfer`` numbers the questions."""
 
-
-class HandOver(Message):
-    """Asks for the accumulator of ``step``, with these ``parts``; ``number`` tells the answers apart. All of them
-    count, even if a ``hub.counted`` is still on its way."""
-
-    KIND: ClassVar[str] = "hub.hand_over"
+    KIND: ClassVar[str] = "hub.ask_accumulator"
     generation: Natural
     step: Natural
-    number: Natural
-    parts: PartList
+    transfer: Natural
+    givings: Numbers
 
 
 class Contents(Message):
-    """The parts in an accumulator that follows."""
+    """The givings in an accumulator that follows."""
 
     KIND: ClassVar[str] = "hub.contents"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
-    step: Natural
-    number: Natural
-    parts: PartList
+    transfer: Natural
+    givings: Numbers
 
 
-class Accumulated(Message):
-    """One chunk of an accumulator."""
+class AccumulatorChunk(Message):
+    """One chunk of an accumulator, in the codec of gradients."""
 
-    KIND: ClassVar[str] = "hub.accumulated"
+    KIND: ClassVar[str] = "hub.accumulator"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
     TENSORS: ClassVar[int] = 1
-    step: Natural
-    number: Natural
+    transfer: Natural
     chunk: Natural
 
 
 FROM_CLIENT: dict[str, type[Message]] = {
-    m.KIND: m for m in (GetWeights, Ready, Gone, Output, Finished, Unable, Contents, Accumulated)
+    m.KIND: m for m in (GetWeights, Ready, Gone, Output, Finished, Unable, Contents, AccumulatorChunk)
 }
 FROM_SERVER: dict[str, type[Message]] = {
-    m.KIND: m for m in (Begun, Ended, WeightsChunk, GiveInputs, GiveGradient, GiveBoth, Counted, Withdraw, HandOver)
+    m.KIND: m
+    for m in (Begun, Ended, WeightsChunk, GiveInputs, GiveGradient, GiveBoth, Counted, Withdraw, AskAccumulator)
 }

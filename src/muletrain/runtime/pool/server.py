@@ -9,14 +9,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from muletrain.compute.base import Microbatch
+from muletrain.compute.checks import is_finite
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.errors import MuletrainError, NetworkError
-from muletrain.policy.pool import OWN, Part, Pass, Pool
+from muletrain.policy.pool import OWN, Given, Part, Pass, Pool
+from muletrain.runtime.pool.accumulators import Accumulators, Lost
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.handover import HandedOver, Lost
-from muletrain.runtime.pool.kept import KeptPart, KeptParts
-from muletrain.runtime.pool.messages import Counted, Finished, GiveBoth, GiveGradient, GiveInputs, Output, Withdraw
+from muletrain.runtime.pool.messages import (
+    Counted,
+    Finished,
+    Give,
+    GiveBoth,
+    GiveGradient,
+    GiveInputs,
+    Output,
+    Withdraw,
+)
+from muletrain.runtime.pool.parts import KeptPart, StepParts
 from muletrain.wire.codec import Encoded, decode, encode, encode_ids
 
 if TYPE_CHECKING:
@@ -31,6 +41,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.clients import Servers
+    from muletrain.runtime.pool.parts import Place
 
 R = TypeVar("R")
 SEND_S = 60.0
@@ -41,7 +52,8 @@ LOOK_S = 1.0
 
 @dataclass
 class _Call:
-    """A pass of a microbatch that the stage server waits for. ``left``: sequences that are not back."""
+    """A pass of a microbatch that the stage server waits for. ``left``: sequences that are not back; ``places``: parts
+    whose gradients were accumulated for it."""
 
     mb: Microbatch
     what: Pass
@@ -53,6 +65,7 @@ class _Call:
     begun: bool = False
     loss: float = 0.0
     output: Tensor | None = None
+    places: list[Place] = field(default_factory=list)
     own: list[Microbatch] = field(default_factory=list)
     """Parts that were computed here. They count once the whole microbatch does."""
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -86,34 +99,36 @@ class PooledCompute:
         self.inner, self.plan = inner, plan
         self._net, self._clock, self._tasks = net, clock, tasks
         self.pool = Pool()
-        self.pool.enlist(OWN, 0.0, 1)
+        self.pool.enlist(OWN)
+        self.pool.ready(OWN, 1)
         self._calls: dict[tuple[Pass, int, int], _Call] = {}
-        self._kept: dict[int, KeptParts] = {}
-        self.generation = 0
-        self._changed = asyncio.Event()
-        """Set when a part of ``Pass.AGAIN`` is done, or a client is lost."""
+        self._steps: dict[int, StepParts] = {}
+        self._generation = 0
+        """Number of times that accumulators began anew."""
+        self._news = asyncio.Event()
+        """Set when a gradient that ``gather`` waits for may have come."""
+        self.accumulators = Accumulators(self, net, clock)
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
-        self.handed_over = HandedOver(self, net, clock)
-        self.clients.open(self.handed_over)
         tasks.spawn(self._watch(), "pool")
 
     # Forward and backward -------------------------------------------------------------------------------------------
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         call = _Call(mb, Pass.FORWARD, turn, accumulate=False, left=len(inputs), inputs=inputs)
-        self._of(mb.step).begin(mb.index)
-        self.pool.put(Pass.FORWARD, mb.step, mb.index, len(inputs))
+        self._parts(mb.step).begin(mb.index)
+        self.pool.put(Pass.FORWARD, mb.step, mb.index, len(inputs), self._clock.now())
         return Result(await self._computed(call))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
-        cut = self._of(mb.step).cut(mb.index)
-        if not cut:
-            raise KeyError(f"no forward of microbatch {mb.step}/{mb.index} is kept")
-        for first, kept in cut.items():
-            kept.gradient = await self.offload(encode, grad[first : first + kept.rows], self.plan.activations)
+        parts = self._parts(mb.step).of(mb.index)
+        if sum(kept.rows for kept in parts.values()) != len(grad):
+            raise MuletrainError(f"no forward of microbatch {mb.step}/{mb.index} is kept")
         call = _Call(mb, Pass.BACKWARD, turn, accumulate, left=len(grad))
-        for first, kept in cut.items():
-            self.pool.put_part(Part(Pass.BACKWARD, mb.step, mb.index, first, kept.rows), kept.forward_at)
+        encoded = [await self.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in parts.items()]
+        for (first, kept), gradient in zip(parts.items(), encoded, strict=True):
+            kept.gradient = gradient
+            part = Part(Pass.BACKWARD, mb.step, mb.index, first, kept.rows)
+            self.pool.put_part(part, self._clock.now(), kept.forward_at)
         output = await self._computed(call)
         return None if self.stage == 0 else Result(output)
 
@@ -121,8 +136,8 @@ class PooledCompute:
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         call = _Call(mb, Pass.LOSS, turn, accumulate, left=len(inputs), inputs=inputs, targets=targets)
-        self._of(mb.step).begin(mb.index)
-        self.pool.put(Pass.LOSS, mb.step, mb.index, len(inputs))
+        self._parts(mb.step).begin(mb.index)
+        self.pool.put(Pass.LOSS, mb.step, mb.index, len(inputs), self._clock.now())
         output = await self._computed(call)
         return call.loss, None if self.stage == 0 else Result(output)
 
@@ -134,117 +149,118 @@ class PooledCompute:
             self.feed()
             await call.done
         except BaseException:
-            self._withdraw(self.pool.drop(call.mb.step, call.mb.index))
-            self._revoke(call)
+            self.pool.drop(call.mb.step, call.mb.index, again=call.accumulate)
+            self._take_back(call)
             raise
         finally:
             del self._calls[key]
+            self.withdraw()
         for mb in call.own:
             self.inner.count(mb)
-            self._of(mb.step).arrived([(mb.index, mb.first)])
         return torch.empty(0) if call.output is None else call.output
 
-    def _revoke(self, call: _Call) -> None:
-        """The microbatch does not count, though gradients of its parts may be in accumulators: these are of no use."""
-        if (kept := self._kept.get(call.mb.step)) is not None:
-            for worker in kept.take_back(call.mb.index) - {OWN}:
-                self.lose(worker, "a microbatch was given up after it had accumulated a part of it")
+    def _take_back(self, call: _Call) -> None:
+        """The microbatch does not count, though gradients of its parts were accumulated: what contains them is of no
+        use."""
+        parts = self._steps.get(call.mb.step)
+        for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
+            self.lose(worker, "a microbatch was given up after a part of it was accumulated")
         for mb in call.own:
             self.inner.discard(mb)
 
     def discard(self, mb: Microbatch) -> None:
-        self._withdraw(self.pool.drop(mb.step, mb.index))
-        if mb.step in self._kept:
-            for first in self._kept[mb.step].cut(mb.index):
-                self.inner.discard(Microbatch(mb.step, mb.index, first, self.plan.sequences))
-            self._kept[mb.step].through(mb.index)
+        self.pool.drop(mb.step, mb.index)
+        self.withdraw()
+        if mb.step in self._steps:
+            self._through(self._steps[mb.step], mb.step, mb.index)
 
-    def _of(self, step: int) -> KeptParts:
-        return self._kept.setdefault(step, KeptParts())
+    def _through(self, parts: StepParts, step: int, index: int) -> None:
+        """A microbatch passes through no more."""
+        for first, kept in parts.of(index).items():
+            if kept.forward_at == OWN:
+                self.inner.discard(Microbatch(step, index, first, self.plan.sequences))
+        parts.through(index)
+
+    def _parts(self, step: int) -> StepParts:
+        return self._steps.setdefault(step, StepParts())
 
     # Giving out -----------------------------------------------------------------------------------------------------
 
     def feed(self) -> None:
         """Give parts to all workers that have room."""
-        now = self._clock.now()
-        for worker in self.pool.workers():
-            while (part := self.pool.take(worker, now)) is not None:
-                self._give(worker, part)
+        for worker in (*self.pool.workers(), OWN):
+            while (given := self.pool.take(worker, self._clock.now())) is not None:
+                self._give(worker, given)
 
-    def _give(self, worker: PeerId, part: Part) -> None:
+    def _give(self, worker: PeerId, given: Given) -> None:
+        part = given.part
         call = self._calls.get((part.what, part.step, part.index))
         if call is not None and not call.begun:
             call.begun = True
             try:
                 call.turn.begins()
             except MuletrainError as e:
+                self.pool.failed(worker, given.number, self._clock.now())
+                self.pool.drop(part.step, part.index, again=False)
                 call.fail(e)
-                self.pool.failed(worker, part)
-                self._withdraw(self.pool.drop(part.step, part.index))
                 return
-        work = self._compute(part, call) if worker == OWN else self._send(worker, part, call)
+        accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
+        work = self._compute(given, accumulate) if worker == OWN else self._send(worker, given, accumulate)
         self._tasks.spawn(work, f"part {part}")
 
-    async def _prepare(self, part: Part, call: _Call | None) -> KeptPart | None:
-        """Returns what ``part`` is computed from; None: it is no longer wanted."""
-        kept = self._of(part.step)
-        if (found := kept.find(part)) is None and call is not None and call.inputs is not None:
-            rows = slice(part.first, part.first + part.rows)
-            inputs, targets = call.inputs[rows], None if call.targets is None else encode_ids(call.targets[rows])
-            ids = self.stage == 0
-            sent = encode_ids(inputs) if ids else await self.offload(encode, inputs, self.plan.activations)
-            if call.done.done():
-                return None
-            kept.keep(part, sent, targets)
-            found = kept.find(part)
-        return found
+    async def _prepared(self, part: Part) -> KeptPart | None:
+        """Returns from what ``part`` is computed; None: it is no longer wanted."""
+        call = self._calls.get((part.what, part.step, part.index))
+        if (kept := self._find(part)) is not None or call is None or call.inputs is None or call.done.done():
+            return kept
+        rows = slice(part.first, part.first + part.rows)
+        inputs, targets = call.inputs[rows], None if call.targets is None else encode_ids(call.targets[rows])
+        sent = encode_ids(inputs) if self.stage == 0 else await self.offload(encode, inputs, self.plan.activations)
+        if call.done.done():
+            return None
+        kept = self._find(part) or KeptPart(part.rows, sent, targets)
+        self._parts(part.step).keep(part, kept)
+        return kept
 
-    async def _send(self, worker: PeerId, part: Part, call: _Call | None) -> None:
-        """Give ``part`` to a client."""
-        generation = self.generation
-        kept = await self._prepare(part, call)
+    def _find(self, part: Part) -> KeptPart | None:
+        parts = self._steps.get(part.step)
+        return None if parts is None else parts.find(part)
+
+    async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
+        """Give a part to a client."""
+        part, kept, generation = given.part, await self._prepared(given.part), self._generation
         if kept is None:
-            self.pool.failed(worker, part)
+            self.pool.failed(worker, given.number, self._clock.now())
             return
-        about = {**part._asdict(), "generation": generation, "whole": self.plan.sequences}
-        accumulate = call is None or call.accumulate
-        message: GiveInputs | GiveGradient | GiveBoth
+        about = {**part._asdict(), "number": given.number, "generation": generation, "whole": self.plan.sequences}
+        message: Give
         if part.what is Pass.FORWARD:
-            message, tensors = GiveInputs(**about), [kept.inputs]
+            message, tensors = GiveInputs(**about, accumulate=False), [kept.inputs]
         elif part.what is Pass.BACKWARD and kept.forward_at == worker:
-            assert kept.gradient is not None  # put in with it
-            message, tensors = GiveGradient(**about, accumulate=accumulate), [kept.gradient]
+            message, tensors = GiveGradient(**about, accumulate=accumulate), [_present(kept.gradient)]
         else:
-            other = kept.gradient if kept.targets is None else kept.targets
-            assert other is not None
+            other = _present(kept.gradient if kept.targets is None else kept.targets)
             message, tensors = GiveBoth(**about, accumulate=accumulate), [kept.inputs, other]
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
         except NetworkError as e:
             self.lose(worker, str(e))
 
-    async def _compute(self, part: Part, call: _Call | None) -> None:
-        """Compute ``part`` here."""
+    async def _compute(self, given: Given, accumulate: bool) -> None:
+        """Compute a part here."""
+        part, kept = given.part, await self._prepared(given.part)
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
-        accumulate = part.what is not Pass.FORWARD and (call is None or call.accumulate)
-        kept = await self._prepare(part, call)
         try:
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
             loss, values = await self._result(mb, part, kept, accumulate=accumulate)
         except MuletrainError as e:
-            self.pool.failed(OWN, part)
-            if call is not None:
+            self.pool.failed(OWN, given.number, self._clock.now())
+            if (call := self._calls.get((part.what, part.step, part.index))) is not None:
                 call.fail(e)
+            self.feed()
             return
-        if not self._count(OWN, part, call):
-            self.inner.discard(mb)
-        elif accumulate and call is not None:
-            call.own.append(mb)
-        elif accumulate:
-            self.inner.count(mb)
-            self._of(part.step).arrived([(part.index, part.first)])
-        self._fill(part, call, loss, values)
+        self._came_back(OWN, given.number, part, accumulate, loss, values)
         self.feed()
 
     async def _result(
@@ -258,32 +274,55 @@ class PooledCompute:
         elif kept.targets is not None:
             loss, output = await inner.loss_backward(mb, inputs, decode(kept.targets), accumulate=accumulate)
         else:
-            assert kept.gradient is not None  # put in with it
             if part.what is Pass.AGAIN or kept.forward_at != OWN:
                 inner.discard(mb)
+                self._parts(part.step).forward_lost(OWN, part)
                 await inner.forward(mb, inputs)
-            output = await inner.backward(mb, await self.offload(decode, kept.gradient), accumulate=accumulate)
+            gradient = await self.offload(decode, _present(kept.gradient))
+            output = await inner.backward(mb, gradient, accumulate=accumulate)
         return loss, None if output is None or part.what is Pass.AGAIN else await output
 
     # Coming back ----------------------------------------------------------------------------------------------------
 
-    def _count(self, worker: PeerId, part: Part, call: _Call | None) -> bool:
-        """Returns whether the result of ``part`` by ``worker`` counts, and notes where its gradient is then."""
-        counts = self.pool.done(worker, part, self._clock.now())
-        kept = self._of(part.step).find(part)
-        if not counts or kept is None:
+    def _came_back(
+        self, worker: PeerId, number: int, part: Part, accumulate: bool, loss: float, values: Tensor | None
+    ) -> bool:
+        """Take the result of a giving. Returns whether its gradient counts: then it is in the accumulator of
+        ``worker``."""
+        kept = self._find(part)
+        counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
+        self.withdraw()
+        call = self._calls.get((part.what, part.step, part.index))
+        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
+            if worker == OWN and accumulate:
+                self.inner.discard(mb)
             return False
         if part.what is Pass.FORWARD:
             kept.forward_at = worker
-        elif call is None or call.accumulate:
-            self._of(part.step).accumulated(part, worker)
-        if part.what is Pass.AGAIN:
-            self._changed.set()
-        return True
+        elif accumulate:
+            self._accumulated(worker, number, part, kept, call)
+        if call is not None:
+            self._fill(part, call, loss, values)
+        return accumulate
 
-    def _fill(self, part: Part, call: _Call | None, loss: float, values: Tensor | None) -> None:
-        """Take the result of ``part``, which counts."""
-        if call is None or call.done.done():
+    def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: _Call | None) -> None:
+        """Note where the gradient of ``part`` is."""
+        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        if worker != OWN:
+            self._parts(part.step).accumulated(part, kept, worker, number)
+            if call is not None:
+                call.places.append((part.index, part.first))
+        elif call is not None:
+            call.own.append(mb)
+        else:
+            self.inner.count(mb)
+            self._parts(part.step).computed_here(part)
+        self._news.set()
+
+    def _fill(self, part: Part, call: _Call, loss: float, values: Tensor | None) -> None:
+        """Put the result of ``part`` into that of its microbatch."""
+        if call.done.done():
             return
         if values is not None:
             if call.output is None:
@@ -295,40 +334,49 @@ class PooledCompute:
             call.done.set_result(None)
 
     async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
-        """A client brings back a part. The client is told whether it counts, if there is a gradient to add."""
-        part = message.part
-        call = self._calls.get((part.what, part.step, part.index))
-        accumulates = part.what is not Pass.FORWARD and (call is None or call.accumulate)
+        """A client brings back a part. If there is a gradient to add, it is told whether it counts."""
         values = None if tensor is None else await self.offload(decode, tensor)
-        counts = message.generation == self.generation and self._count(worker, part, call)
-        if accumulates:
-            about = {**part._asdict(), "generation": message.generation}
-            self.clients.tell(worker, Counted(**about, counts=counts))
-        if counts:
-            self._fill(part, call, message.loss, values)
+        fine = values is None or await self.offload(is_finite, values)
+        if (part := self.pool.part(worker, message.number)) is None:
+            return  # it was taken back meanwhile
+        call = self._calls.get((part.what, part.step, part.index))
+        accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
+        counts = False
+        if fine:
+            counts = self._came_back(worker, message.number, part, accumulate, message.loss, values)
+        else:
+            self.on_unable(worker, message.number)
+        if part.what is not Pass.FORWARD:
+            self.clients.tell(worker, Counted(number=message.number, counts=counts))
         self.feed()
 
-    def on_unable(self, worker: PeerId, part: Part) -> None:
-        self.pool.failed(worker, part)
+    def on_unable(self, worker: PeerId, number: int) -> None:
+        """A client did not compute a part: others may, and not from its forward."""
+        part = self.pool.part(worker, number)
+        self.pool.failed(worker, number, self._clock.now())
+        if part is not None and part.step in self._steps:
+            self._steps[part.step].forward_lost(worker, part)
         self.feed()
 
-    def lose(self, worker: PeerId, why: str) -> None:
-        """``worker`` is gone, with everything that it had."""
-        self.pool.lost(worker)
-        parts = 0
-        for step, kept in self._kept.items():
-            for index, first, rows in kept.lost(worker):
-                parts += 1
-                self.pool.put_part(Part(Pass.AGAIN, step, index, first, rows))
-        self.handed_over.lose(worker)
-        self.clients.gone(worker, why, parts)
-        self._changed.set()
-        self.feed()
-
-    def _withdraw(self, given: list[tuple[PeerId, Part]]) -> None:
-        for worker, part in given:
+    def withdraw(self) -> None:
+        """Tell clients what they need not compute any more."""
+        for worker, number in self.pool.unwanted():
             if worker != OWN:
-                self.clients.tell(worker, Withdraw(**part._asdict(), generation=self.generation))
+                self.clients.tell(worker, Withdraw(number=number))
+
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
+        """``worker`` is gone, with everything that it had. ``again_at``: who computes again what it had accumulated."""
+        self.pool.lost(worker, self._clock.now())
+        lost = 0
+        for step, parts in self._steps.items():
+            parts.forward_lost(worker)
+            for (index, first), rows in parts.lost(worker):
+                lost += 1
+                self.pool.put_part(Part(Pass.AGAIN, step, index, first, rows), self._clock.now(), again_at)
+        self.accumulators.lose(worker)
+        self.clients.gone(worker, why, lost)
+        self._news.set()
+        self.feed()
 
     async def _watch(self) -> None:
         """Let others do what clients do not bring back."""
@@ -343,48 +391,68 @@ class PooledCompute:
     # The accumulator and the step -----------------------------------------------------------------------------------
 
     async def gather(self, step: int) -> None:
-        kept = self._of(step)
-        while not kept.complete:
-            self._changed.clear()
-            holders = kept.holders()
-            await asyncio.gather(*(self._take_over(worker, step, holders[worker]) for worker in sorted(holders)))
+        parts = self._parts(step)
+        while not parts.complete:
+            self._news.clear()
+            holders = sorted(parts.holders())
+            await asyncio.gather(*(self._take_over(worker, step) for worker in holders))
             if not holders:
-                await self._changed.wait()
+                await self._news.wait()  # what was lost is computed again
         await self.inner.gather(step)
 
-    async def _take_over(self, worker: PeerId, step: int, places: set[tuple[int, int]]) -> None:
+    def holds(self, client: PeerId, step: int) -> set[int]:
+        """See ``accumulators.Receiver``."""
+        return self._steps[step].holders().get(client, set()) if step in self._steps else set()
+
+    async def _take_over(self, worker: PeerId, step: int) -> None:
         """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
+        generation = self._generation
         try:
-            values, came = await self.handed_over.ask(worker, self.generation, step, places)
+            values, numbers = await self.accumulators.fetch(worker, generation, step)
         except Lost as e:
-            self.lose(worker, str(e))
+            self.lose(worker, str(e), again_at=OWN if e.here else None)
             return
-        kept = self._of(step)
-        if missing := places - came:
-            self.lose(worker, f"{len(missing)} parts are missing in its accumulator")
-            return
-        self.inner.add(step, values)
-        kept.arrived(came)
+        if generation == self._generation and numbers == self.holds(worker, step):
+            self.inner.add(step, values)
+            self._parts(step).arrived(worker, numbers)
+        else:
+            self.lose(worker, "its accumulator changed while it came")
 
     async def gradient(self, step: int) -> Tensor:
         return await self.inner.gradient(step)
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         turn.begins()
-        self._drop(update.step)
+        self._end_step(update.step)
+        self._close()
         await self.inner.apply(gradient, update)
 
     def clear(self, step: int) -> None:
-        self._drop(step)
+        """What passes through goes on; its gradients are accumulated anew."""
+        self._generation += 1
+        self.pool.drop_again(step)
+        for call in [c for c in self._calls.values() if c.mb.step == step and c.accumulate]:
+            call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
+        if step in self._steps:
+            self._steps[step].forget_gradients()
+        self.withdraw()
         self.inner.clear(step)
 
-    def _drop(self, step: int) -> None:
-        """Nothing that was given out for ``step`` counts any more."""
-        self.generation += 1
-        self._withdraw(self.pool.drop(step))
-        self._kept.pop(step, None)
+    def _end_step(self, step: int) -> None:
+        """Nothing of ``step`` is computed any more."""
+        self._generation += 1
+        self.pool.drop(step)
+        self.withdraw()
         for call in [c for c in self._calls.values() if c.mb.step == step]:
-            call.fail(MuletrainError(f"step {step} is over, or begins again"))
+            call.fail(MuletrainError(f"step {step} is over"))
+        if (parts := self._steps.pop(step, None)) is not None:
+            for index in parts.indices():
+                self._through(parts, step, index)
+
+    def _close(self) -> None:
+        """The weights change: clients compute nothing until they have the new ones (``digest``)."""
+        self.pool.rest(self._clock.now())
+        self.clients.close()
 
     def count(self, mb: Microbatch) -> None:
         self.inner.count(mb)
@@ -396,20 +464,23 @@ class PooledCompute:
 
     async def digest(self) -> bytes:
         digest = await self.inner.digest()
-        await self.clients.begin(digest)
+        self.clients.begin(digest)
         return digest
 
     async def copied_weights(self) -> Tensor:
         return await self.inner.copied_weights()
 
     async def load_weights(self, weights: Tensor) -> None:
+        self._close()
         await self.inner.load_weights(weights)
 
     async def state(self) -> dict[str, Tensor]:
         return await self.inner.state()
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        self.generation += 1
+        self._close()
+        for step in list(self._steps):
+            self._end_step(step)
         await self.inner.load_state(state)
 
     async def offload(self, fn: Callable[..., R], *args: Any) -> R:
@@ -420,3 +491,8 @@ class PooledCompute:
 
     def close(self) -> None:
         self.inner.close()
+
+
+def _present(tensor: Encoded | None) -> Encoded:
+    assert tensor is not None  # parts of a backward, or of one that is computed again, have it
+    return tensor

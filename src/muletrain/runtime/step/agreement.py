@@ -139,11 +139,12 @@ class RoundAgreement:
         """Close the accumulator, and announce its microbatches to all replicas."""
         ctx, state = self._ctx, self._state
         await self._reruns.drained()
+        await self._waits.watched(ctx.compute.gather(state.step))
         await self._audit.reconsider()
         if self._ledger.in_flight:  # a microbatch arrived meanwhile
             await self._reruns.drained()
         accumulated = self._ledger.seal()
-        await self._waits.watched(ctx.compute.gather(state.step))
+        await self._waits.watched(ctx.compute.gather(state.step))  # nothing more is accumulated from here on
         replicas = tuple(m for m in ctx.roster.stage(ctx.roster.own.stage) if m != ctx.net.peer_id)
         view = self._company.members()
         state.announced = seal = Seal(

@@ -1,0 +1,158 @@
+"""A client's accumulator comes to its server, in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from muletrain.compute.checks import is_finite
+from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.runtime.pool.messages import AccumulatorChunk, AskAccumulator, Contents
+from muletrain.wire.codec import Encoded, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from torch import Tensor
+
+    from muletrain.clock import Clock
+    from muletrain.network.base import Network, PeerId
+    from muletrain.runtime.core.plan import Plan
+
+TRANSFERS = 4
+"""Clients that hand over at once: more of them would fill the server's download."""
+SILENT_S, STALLED_S = 10.0, 60.0
+"""Seconds without a word, and without another chunk, after which an accumulator is lost with its client. It may have a
+part to finish before it can begin."""
+SEND_S = 60.0
+"""Seconds within which a client takes the question."""
+
+
+class Lost(MuletrainError):
+    """The accumulator does not come, or is wrong. ``here``: the server had better compute again what was in it."""
+
+    def __init__(self, message: str, *, here: bool = False) -> None:
+        super().__init__(message)
+        self.here = here
+
+
+class Receiver(Protocol):
+    """Who accumulators are for (``server.PooledCompute``)."""
+
+    n_params: int
+    plan: Plan
+
+    def holds(self, client: PeerId, step: int) -> set[int]:
+        """Returns the numbers of the gradients of ``step`` that ``client`` should have."""
+        ...
+
+    async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
+        """See ``Compute``."""
+        ...
+
+
+@dataclass
+class _Transfer:
+    """One accumulator on its way. ``begun``: chunks that came; ``left``: those that are not stored yet."""
+
+    number: int
+    values: Tensor
+    left: set[int]
+    begun: set[int] = field(default_factory=set)
+    contents: set[int] | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: str = ""
+
+
+class Accumulators:
+    """Fetches accumulators of the clients of one server."""
+
+    def __init__(self, receiver: Receiver, net: Network, clock: Clock) -> None:
+        self._receiver, self._net, self._clock = receiver, net, clock
+        self._turns = asyncio.Semaphore(TRANSFERS)
+        self._transfers: dict[PeerId, _Transfer] = {}
+        self._numbers = 0
+
+    async def fetch(self, client: PeerId, generation: int, step: int) -> tuple[Tensor, set[int]]:
+        """Returns the accumulator of ``client``, flat fp32 [P], and the numbers of the gradients in it: those that it
+        should have. Raises Lost."""
+        async with self._turns:
+            wanted = self._receiver.holds(client, step)
+            self._numbers += 1
+            chunks = range(-(-self._receiver.n_params // self._receiver.plan.chunk))
+            transfer = _Transfer(self._numbers, torch.empty(self._receiver.n_params), set(chunks))
+            ask = AskAccumulator(
+                generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted))
+            )
+            self._transfers[client] = transfer
+            try:
+                await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
+                await self._arrival(client, transfer)
+            except NetworkError as e:
+                raise Lost(str(e)) from e
+            finally:
+                del self._transfers[client]
+        if transfer.contents != wanted:
+            raise Lost("its accumulator contains other parts than it should")
+        if not await self._receiver.offload(is_finite, transfer.values):
+            raise Lost("its accumulator is not finite", here=True)
+        return transfer.values, wanted
+
+    async def _arrival(self, client: PeerId, transfer: _Transfer) -> None:
+        """Wait for all of it. Raises Lost."""
+        loop = asyncio.get_running_loop()  # ``heard_s`` is by its time
+        last, left = loop.time(), len(transfer.left)
+        while transfer.left or transfer.contents is None:
+            transfer.news.clear()
+            now = loop.time()
+            if len(transfer.left) < left:
+                last, left = now, len(transfer.left)
+            wait_s = min(last + STALLED_S, max(last, self._net.heard_s(client)) + SILENT_S) - now
+            if wait_s <= 0:
+                raise Lost("its accumulator does not come")
+            try:
+                await self._clock.deadline(transfer.news.wait(), wait_s, "an accumulator")
+            except DeadlineExceeded:
+                continue
+            if transfer.problem:
+                raise Lost(transfer.problem)
+
+    def expects(self, client: PeerId, message: AccumulatorChunk, tensors: list[Encoded]) -> None:
+        """Check a chunk before it is read. Raises ProtocolError."""
+        transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
+        if transfer is None or message.transfer != transfer.number:
+            raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")
+        size = min(plan.chunk, self._receiver.n_params - message.chunk * plan.chunk)
+        if (chunk.codec, chunk.shape) != (plan.gradients, (size,)) or message.chunk in transfer.begun:
+            raise Malformed(f"{message.KIND}: no chunk {message.chunk} of {chunk.codec} {chunk.shape} is expected")
+
+    def on_contents(self, client: PeerId, message: Contents) -> None:
+        """Take the list of givings that a client's accumulator has."""
+        transfer = self._transfers.get(client)
+        if transfer is not None and message.transfer == transfer.number:
+            transfer.contents = {*message.givings}
+            transfer.news.set()
+
+    async def on_chunk(self, client: PeerId, message: AccumulatorChunk, tensors: list[Encoded]) -> None:
+        """Take a chunk. Raises ProtocolError."""
+        self.expects(client, message, tensors)
+        transfer, begin = self._transfers[client], message.chunk * self._receiver.plan.chunk
+        transfer.begun.add(message.chunk)
+        out = transfer.values[begin : begin + self._receiver.plan.chunk]
+        await self._receiver.offload(_store, tensors[0], out)
+        transfer.left.discard(message.chunk)
+        transfer.news.set()
+
+    def lose(self, client: PeerId) -> None:
+        """``client`` is gone."""
+        if (transfer := self._transfers.get(client)) is not None:
+            transfer.problem = "it is gone"
+            transfer.news.set()
+
+
+def _store(chunk: Encoded, out: Tensor) -> None:
+    out.copy_(decode(chunk, copy=False))

@@ -1,0 +1,129 @@
+"""What a server keeps of the parts of one step: from what they are computed, and where their gradients are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.policy.pool import Part, Pass
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from muletrain.network.base import PeerId
+    from muletrain.wire.codec import Encoded
+
+Place = tuple[int, int]
+"""Microbatch and first sequence of a part."""
+
+
+@dataclass
+class KeptPart:
+    """From what a part is computed. ``gradient``: of its outputs; ``forward_at``: the worker that has its forward."""
+
+    rows: int
+    inputs: Encoded
+    targets: Encoded | None = None
+    gradient: Encoded | None = None
+    forward_at: PeerId | None = None
+
+
+@dataclass
+class _Accumulated:
+    """A part whose gradient was accumulated by another worker. ``at``: the worker in whose accumulator it is, under this
+    ``number``; None: it was lost."""
+
+    kept: KeptPart
+    at: PeerId | None
+    number: int
+
+
+class StepParts:
+    """The parts of one step at one server. ``under_way``: as the latest pass through each microbatch cut it;
+    ``accumulated``: those whose gradients are not here."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, dict[int, KeptPart]] = {}
+        self._accumulated: dict[Place, _Accumulated] = {}
+
+    # Under way --------------------------------------------------------------------------------------------------------
+
+    def begin(self, index: int) -> None:
+        """A microbatch begins to pass through, perhaps not for the first time."""
+        self._under_way[index] = {}
+
+    def keep(self, part: Part, kept: KeptPart) -> None:
+        """Keep from what ``part`` of a microbatch that passes through is computed."""
+        self._under_way.setdefault(part.index, {})[part.first] = kept
+
+    def find(self, part: Part) -> KeptPart | None:
+        """Returns from what ``part`` is computed; None: it is not wanted any more."""
+        if part.what is Pass.AGAIN:
+            lost = self._accumulated.get((part.index, part.first))
+            return None if lost is None or lost.at is not None else lost.kept
+        return self._under_way.get(part.index, {}).get(part.first)
+
+    def of(self, index: int) -> dict[int, KeptPart]:
+        """Returns the parts of a microbatch that passes through, by first sequence."""
+        return dict(sorted(self._under_way.get(index, {}).items()))
+
+    def through(self, index: int) -> None:
+        """A microbatch has passed through, or will not: only what is needed for its gradient stays."""
+        self._under_way.pop(index, None)
+
+    def forward_lost(self, worker: PeerId, part: Part | None = None) -> None:
+        """``worker`` has no forward (of ``part``) any more."""
+        for index, parts in self._under_way.items():
+            for first, kept in parts.items():
+                if kept.forward_at == worker and (part is None or (part.index, part.first) == (index, first)):
+                    kept.forward_at = None
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def accumulated(self, part: Part, kept: KeptPart, worker: PeerId, number: int) -> None:
+        """The gradient of ``part`` is in the accumulator of ``worker``."""
+        self._accumulated[part.index, part.first] = _Accumulated(kept, worker, number)
+
+    def holders(self) -> dict[PeerId, set[int]]:
+        """Returns the numbers of the gradients in the accumulator of each worker."""
+        found = defaultdict[str, set[int]](set)
+        for gradient in self._accumulated.values():
+            if gradient.at is not None:
+                found[gradient.at].add(gradient.number)
+        return dict(found)
+
+    def arrived(self, worker: PeerId, numbers: Collection[int]) -> None:
+        """The gradients that ``worker`` had under these ``numbers`` are here."""
+        here = [p for p, g in self._accumulated.items() if g.at == worker and g.number in numbers]
+        for place in here:
+            del self._accumulated[place]
+
+    def computed_here(self, part: Part) -> None:
+        """The gradient of ``part``, which was lost, is here."""
+        del self._accumulated[part.index, part.first]
+
+    def take_back(self, places: Collection[Place]) -> set[PeerId]:
+        """These parts do not count. Returns the workers whose accumulators they are in."""
+        gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
+        return {g.at for g in gone if g.at is not None}
+
+    def lost(self, worker: PeerId) -> list[tuple[Place, int]]:
+        """The accumulator of ``worker`` is gone. Returns place and sequences of what is to be computed again."""
+        gone = [(place, g) for place, g in self._accumulated.items() if g.at == worker]
+        for _, gradient in gone:
+            gradient.at = None
+        return [(place, g.kept.rows) for place, g in gone]
+
+    def forget_gradients(self) -> None:
+        """Nothing that was accumulated counts."""
+        self._accumulated.clear()
+
+    @property
+    def complete(self) -> bool:
+        """Are all gradients here?"""
+        return not self._accumulated
+
+    def indices(self) -> list[int]:
+        """Returns the microbatches that pass through."""
+        return list(self._under_way)

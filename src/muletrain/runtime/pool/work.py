@@ -1,0 +1,188 @@
+"""What a client computes, and the gradients that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.compute.base import Microbatch
+from muletrain.compute.slot import Turn
+from muletrain.errors import MuletrainError
+from muletrain.policy.pool import Pass
+from muletrain.runtime.pool.messages import Finished, Output, Unable
+from muletrain.wire.codec import Encoded, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+    from muletrain.compute.base import Compute
+    from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.pool.messages import Give
+
+UNCOUNTED = 2
+"""Gradients of parts that a client holds beside its accumulator, at most."""
+WAIT_S = 30.0
+"""Seconds that a part waits for the server to say whether earlier ones count."""
+
+
+class Accumulator:
+    """The gradients of one client's parts: those that count, summed, by step; and those of which it has not heard yet.
+    It begins anew with each generation of its server."""
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._generation = -1
+        self._counted: dict[int, set[int]] = {}
+        """Numbers of the givings in the sum of each step."""
+        self._uncounted: dict[int, Microbatch] = {}
+        self._computing: set[Microbatch] = set()
+        """Parts whose gradient is being computed, or not counted yet."""
+        self._lock = asyncio.Lock()
+        """Held while the sums are read or changed."""
+        self._room = asyncio.Event()
+
+    async def begin_anew(self, generation: int) -> None:
+        """What belongs to an earlier generation is of no use. ``generation`` -1: the server is another one."""
+        if generation == -1 or generation > self._generation:
+            async with self._lock:
+                self._begin_anew(generation)
+
+    def _begin_anew(self, generation: int) -> None:
+        self._generation = generation
+        for step in self._counted:
+            self._compute.clear(step)
+        for mb in self._uncounted.values():
+            self._compute.discard(mb)
+        self._counted.clear()
+        self._uncounted.clear()
+        self._computing.clear()
+        self._room.set()
+
+    async def load(self, weights: Tensor) -> None:
+        """Replace the stage's weights, flat fp32 [P]."""
+        async with self._lock:
+            await self._compute.load_weights(weights)
+
+    async def reserve(self, mb: Microbatch, generation: int) -> None:
+        """Wait for room for another gradient, that of ``mb``. Raises MuletrainError if there is none."""
+        if mb in self._computing:
+            raise MuletrainError("the same part is not settled yet")
+        self._computing.add(mb)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while len(self._uncounted) >= UNCOUNTED:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            self._computing.discard(mb)
+            raise MuletrainError("the server does not say which results count") from None
+        self.check(generation)
+
+    def check(self, generation: int) -> None:
+        """Raises MuletrainError if ``generation`` is over."""
+        if generation != self._generation:
+            raise MuletrainError("the server's accumulators began anew")
+
+    def computed(self, number: int, mb: Microbatch) -> None:
+        """The gradient of ``mb`` is there. Whether it counts is not known yet."""
+        self._uncounted[number] = mb
+
+    def free(self, mb: Microbatch) -> None:
+        """The gradient of ``mb`` was not computed."""
+        self._computing.discard(mb)
+
+    async def settle(self, number: int, *, counts: bool) -> None:
+        """Add the gradient of a giving to the sum of its step, or drop it."""
+        async with self._lock:
+            self._settle(number, counts=counts)
+
+    def _settle(self, number: int, *, counts: bool) -> None:
+        if (mb := self._uncounted.pop(number, None)) is None:
+            return
+        self._computing.discard(mb)
+        if counts:
+            self._compute.count(mb)
+            self._counted.setdefault(mb.step, set()).add(number)
+        else:
+            self._compute.discard(mb)
+        self._room.set()
+
+    async def hand_over(self, generation: int, step: int, givings: Collection[int]) -> tuple[Tensor, set[int]]:
+        """Returns the sum of ``step``, flat fp32 [P], with all ``givings`` that are here, and the numbers in it. It
+        begins anew."""
+        async with self._lock:
+            if generation > self._generation:
+                self._begin_anew(generation)
+            for number in [n for n in self._uncounted if n in givings]:
+                self._settle(number, counts=True)
+            gradient = (await self._compute.gradient(step)).clone()
+            self._compute.clear(step)
+            return gradient, self._counted.pop(step, set())
+
+
+class PartWork:
+    """Computes parts on one client's device."""
+
+    def __init__(self, compute: Compute, plan: Plan, accumulator: Accumulator) -> None:
+        self._compute, self._plan, self._accumulator = compute, plan, accumulator
+        self._forwards: set[Microbatch] = set()
+        """Parts whose forward is kept."""
+
+    def forget_forwards(self) -> None:
+        """Nobody will ask for the backward of what was computed so far."""
+        for mb in self._forwards:
+            self._compute.discard(mb)
+        self._forwards.clear()
+
+    @staticmethod
+    def unable(message: Give, reason: str) -> Unable:
+        return Unable(number=message.number, reason=reason[:1000])
+
+    async def compute(self, message: Give, tensors: list[Encoded]) -> tuple[Output | Finished | Unable, list[Encoded]]:
+        """Returns the answer to ``message``, with its tensors."""
+        mb = Microbatch(message.step, message.index, message.first, message.whole)
+        try:
+            if not message.accumulate:
+                return await self._computed(message, mb, tensors)
+            await self._accumulator.reserve(mb, message.generation)
+            try:
+                return await self._computed(message, mb, tensors)
+            except BaseException:
+                self._accumulator.free(mb)
+                self._compute.discard(mb)
+                raise
+        except KeyError:
+            return self.unable(message, "its forward is not here"), []
+        except MuletrainError as e:
+            return self.unable(message, str(e)), []
+
+    async def _computed(
+        self, message: Give, mb: Microbatch, tensors: list[Encoded]
+    ) -> tuple[Output | Finished, list[Encoded]]:
+        """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
+        compute, part = self._compute, message.part
+        first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
+        loss, result = 0.0, None
+        if part.what is Pass.FORWARD:
+            compute.discard(mb)
+            result = await compute.forward(mb, first, Turn(1))
+            self._forwards.add(mb)
+        elif compute.stage == compute.stages - 1:
+            loss, result = await compute.loss_backward(mb, first, rest[0], Turn(1), accumulate=message.accumulate)
+        else:
+            if rest:
+                compute.discard(mb)
+                await compute.forward(mb, first, Turn(0))
+            self._forwards.discard(mb)
+            result = await compute.backward(mb, rest[-1] if rest else first, Turn(0), accumulate=message.accumulate)
+        sent = []
+        if result is not None and part.what is not Pass.AGAIN:
+            sent = [await compute.offload(encode, await result, self._plan.activations)]
+        if message.accumulate:
+            self._accumulator.check(message.generation)
+            self._accumulator.computed(message.number, mb)
+        if sent:
+            return Output(number=message.number, loss=loss), sent
+        return Finished(number=message.number, loss=loss), []
