@@ -163,7 +163,9 @@ def test_each_sequence_counts_once_in_each_pass_whatever_workers_do(data: st.Dat
     for _ in range(data.draw(st.integers(0, 25))):
         now += data.draw(st.sampled_from([0.1, 100.0]))
         worker = data.draw(st.sampled_from([A, B, C]))
-        match data.draw(st.sampled_from(["enlist", "lost", "rest", "take", "drop", "expire", "failed", "done", "done"])):
+        match data.draw(
+            st.sampled_from(["enlist", "lost", "rest", "take", "drop", "expire", "failed", "done", "done"])
+        ):
             case "enlist":
                 pool.lost(worker, now)
                 pool.enlist(worker)

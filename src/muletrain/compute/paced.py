@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
+from muletrain.compute.wrapped import WrappedCompute
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -24,7 +25,7 @@ R = TypeVar("R")
 _SMOOTHING = 0.3  # weight of the newest measurement of what the real computation takes
 
 
-class PacedCompute:
+class PacedCompute(WrappedCompute):
     """Paces ``inner``: one call at a time, a forward takes ``forward_s``, a backward ``backward_s``, the last stage's
     loss both.
 
@@ -35,11 +36,8 @@ class PacedCompute:
     """
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
-        self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
-        self.delayed = inner.delayed
-        self.jobs = inner.jobs
+        super().__init__(inner)
         self.overruns = 0
-        self._inner = inner
         self._clock = clock
         self.forward_s = forward_s
         self.backward_s = backward_s
@@ -48,16 +46,16 @@ class PacedCompute:
         self._real_s: dict[str, float] = {}
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
-        return await self._paced(turn, "forward", partial(self._inner.forward, mb, inputs))
+        return await self._paced(turn, "forward", partial(self.inner.forward, mb, inputs))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
-        work = partial(self._inner.backward, mb, grad, accumulate=accumulate)
+        work = partial(self.inner.backward, mb, grad, accumulate=accumulate)
         return await self._paced(turn, "backward", work)
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
-        work = partial(self._inner.loss_backward, mb, inputs, targets, accumulate=accumulate)
+        work = partial(self.inner.loss_backward, mb, inputs, targets, accumulate=accumulate)
         return await self._paced(turn, "loss", work)
 
     async def _paced(self, turn: Turn, kind: str, work: Callable[[], Awaitable[R]]) -> R:
@@ -78,46 +76,4 @@ class PacedCompute:
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         async with self._slot(turn, brief=self.delayed):
-            await self._inner.apply(gradient, update)
-
-    def discard(self, mb: Microbatch) -> None:
-        self._inner.discard(mb)
-
-    def count(self, mb: Microbatch) -> None:
-        self._inner.count(mb)
-
-    def add(self, step: int, gradient: Tensor) -> None:
-        self._inner.add(step, gradient)
-
-    async def gather(self, step: int) -> None:
-        await self._inner.gather(step)
-
-    async def copied_weights(self) -> Tensor:
-        return await self._inner.copied_weights()
-
-    async def load_weights(self, weights: Tensor) -> None:
-        await self._inner.load_weights(weights)
-
-    async def gradient(self, step: int) -> Tensor:
-        return await self._inner.gradient(step)
-
-    def clear(self, step: int) -> None:
-        self._inner.clear(step)
-
-    async def digest(self) -> bytes:
-        return await self._inner.digest()
-
-    async def state(self) -> dict[str, Tensor]:
-        return await self._inner.state()
-
-    async def load_state(self, state: dict[str, Tensor]) -> None:
-        await self._inner.load_state(state)
-
-    async def offload(self, fn: Callable[..., R], *args: object) -> R:
-        return await self._inner.offload(fn, *args)
-
-    async def end(self, *, over: bool) -> None:
-        await self._inner.end(over=over)
-
-    def close(self) -> None:
-        self._inner.close()
+            await self.inner.apply(gradient, update)

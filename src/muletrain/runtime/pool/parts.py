@@ -6,11 +6,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muletrain.policy.pool import Part, Pass
+from muletrain.policy.pool import OWN, Given, Part, Pass
+from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveInputs
+from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from torch import Tensor
+
+    from muletrain.compute.base import Compute, Microbatch
     from muletrain.network.base import PeerId
     from muletrain.wire.codec import Encoded
 
@@ -37,6 +42,40 @@ class _Accumulated:
     kept: KeptPart
     at: PeerId | None
     number: int
+
+
+def given_message(
+    given: Given, kept: KeptPart, has_forward: bool, generation: int, whole: int, *, accumulate: bool
+) -> tuple[Give, list[Encoded]]:
+    """Returns the message that gives a part to a client, and its tensors. ``has_forward``: the client has the part's
+    forward; ``whole``: sequences of a microbatch."""
+    about = {**given.part._asdict(), "number": given.number, "generation": generation, "whole": whole}
+    if given.part.what is Pass.FORWARD:
+        return GiveInputs(**about, accumulate=False), [kept.inputs]
+    other = kept.gradient if kept.targets is None else kept.targets
+    assert other is not None  # only a forward does without
+    if given.part.what is Pass.BACKWARD and has_forward:
+        return GiveGradient(**about, accumulate=accumulate), [other]
+    return GiveBoth(**about, accumulate=accumulate), [kept.inputs, other]
+
+
+async def computed_part(
+    compute: Compute, mb: Microbatch, part: Part, kept: KeptPart, *, accumulate: bool
+) -> tuple[float, Tensor | None]:
+    """Computes ``part`` on the server's own device. Returns its loss and its output, if any. Raises MuletrainError."""
+    inputs, loss, output = await compute.offload(decode, kept.inputs), 0.0, None
+    if part.what is Pass.FORWARD:
+        output = await compute.forward(mb, inputs)
+    elif kept.targets is not None:
+        loss, output = await compute.loss_backward(mb, inputs, decode(kept.targets), accumulate=accumulate)
+    else:
+        if part.what is Pass.AGAIN or kept.forward_at != OWN:
+            compute.discard(mb)
+            await compute.forward(mb, inputs)
+        assert kept.gradient is not None  # a backward has it
+        gradient = await compute.offload(decode, kept.gradient)
+        output = await compute.backward(mb, gradient, accumulate=accumulate)
+    return loss, None if output is None or part.what is Pass.AGAIN else await output
 
 
 class StepParts:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -12,21 +11,19 @@ from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import is_finite
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
+from muletrain.compute.wrapped import WrappedCompute
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.policy.pool import OWN, Given, Part, Pass, Pool
 from muletrain.runtime.pool.accumulators import Accumulators, Lost
+from muletrain.runtime.pool.calls import Call
 from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.messages import (
     Counted,
     Finished,
-    Give,
-    GiveBoth,
-    GiveGradient,
-    GiveInputs,
     Output,
     Withdraw,
 )
-from muletrain.runtime.pool.parts import KeptPart, StepParts
+from muletrain.runtime.pool.parts import KeptPart, StepParts, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode, encode_ids
 
 if TYPE_CHECKING:
@@ -41,7 +38,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.clients import Servers
-    from muletrain.runtime.pool.parts import Place
 
 R = TypeVar("R")
 SEND_S = 60.0
@@ -50,32 +46,7 @@ LOOK_S = 1.0
 """Seconds between two looks for clients that are late or silent, at most."""
 
 
-@dataclass
-class _Call:
-    """A pass of a microbatch that the stage server waits for. ``left``: sequences that are not back; ``places``: parts
-    whose gradients were accumulated for it."""
-
-    mb: Microbatch
-    what: Pass
-    turn: Turn
-    accumulate: bool
-    left: int
-    inputs: Tensor | None = None
-    targets: Tensor | None = None
-    begun: bool = False
-    loss: float = 0.0
-    output: Tensor | None = None
-    places: list[Place] = field(default_factory=list)
-    own: list[Microbatch] = field(default_factory=list)
-    """Parts that were computed here. They count once the whole microbatch does."""
-    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-
-class PooledCompute:
+class PooledCompute(WrappedCompute):
     """See ``Compute``. ``inner`` holds the stage and updates it; it computes only when no client does.
 
     A microbatch's gradient counts as accumulated when each of its parts is in some client's accumulator. ``gather``
@@ -94,14 +65,13 @@ class PooledCompute:
         emit: Callable[[Event], None],
     ) -> None:
         """``config``: digest of the run's configuration."""
-        self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
-        self.delayed, self.jobs = inner.delayed, inner.jobs
-        self.inner, self.plan = inner, plan
+        super().__init__(inner)
+        self.plan = plan
         self._net, self._clock, self._tasks = net, clock, tasks
         self.pool = Pool()
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
-        self._calls: dict[tuple[Pass, int, int], _Call] = {}
+        self._calls: dict[tuple[Pass, int, int], Call] = {}
         self._steps: dict[int, StepParts] = {}
         self._generation = 0
         """Number of times that accumulators began anew."""
@@ -114,7 +84,7 @@ class PooledCompute:
     # Forward and backward -------------------------------------------------------------------------------------------
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
-        call = _Call(mb, Pass.FORWARD, turn, accumulate=False, left=len(inputs), inputs=inputs)
+        call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs)
         self._parts(mb.step).begin(mb.index)
         self.pool.put(Pass.FORWARD, mb.step, mb.index, len(inputs), self._clock.now())
         return Result(await self._computed(call))
@@ -123,7 +93,7 @@ class PooledCompute:
         parts = self._parts(mb.step).of(mb.index)
         if sum(kept.rows for kept in parts.values()) != len(grad):
             raise MuletrainError(f"no forward of microbatch {mb.step}/{mb.index} is kept")
-        call = _Call(mb, Pass.BACKWARD, turn, accumulate, left=len(grad))
+        call = Call(mb, Pass.BACKWARD, turn, accumulate, sequences=len(grad))
         encoded = [await self.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in parts.items()]
         for (first, kept), gradient in zip(parts.items(), encoded, strict=True):
             kept.gradient = gradient
@@ -135,13 +105,13 @@ class PooledCompute:
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
-        call = _Call(mb, Pass.LOSS, turn, accumulate, left=len(inputs), inputs=inputs, targets=targets)
+        call = Call(mb, Pass.LOSS, turn, accumulate, sequences=len(inputs), inputs=inputs, targets=targets)
         self._parts(mb.step).begin(mb.index)
         self.pool.put(Pass.LOSS, mb.step, mb.index, len(inputs), self._clock.now())
         output = await self._computed(call)
         return call.loss, None if self.stage == 0 else Result(output)
 
-    async def _computed(self, call: _Call) -> Tensor:
+    async def _computed(self, call: Call) -> Tensor:
         """Give out ``call``, whose parts are in the pool, and wait until all are back."""
         key = call.what, call.mb.step, call.mb.index
         self._calls[key] = call
@@ -159,7 +129,7 @@ class PooledCompute:
             self.inner.count(mb)
         return torch.empty(0) if call.output is None else call.output
 
-    def _take_back(self, call: _Call) -> None:
+    def _take_back(self, call: Call) -> None:
         """The microbatch does not count, though gradients of its parts were accumulated: what contains them is of no
         use."""
         parts = self._steps.get(call.mb.step)
@@ -232,15 +202,9 @@ class PooledCompute:
         if kept is None:
             self.pool.failed(worker, given.number, self._clock.now())
             return
-        about = {**part._asdict(), "number": given.number, "generation": generation, "whole": self.plan.sequences}
-        message: Give
-        if part.what is Pass.FORWARD:
-            message, tensors = GiveInputs(**about, accumulate=False), [kept.inputs]
-        elif part.what is Pass.BACKWARD and kept.forward_at == worker:
-            message, tensors = GiveGradient(**about, accumulate=accumulate), [_present(kept.gradient)]
-        else:
-            other = _present(kept.gradient if kept.targets is None else kept.targets)
-            message, tensors = GiveBoth(**about, accumulate=accumulate), [kept.inputs, other]
+        message, tensors = given_message(
+            given, kept, kept.forward_at == worker, generation, self.plan.sequences, accumulate=accumulate
+        )
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
         except NetworkError as e:
@@ -253,7 +217,9 @@ class PooledCompute:
         try:
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
-            loss, values = await self._result(mb, part, kept, accumulate=accumulate)
+            if part.what is Pass.AGAIN:
+                self._parts(part.step).forward_lost(OWN, part)
+            loss, values = await computed_part(self.inner, mb, part, kept, accumulate=accumulate)
         except MuletrainError as e:
             self.pool.failed(OWN, given.number, self._clock.now())
             if (call := self._calls.get((part.what, part.step, part.index))) is not None:
@@ -262,25 +228,6 @@ class PooledCompute:
             return
         self._came_back(OWN, given.number, part, accumulate, loss, values)
         self.feed()
-
-    async def _result(
-        self, mb: Microbatch, part: Part, kept: KeptPart, *, accumulate: bool
-    ) -> tuple[float, Tensor | None]:
-        """Returns the loss and the output of ``part``, computed here. Raises MuletrainError."""
-        inner, loss, output = self.inner, 0.0, None
-        inputs = await self.offload(decode, kept.inputs)
-        if part.what is Pass.FORWARD:
-            output = await inner.forward(mb, inputs)
-        elif kept.targets is not None:
-            loss, output = await inner.loss_backward(mb, inputs, decode(kept.targets), accumulate=accumulate)
-        else:
-            if part.what is Pass.AGAIN or kept.forward_at != OWN:
-                inner.discard(mb)
-                self._parts(part.step).forward_lost(OWN, part)
-                await inner.forward(mb, inputs)
-            gradient = await self.offload(decode, _present(kept.gradient))
-            output = await inner.backward(mb, gradient, accumulate=accumulate)
-        return loss, None if output is None or part.what is Pass.AGAIN else await output
 
     # Coming back ----------------------------------------------------------------------------------------------------
 
@@ -303,10 +250,10 @@ class PooledCompute:
         elif accumulate:
             self._accumulated(worker, number, part, kept, call)
         if call is not None:
-            self._fill(part, call, loss, values)
+            call.fill(part, loss, values)
         return accumulate
 
-    def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: _Call | None) -> None:
+    def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None) -> None:
         """Note where the gradient of ``part`` is."""
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
         if worker != OWN:
@@ -319,19 +266,6 @@ class PooledCompute:
             self.inner.count(mb)
             self._parts(part.step).computed_here(part)
         self._news.set()
-
-    def _fill(self, part: Part, call: _Call, loss: float, values: Tensor | None) -> None:
-        """Put the result of ``part`` into that of its microbatch."""
-        if call.done.done():
-            return
-        if values is not None:
-            if call.output is None:
-                call.output = torch.empty(self.plan.sequences, *values.shape[1:])
-            call.output[part.first : part.first + part.rows] = values
-        call.loss += loss
-        call.left -= part.rows
-        if call.left == 0:
-            call.done.set_result(None)
 
     async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
         """A client brings back a part. If there is a gradient to add, it is told whether it counts."""
@@ -418,9 +352,6 @@ class PooledCompute:
         else:
             self.lose(worker, "its accumulator changed while it came")
 
-    async def gradient(self, step: int) -> Tensor:
-        return await self.inner.gradient(step)
-
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         turn.begins()
         self._end_step(update.step)
@@ -454,12 +385,6 @@ class PooledCompute:
         self.pool.rest(self._clock.now())
         self.clients.close()
 
-    def count(self, mb: Microbatch) -> None:
-        self.inner.count(mb)
-
-    def add(self, step: int, gradient: Tensor) -> None:
-        self.inner.add(step, gradient)
-
     # The state ------------------------------------------------------------------------------------------------------
 
     async def digest(self) -> bytes:
@@ -467,15 +392,9 @@ class PooledCompute:
         self.clients.begin(digest)
         return digest
 
-    async def copied_weights(self) -> Tensor:
-        return await self.inner.copied_weights()
-
     async def load_weights(self, weights: Tensor) -> None:
         self._close()
         await self.inner.load_weights(weights)
-
-    async def state(self) -> dict[str, Tensor]:
-        return await self.inner.state()
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         self._close()
@@ -483,16 +402,5 @@ class PooledCompute:
             self._end_step(step)
         await self.inner.load_state(state)
 
-    async def offload(self, fn: Callable[..., R], *args: Any) -> R:
-        return await self.inner.offload(fn, *args)
-
     async def end(self, *, over: bool) -> None:
         await self.clients.end(over=over)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def _present(tensor: Encoded | None) -> Encoded:
-    assert tensor is not None  # parts of a backward, or of one that is computed again, have it
-    return tensor

@@ -212,8 +212,8 @@ class SingleProcess(VirtualCompute):
             gradient, loss = self._sums(step, inputs, targets, _MasksOfAll(setup.seed, step, microbatches))
         else:  # a sum of fp16 numbers overflows where each of them does not
             masks = (_KnownMasks(setup.seed, step, index) for index in range(microbatches))
-            pairs = zip(inputs.split(self._each), targets.split(self._each), masks, strict=True)
-            parts = [self._sums(step, *one) for one in pairs]
+            each = (slice(a, a + self._each) for a in range(0, len(inputs), self._each))
+            parts = [self._sums(step, inputs[rows], targets[rows], m) for rows, m in zip(each, masks, strict=True)]
             gradient, loss = torch.stack([g for g, _ in parts]).sum(dim=0), sum(part for _, part in parts)
         return gradient / (self.arithmetic.scale.of(step) * len(inputs)), loss / len(inputs)
 

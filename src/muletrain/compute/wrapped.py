@@ -1,0 +1,71 @@
+"""A ``Compute`` around another one: everything that it does not do itself, the other one does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from muletrain.compute.slot import AT_ONCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from muletrain.compute.base import Compute, Microbatch, Update
+    from muletrain.compute.slot import Turn
+
+R = TypeVar("R")
+
+
+class WrappedCompute:
+    """See ``Compute``; microbatches are for those that derive from it."""
+
+    def __init__(self, inner: Compute) -> None:
+        self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
+        self.delayed, self.jobs = inner.delayed, inner.jobs
+        self.inner = inner
+
+    def discard(self, mb: Microbatch) -> None:
+        self.inner.discard(mb)
+
+    def count(self, mb: Microbatch) -> None:
+        self.inner.count(mb)
+
+    def add(self, step: int, gradient: Tensor) -> None:
+        self.inner.add(step, gradient)
+
+    async def gather(self, step: int) -> None:
+        await self.inner.gather(step)
+
+    async def gradient(self, step: int) -> Tensor:
+        return await self.inner.gradient(step)
+
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
+        await self.inner.apply(gradient, update, turn)
+
+    def clear(self, step: int) -> None:
+        self.inner.clear(step)
+
+    async def digest(self) -> bytes:
+        return await self.inner.digest()
+
+    async def copied_weights(self) -> Tensor:
+        return await self.inner.copied_weights()
+
+    async def load_weights(self, weights: Tensor) -> None:
+        await self.inner.load_weights(weights)
+
+    async def state(self) -> dict[str, Tensor]:
+        return await self.inner.state()
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        await self.inner.load_state(state)
+
+    async def offload(self, fn: Callable[..., R], *args: object) -> R:
+        return await self.inner.offload(fn, *args)
+
+    async def end(self, *, over: bool) -> None:
+        await self.inner.end(over=over)
+
+    def close(self) -> None:
+        self.inner.close()
