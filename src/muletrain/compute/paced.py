@@ -46,22 +46,23 @@ class PacedCompute(WrappedCompute):
         self._real_s: dict[str, float] = {}
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
-        return await self._paced(turn, "forward", partial(self.inner.forward, mb, inputs))
+        return await self._paced(turn, "forward", mb.share(len(inputs)), partial(self.inner.forward, mb, inputs))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         work = partial(self.inner.backward, mb, grad, accumulate=accumulate)
-        return await self._paced(turn, "backward", work)
+        return await self._paced(turn, "backward", mb.share(len(grad)), work)
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         work = partial(self.inner.loss_backward, mb, inputs, targets, accumulate=accumulate)
-        return await self._paced(turn, "loss", work)
+        return await self._paced(turn, "loss", mb.share(len(inputs)), work)
 
-    async def _paced(self, turn: Turn, kind: str, work: Callable[[], Awaitable[R]]) -> R:
+    async def _paced(self, turn: Turn, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
+        """Do ``work`` on this ``share`` of a microbatch."""
         async with self._slot(turn):
             both_s = self.forward_s + self.backward_s
-            service_s = {"forward": self.forward_s, "backward": self.backward_s, "loss": both_s}[kind]
+            service_s = share * {"forward": self.forward_s, "backward": self.backward_s, "loss": both_s}[kind]
             due = self._busy_until = max(self._clock.now(), self._busy_until) + service_s
             usual_s = self._real_s.get(kind, 0.0)
             await self._clock.sleep(max(0.0, due - usual_s - self._clock.now()))

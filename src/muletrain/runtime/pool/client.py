@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import zlib
 from typing import TYPE_CHECKING
+
+from blake3 import blake3
 
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import backoff_s
@@ -143,9 +144,14 @@ class Client:
 
     async def _enlist(self) -> None:
         """Find the server of our stage whose clients are slowest together. Raises _Left if none answers."""
-        speeds = await asyncio.gather(*map(self._speed_at, self._servers))
-        found = {s: speed for s, speed in zip(self._servers, speeds, strict=True) if speed is not None}
-        for server in sorted(found, key=lambda s: (found[s], zlib.crc32(f"{self._net.peer_id}/{s}".encode()))):
+        states = await asyncio.gather(*map(self._state_of, self._servers))
+        found = {s: state for s, state in zip(self._servers, states, strict=True) if state is not None}
+
+        def need(server: PeerId) -> tuple[float, int, bytes]:
+            state = found[server]  # clients that come at the same time do not all go to the same one
+            return state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
+
+        for server in sorted(found, key=need):
             self._enlistment += 1
             self._home, self._dismissed, self._version, self._told = server, False, -1, -1
             ask = Enlist(name=self._name, config=self._config, stage=self._compute.stage, enlistment=self._enlistment)
@@ -157,13 +163,12 @@ class Client:
             return
         raise _Left("no server answers")
 
-    async def _speed_at(self, server: PeerId) -> float | None:
-        """How fast the clients of ``server`` are together; None: it does not answer."""
+    async def _state_of(self, server: PeerId) -> Enlisted | None:
+        """Returns the state of ``server``; None: it does not answer."""
         try:
-            state = await self._net.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S)
+            return Enlisted.unpack(await self._net.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S))
         except NetworkError:
             return None
-        return Enlisted.unpack(state).speed
 
     def _heard(self, state: Enlisted | Begun) -> None:
         """Take in what our server says of its weights, unless it is older than what we know."""
@@ -317,10 +322,13 @@ class Client:
         await self._report(answer, sent, enlistment)
 
     async def _report(self, answer: Message, tensors: list[Encoded], enlistment: int) -> None:
-        if enlistment != self._enlistment:
-            return
+        """Send an answer to our server, if it is still the same; also if we are cancelled meanwhile."""
+        if enlistment == self._enlistment:
+            await asyncio.shield(self._tasks.spawn(self._try_to_send(answer, tensors, enlistment), answer.KIND))
+
+    async def _try_to_send(self, answer: Message, tensors: list[Encoded], enlistment: int) -> None:
         try:
-            await asyncio.shield(self._tasks.spawn(self._send(answer, tensors), answer.KIND))
+            await self._send(answer, tensors)
         except (NetworkError, _Left):
             self._give_up(enlistment)
 

@@ -182,8 +182,13 @@ class Clients:
         if self._digest is None:
             raise AdmissionError("this server does not serve now; try again in some seconds, or another one")
         servers = self._servers.stage(self._desk.stage)
-        speed = self._desk.pool.speed()
-        return Enlisted(weights=self._digest, version=self._version, servers=servers, speed=speed)
+        return Enlisted(
+            weights=self._digest,
+            version=self._version,
+            servers=servers,
+            clients=len(self._clients),
+            speed=self._desk.pool.speed(),
+        )
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
         """``client`` is lost, and with it the gradients of so many ``parts``. If it is there after all, it begins

@@ -42,12 +42,13 @@ class Enlist(Message):
 
 class Enlisted(Message):
     """The answer. ``weights``: digest of the current ones, the ``version``-th of this server; ``servers``: all of the
-    stage; ``speed``: of all clients of this server [forward passes of a sequence per second]."""
+    stage; ``clients``: of this server; ``speed``: of all of them [forward passes of a sequence per second]."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
     version: Natural
     servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()]
+    clients: Natural
     speed: Speed
 
 

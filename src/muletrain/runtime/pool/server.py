@@ -198,7 +198,7 @@ class PooledCompute(WrappedCompute):
 
     async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
         """Give a part to a client."""
-        part, kept, generation = given.part, await self._prepared(given.part), self._generation
+        kept, generation = await self._prepared(given.part), self._generation
         if kept is None:
             self.pool.failed(worker, given.number, self._clock.now())
             return

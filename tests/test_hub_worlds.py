@@ -1,0 +1,129 @@
+"""Strategy hub in virtual worlds: clients come and go, and the weights are those of a single process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.policy.pool import Pool
+from muletrain.runtime.pool.accumulators import Lost
+from muletrain.runtime.pool.server import PooledCompute
+from muletrain.runtime.pool.work import Accumulator
+from muletrain.sim.world import draws
+from muletrain.sim.world.play import play
+from muletrain.sim.world.scenario import Fault, Scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(800)
+CLIENTS = tuple(f"client-{stage}{letter}" for stage in (0, 1) for letter in "abc")
+
+
+def world(*faults: Fault, steps: int = 3, clients: tuple[str, ...] = CLIENTS, sequences: int = 4) -> Scenario:
+    return Scenario(1, (2, 2), 2, steps, 6, 0.01, faults, clients=clients, sequences=sequences)
+
+
+FAULTS = {
+    "none": (),
+    "all clients of a stage die at once": tuple(Fault(0.5, "kill", (c,)) for c in CLIENTS[:3]),
+    "a client dies as it hands over": (Fault(0.0, "kill", ("client-0a",), on="hub.accumulator"),),
+    "one dies before it says what it hands over": (Fault(0.0, "kill", ("client-1a",), on="hub.contents"),),
+    "a damaged accumulator": (Fault(0.0, "damage", ("client-0b",), on="hub.accumulator"),),
+    "a damaged result": (Fault(0.0, "damage", ("client-0b",), on="hub.finished", nth=2),),
+    "one stands still and is back": (Fault(0.3, "freeze", ("client-1b",), 40.0),),
+    "one is cut off and is back": (Fault(0.6, "cut", ("client-1b",), 25.0),),
+    "one computes no more": (Fault(0.4, "hang", ("client-0a",), 100.0),),
+    "one is five times slower": (Fault(0.2, "slow", ("client-1a",), 100.0),),
+    "one comes": (Fault(0.7, "join", ("client-1j1",)),),
+    "a server dies": (Fault(0.5, "kill", ("peer-0b",)),),
+    "a server dies while clients hand over": (Fault(0.0, "kill", ("peer-1b",), on="hub.ask_accumulator"),),
+    "nine of ten leave in each step": tuple(
+        Fault(0.25 + 0.9 * k, "cut", (c,), 0.5) for k in range(3) for c in CLIENTS if c != "client-0a"
+    ),
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS.keys())
+def test_the_weights_are_those_of_a_single_process(faults: tuple[Fault, ...]) -> None:
+    outcome = play(world(*faults))
+    assert outcome.violations == []
+    assert outcome.difference < 1e-5
+    assert sum(end == "finished" for end in outcome.ends.values()) >= 3
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_microbatches_of_any_size_are_cut(sequences: int) -> None:
+    assert play(world(sequences=sequences)).violations == []
+
+
+def test_servers_without_clients_compute_themselves() -> None:
+    assert play(world(clients=("client-1a",))).violations == []
+
+
+def test_a_run_with_clients_takes_less_time_than_one_without() -> None:
+    """Six clients, as fast as each of the four servers, of which each stage's slowest count."""
+    alone, helped = play(world(clients=("client-0a",))), play(world())
+    assert helped.virtual_s < 0.8 * alone.virtual_s
+
+
+def test_thirty_seeds_keep_every_promise() -> None:
+    broken = {seed: found for seed in range(30) if (found := play(draws.draw(seed, "hub")).violations)}
+    assert broken == {}
+
+
+def late_results_count(patch: pytest.MonkeyPatch) -> None:
+    """Also a second one of the same part."""
+    right = Pool.done
+
+    def done(self: Pool, worker: str, number: int, now: float) -> bool:
+        return self.part(worker, number) is not None and (right(self, worker, number, now) or True)
+
+    patch.setattr(Pool, "done", done)
+
+
+def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
+    """A client that its server lost keeps its accumulator when it comes again."""
+    hand_over = Accumulator.hand_over
+
+    async def handed_over(self: Accumulator, generation: int, step: int, givings: Any) -> tuple[Tensor, set[int]]:
+        return (await hand_over(self, generation, step, givings))[0], set(givings)
+
+    async def begin_anew(self: Accumulator, generation: int) -> None:
+        self._generation = max(generation, self._generation)
+
+    patch.setattr(Accumulator, "hand_over", handed_over)
+    patch.setattr(Accumulator, "begin_anew", begin_anew)
+
+
+def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
+    async def take_over(self: PooledCompute, worker: str, step: int) -> None:
+        try:
+            values, numbers = await self.accumulators.fetch(worker, self._generation, step)
+            self.inner.add(step, values)
+        except Lost:
+            numbers = self.holds(worker, step)
+        self._parts(step).arrived(worker, numbers)
+
+    patch.setattr(PooledCompute, "_take_over", take_over)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [late_results_count, parts_count_twice, what_never_came_counts])
+def test_seeds_find_planted_bugs(
+    bug: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    bug(monkeypatch)
+    texts = ("other weights", "a norm of", "did not survive")
+    found = next(
+        (s for s in range(300) if any(t in v for t in texts for v in play(draws.draw(s, "hub")).violations)), None
+    )
+    record_property("seed", found)
+    assert found is not None
