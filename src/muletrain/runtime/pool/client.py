@@ -54,6 +54,8 @@ PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
 """Seconds between two tries to find a server, the first time and at most; doubles."""
 SERVED_S = 30.0
 """Seconds with one server, after which the next search begins without a pause."""
+COMPARE_S = 10.0
+"""Seconds between two looks whether another server needs us more, at least."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
 
@@ -97,6 +99,7 @@ class Client:
         self._have: bytes | None = None
         """Digest of ours."""
         self._news = asyncio.Event()
+        self._compared_at = clock.now()
         self._weights = WeightsDownload(net, compute, plan)
         self._accumulator = Accumulator(compute)
         self._work = PartWork(compute, plan, self._accumulator)
@@ -195,6 +198,7 @@ class Client:
                 if self._dismissed:
                     raise _Left("the server does without us")
                 if self._wanted is not None and self._wanted != self._have:
+                    await self._compare()
                     await self._take_weights(self._wanted)
                 elif self._told < self._version:
                     self._told = self._version
@@ -221,6 +225,21 @@ class Client:
         if enlistment == self._enlistment:
             self._dismissed = True
             self._changed()
+
+    async def _compare(self) -> None:
+        """A step begins, so our accumulator is empty: go to a server whose clients are so much slower together that they
+        still are with us. Raises _Left."""
+        if self._clock.now() - self._compared_at < COMPARE_S or len(self._servers) < 2:
+            return
+        self._compared_at = self._clock.now()
+        states = await asyncio.gather(*map(self._state_of, self._servers))
+        found = {s: (a.speed, a.clients) for s, a in zip(self._servers, states, strict=True) if a is not None}
+        if self._home in found:
+            speed, clients = found.pop(self._home)
+            own = speed / max(1, clients)
+            if any(s + own < speed - own or (s == speed == 0 and n + 1 < clients) for s, n in found.values()):
+                await self._send(Gone())
+                raise _Left("another server needs us more")
 
     async def _take_weights(self, digest: bytes) -> None:
         """Returns with our server's weights, or early if others are wanted. Raises _Left."""
