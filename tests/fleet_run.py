@@ -40,12 +40,13 @@ def run_fleet(
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
     ``watch`` sees every event, ``tick`` is called some 50 times a second. ``lost``: peers that they kill or remove.
-    ``stages``: which stage each peer serves, in order of their names; default: as the admission chooses. ``wrap``: see
+    With clients, the processes are those of the peers and then the clients'. ``stages``: which stage each peer serves, in order of their names; default: as the admission chooses. ``wrap``: see
     ``LocalFleet``. ``each``: what else a peer's ``WorkerSpec`` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = config.local()
     names = [f"peer-{i}" for i in range(config.fleet.local_peers)]
+    names += (clients := [f"client-{i}" for i in range(config.hub.clients or 0)])
     tail, events = EventTail(folder), []
     deadline = time.monotonic() + timeout_s
 
@@ -81,7 +82,7 @@ def run_fleet(
         ticket = str(fleet.wait_for_ticket(names[0], poll))
         for index, name in enumerate(names[1:], start=1):
             stage = stages[index] if stages else None
-            spec = common | each(name)
+            spec = common | ({"client": True, "data": "none"} if name in clients else {}) | each(name)
             fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, stage=stage, **spec))
         while fleet.alive():
             poll()

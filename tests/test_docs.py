@@ -27,6 +27,7 @@ COMMANDS = typer.main.get_command(app)
 QUICK = ("muletrain config", "muletrain config --fleet", "muletrain reproduce")
 """Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
 minutes."""
+PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
 PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7", "PLAN": "random"}
 
 
@@ -87,7 +88,7 @@ def check(given: dict[str, Any]) -> None:
     """Of a parsed command line: are its fields those of a configuration, and its faults a plan? Raises ConfigError."""
     config = load_config(None, given.get("overrides") or [])
     if (chaos := given.get("chaos")) not in (None, "random"):
-        parse(chaos, Bounds(("peer-0", "peer-1", "peer-2", "peer-3"), config.fleet.stages, config.train.steps))
+        parse(chaos, Bounds(PEERS, config.fleet.stages, config.train.steps, CLIENTS))
 
 
 def problem(line: str) -> str:

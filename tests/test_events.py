@@ -43,6 +43,7 @@ def sample(cls: type[ev.Event]) -> ev.Event:
         if name in {f.name for f in dataclasses.fields(cls)} - {"t", "peer"}:
             text = str(kind)
             by_shape = {
+                "'parts'": {"p": {"parts": 1}},
                 "dict[str, dict": {"p": {"state": 1}},
                 "dict": {"k": "v"},
                 "list[int]": [7],

@@ -71,6 +71,20 @@ def test_a_plan_says_who_serves_what(tmp_path: Path) -> None:
     assert (swarm.fleet.stages, swarm.fleet.layers, swarm.pipeline.seats) == (2, (1, 2), ())
 
 
+def test_of_a_hub_the_plan_says_the_stages_and_nobody_has_a_place(tmp_path: Path) -> None:
+    """A local fleet has as many processes as the plan has machines; elsewhere owners say who is reliable."""
+    stages = tuple(s.model_copy(update={"machines": tuple(f"{s.machines[0]}-{k}" for k in range(4))}) for s in STAGES)
+    hub = Prediction(strategy="hub", runnable=True, microbatch=2, microbatches=(4,), stages=stages)
+    path = written(tmp_path, strategies=(SWARM, hub))
+    local = planned(load_config(None, SMALL), path, "hub")
+    assert (local.fleet.stages, local.fleet.layers, local.fleet.local_peers) == (2, (1, 2), 4)
+    assert (local.hub.clients, local.pipeline.seats) == (4, ())
+    started = planned(load_config(None, [*SMALL, "fleet.peers=3"]), path, "hub", spares=False)
+    assert (started.fleet.peers, started.hub.clients) == (3, 0)
+    with pytest.raises(ConfigError, match=r"swarm of .* has no clients"):
+        planned(load_config(None, [*SMALL, "hub.clients=1"]), path, "swarm")
+
+
 def test_a_plan_that_mixes_devices_updates_weights_on_the_cpu(tmp_path: Path) -> None:
     path = written(tmp_path, strategies=(SWARM, PIPELINE.model_copy(update={"state_device": "cpu"})))
     assert planned(load_config(None, SMALL), path).optimizer.state_device == "cpu"

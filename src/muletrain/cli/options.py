@@ -40,7 +40,11 @@ PlanFile = Annotated[
     ),
 ]
 StrategyChoice = Annotated[
-    Choice | None, typer.Option(help="Use this strategy of the plan. Default: the one that the plan recommends.")
+    Choice | None,
+    typer.Option(
+        help="Use this strategy of the plan. Default: the one that the plan recommends. Without --plan: 'swarm' (the "
+        "default), or 'hub': reliable peers serve the stages, and clients compute for them."
+    ),
 ]
 Where = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="Run folder (its newest checkpoint is used) or checkpoint folder.")

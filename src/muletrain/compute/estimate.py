@@ -100,9 +100,34 @@ class StageMemory:
         )
         return (
             f"weights {format_memory(self.weights)}, moments {format_memory(self.moments)}, gradients "
-            f"{format_memory(self.gradient)}, activations {format_memory(self.activations)}, copies for checkpoints "
-            f"{format_memory(self.copies)}{delayed}"
+            f"{format_memory(self.gradient)}, activations {format_memory(self.activations)}, copies "
+            f"{'for checkpoints ' if self.moments else ''}{format_memory(self.copies)}{delayed}"
         )
+
+
+PARTS = 3
+"""Parts of a client's stage whose gradients exist at once, of the one that it computes and of those that do not count
+yet."""
+
+
+def client_memory(spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision) -> StageMemory:
+    """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens."""
+    params = spec.stage_params(cut, stage)
+    size = 4 if precision is Precision.FP32 else 2
+    copy = 0 if precision is Precision.FP32 else params * size
+    masters, accumulator, parts = 4 * params, 4 * params, PARTS * params * size
+    activations = stash_bytes(spec, cut, stage, tokens, precision)
+    copies = 2 * 4 * params  # the next weights on their way here, and the accumulator on its way to the server
+    return StageMemory(
+        weights=masters + copy,
+        moments=0,
+        gradient=accumulator + parts,
+        activations=activations,
+        copies=copies,
+        on_device=masters + copy + accumulator + parts + activations,
+        on_host=copies,
+        delayed=0,
+    )
 
 
 def stage_memory(

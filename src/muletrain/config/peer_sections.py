@@ -149,6 +149,22 @@ def check_pipeline(p: PipelineConfig, stages: int, microbatches: int) -> None:
         )
 
 
+def check_hub(h: HubConfig, p: PipelineConfig, *, delayed: bool) -> None:
+    """``delayed``: ``optimizer.delayed``."""
+    if h.clients is None:
+        return
+    if p.seats:
+        raise ValueError(
+            f"hub.clients: {h.clients} beside pipeline.seats, but clients compute for the peers of strategy 'hub', which follows no plan; "
+            f"leave one of them out"
+        )
+    if delayed:
+        raise ValueError(
+            f"hub.clients: {h.clients} with optimizer.delayed, but clients compute with the current weights only; use "
+            f"optimizer.delayed = false"
+        )
+
+
 def check_network(n: NetworkConfig) -> None:
     for address in n.announce:
         if not address.startswith("/"):

@@ -47,6 +47,30 @@ class PeerJoined(Event):
 
 
 @dataclass(frozen=True)
+class ClientBegan(Event):
+    """A client began to compute for a stage."""
+
+    peer_id: str
+    name: str
+    stage: int
+    device: str
+    precision: str
+    params: int
+    """Size of its stage [parameters]."""
+    threads: int
+    chip: str = ""
+    """Product name of the device."""
+
+
+@dataclass(frozen=True)
+class ClientFinished(Event):
+    """A client's process ended in order."""
+
+    seconds: Number
+    reason: str
+
+
+@dataclass(frozen=True)
 class Waiting(Event):
     """The run waits for what is missing, e.g. ['a peer for stage 1']."""
 
@@ -140,6 +164,22 @@ class StepDone(Event):
     tokens: int
     duration_s: Number
     lineage: str
+
+
+PoolCount = Literal["parts", "late", "redone"]
+
+
+@dataclass(frozen=True)
+class PoolWorked(Event):
+    """A server applied a step, for which clients had computed parts of microbatches since its last one."""
+
+    step: int
+    stage: int
+    own: int
+    """Parts that the server computed itself."""
+    clients: dict[str, dict[PoolCount, int]]
+    """By name, the 256 with the most parts: 'parts' that counted, how often it was 'late', and parts 'redone' because they
+    were lost with it."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ is decided when it happens.
     plan      = fault { ";" fault }
     fault     = ("kill" | "corrupt") target exactly | "freeze" target exactly "for" time | "join" when
               | "move" target "to" "stage" number when | "partition" count { "|" count } when "for" time
-    target    = "any" | "trainer" | "newcomer" | "stage" number | the name of a peer
+    target    = "any" | "trainer" | "newcomer" | "stage" number | the name of a peer; of a hub also "server" | "client"
     when      = "@step" number | "@" time           once that step is done, or that long after training began
     exactly   = when | "@step" number ":" phase     ... or when the target reaches that point of that step (or a later one)
     phase     = "forward" | "backward"              about to compute a microbatch
@@ -37,9 +37,10 @@ LASTING = ("freeze", "partition")
 LONGEST_S = 864_000.0
 HELP = (
     "Faults to inject, e.g. 'kill stage1@step5; freeze any@20s for 10s; join@30s; partition 3|1@40s for 15s; corrupt any@50s; "
-    "move any to stage1@step9'. Targets: any, newcomer (joined later), trainer, stage0, peer-1; kills of the first three spare "
-    "a stage's last sound peer and the coordinator. '@step5': once step 5 is done; '@step5:averaging': in the middle of it (also "
-    "forward, backward, sealing, applying); '@20s': that long after training began. 'random' draws a plan by --seed."
+    "move any to stage1@step9'. Targets: any, newcomer (joined later), trainer, stage0, peer-1, and of a hub server, client, "
+    "client-1; kills of 'any', 'newcomer', 'trainer' and 'server' spare a stage's last sound peer and the coordinator. '@step5': "
+    "once step 5 is done; '@step5:averaging': in the middle of it (also forward, backward, sealing, applying); '@20s': that long "
+    "after training began. 'random' draws a plan by --seed."
 )
 
 
@@ -52,7 +53,7 @@ class Fault:
     step: int | None = None
     at_s: float | None = None
     target: str = ""
-    """'any', 'trainer', 'newcomer', 'stageK' or a peer's name; empty for join and partition."""
+    """'any', 'trainer', 'newcomer', 'server', 'client', 'stageK' or a peer's name; empty for join and partition."""
     phase: Phase | None = None
     """In the middle of ``step``, when its target reaches this point of it."""
     stage: int | None = None
@@ -77,6 +78,8 @@ class Bounds:
     names: tuple[str, ...]
     stages: int
     steps: int
+    clients: tuple[str, ...] = ()
+    """Names of the processes that compute for those peers (strategy ``hub``)."""
 
 
 def parse(text: str, bounds: Bounds) -> tuple[Fault, ...]:
@@ -134,10 +137,12 @@ class _Reader:
             sides = self._sides()
         elif word != "join":
             target = self._target()
+            self._check_client(word, target, exact=False)
         stage = self._destination() if word == "move" else None
         self._take("@", "'@' and a time ('@step5' or '@20s')")
         step, at_s = self._when()
         phase = self._phase() if step is not None and word in EXACT and re.match(r"\s*:", self._rest()) else None
+        self._check_client(word, target, exact=phase is not None)
         for_s = 0.0
         if word in LASTING:
             self._take(r"for\b", "'for' and how long (e.g. 'for 10s')")
@@ -150,10 +155,20 @@ class _Reader:
     def _target(self) -> str:
         target = self._take(r"[^\s@;]+", "a target")
         stages = [f"stage{k}" for k in range(self._bounds.stages)]
+        clients = self._bounds.clients
         known = ["any", "trainer", "newcomer", *stages, *self._bounds.names]
+        known += ["server", "client", *clients] if clients else []
         if target not in known:
             self._wrong(f"unknown target '{target}'", known, target)
         return target
+
+    def _check_client(self, word: str, target: str, *, exact: bool) -> None:
+        """Raises ConfigError for a fault that no client can have."""
+        if target in ("client", *self._bounds.clients) and (word == "move" or exact):
+            what = "no point of a step" if exact else "no stage to move from"
+            self._wrong(
+                f"'{target}' has {what}; kill, freeze or corrupt it at a step or a time, e.g. 'kill client@step5'"
+            )
 
     def _destination(self) -> int:
         self._take(r"to\b", "'to' and a stage, e.g. 'to stage1'")

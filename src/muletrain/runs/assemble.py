@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
-from muletrain.compute.estimate import STASH_SHARE, stage_memory
+from muletrain.compute.estimate import STASH_SHARE, client_memory, stage_memory
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
@@ -143,13 +143,27 @@ class RunFacts:
             for s in range(c.fleet.stages)
         ]
 
+    def client_needs(self) -> list[StageMemory]:
+        """Memory that each stage needs of a client."""
+        precision = self.config.compute.precision
+        return [
+            client_memory(
+                self.spec,
+                self.cut,
+                s,
+                tokens=self.tokens,
+                precision=Precision.FP32 if precision is Precision.AUTO else precision,
+            )
+            for s in range(self.config.fleet.stages)
+        ]
+
     def stage_costs(self) -> list[float]:
         """FLOPs per token of the forward of each stage."""
         return [self.spec.stage_flops(self.cut, s) for s in range(self.config.fleet.stages)]
 
     def seating(self) -> Seating:
         """What chooses a newcomer's stage."""
-        return Seating(self.needs(), self.stage_costs(), self.strategy)
+        return Seating(self.needs(), self.stage_costs(), self.strategy, self.client_needs())
 
     def manifest(self, run_id: str) -> dict[str, object]:
         """A checkpoint's manifest, without its parts."""
@@ -163,10 +177,17 @@ class RunFacts:
 
 
 def build_compute(
-    facts: RunFacts, stage: int, machine: Machine, fleet_index: int | None, part: Path | None = None
+    facts: RunFacts,
+    stage: int,
+    machine: Machine,
+    fleet_index: int | None,
+    part: Path | None = None,
+    *,
+    updates: bool = True,
 ) -> Compute:
     """Build the stage's compute, paced if the fleet profile declares service times. ``part``: the checkpoint part with
-    its weights; default: ``model.from``, or drawn from the seed. Raises CheckpointError."""
+    its weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. Raises
+    CheckpointError."""
     config = facts.config
     setup = StageSetup(
         optimizer=config.optimizer,
@@ -176,7 +197,8 @@ def build_compute(
         device=machine.device,
         precision=machine.precision,
         checkpointing=config.compute.checkpointing,
-        stash_budget=_stash_budget(facts, stage, machine),
+        stash_budget=_stash_budget((facts.needs() if updates else facts.client_needs())[stage], machine),
+        updates=updates,
     )
     compute: Compute = TorchCompute(
         facts.spec, facts.cut, stage, setup, initial_weights(facts, stage) if part is None else _weights_in(part)
@@ -188,10 +210,10 @@ def build_compute(
     return compute
 
 
-def _stash_budget(facts: RunFacts, stage: int, machine: Machine) -> int:
+def _stash_budget(need: StageMemory, machine: Machine) -> int:
     """Device bytes left beside the stage itself, as far as ``STASH_SHARE`` allows."""
     offer = machine.offer
-    left = offer.device - facts.needs()[stage].of_device(offer)
+    left = offer.device - need.of_device(offer)
     return max(0, min(int(STASH_SHARE * offer.device), left))
 
 

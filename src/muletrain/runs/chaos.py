@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.events import EventLog, FaultInjected, PeerJoined, RunStarted, StepApplied, StepDone
+from muletrain.events import ClientBegan, EventLog, FaultInjected, PeerJoined, RunStarted, StepApplied, StepDone
 from muletrain.policy.chaos import PHASES, readable
 
 if TYPE_CHECKING:
@@ -60,17 +60,20 @@ class Injector:
         fleet: LocalFleet,
         folder: Path,
         names: Sequence[str],
+        clients: Sequence[str] = (),
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: the fleet's peers, in the order in which a partition's sides count them. ``seed`` decides which
-        peer 'any' is."""
+        """``names``: the fleet's peers, in the order in which a partition's sides count them; ``clients`` compute for
+        them, and no partition cuts them off. ``seed`` decides which peer 'any' is."""
         self._waiting, self._founding = list(plan), frozenset(names)
         self._fleet, self._names, self._now = fleet, list(names), now
         self._rng = random.Random(f"targets/{seed}")
         self._log = EventLog(folder / "chaos.jsonl", "chaos")
         self._log.note(f"chaos plan: {readable(plan)}")
         self._peers: dict[str, PeerJoined] = {}
+        self._clients = dict.fromkeys(clients, False)
+        """Whether each client is at work."""
         self._coordinator = ""
         self._began: float | None = None
         self._step = 0
@@ -93,6 +96,8 @@ class Injector:
                 self._moving.discard(event.name)
                 if self._began is not None:
                     self._away.add(event.name)
+            case ClientBegan() if event.name in self._clients:
+                self._clients[event.name] = True
             case FaultInjected() if event.peer != "chaos":
                 self._happened(event)
             case RunStarted():
@@ -150,17 +155,27 @@ class Injector:
         if fault.kind == "partition":
             return () if any(x.fault.kind == "partition" for x in self._lasting) else tuple(self._names)
         meant = [name for name in running if self._is_meant(name, fault.target) and name not in affected]
+        helping = [n for n in self._helping(fault) if n in alive and n not in affected]
         if fault.kind == "move":
             free = [n for n in meant if n not in {self._coordinator, *self._away, *self._moving}]
             meant = [n for n in free if self._peers[n].stage != fault.stage and self._is_spared(n, running)]
         if fault.kind == "kill":
             spared = [name for name in meant if name != self._coordinator and self._is_spared(name, running)]
-            meant = spared if spared or fault.target in ("any", "newcomer", "trainer") else meant
+            meant = spared if spared or fault.target in ("any", "server", "newcomer", "trainer") else meant
+        meant += helping
         return (self._rng.choice(meant),) if meant else ()
+
+    def _helping(self, fault: Fault) -> list[str]:
+        """Clients at work that ``fault`` may hit. They do no steps, so they cannot be hit at a point of one. 'any' corrupts
+        none of them: its server would be blamed."""
+        if fault.kind not in ("kill", "freeze", "corrupt") or fault.phase is not None:
+            return []
+        targets = {"client"} if fault.kind == "corrupt" else {"any", "client"}
+        return [name for name, at_work in self._clients.items() if at_work and fault.target in {*targets, name}]
 
     def _is_meant(self, name: str, target: str) -> bool:
         peer = self._peers[name]
-        roles = {"trainer": peer.trainer, "newcomer": name not in self._founding}
+        roles = {"trainer": peer.trainer, "newcomer": name not in self._founding, "server": True}
         return target in ("any", name, f"stage{peer.stage}") or roles.get(target, False)
 
     def _is_spared(self, name: str, running: list[str]) -> bool:

@@ -37,6 +37,7 @@ MAY_CHANGE = {
     "data": {"path", "cache"},  # its content must have the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "pipeline": None,
+    "hub": None,
     "checkpoint": None,
     "compute": None,
     "network": None,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
+    from muletrain.config.fleet_file import Fleet
     from muletrain.events import EventLog
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.assemble import RunFacts
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 class Host:
     """Holds what one process has. ``rendezvous``: the founder's; ``known``: names of other peers by id, which a newcomer
-    hears before the run begins; ``survey``: what a founder can measure the fleet with until then; ``roster``: None until
-    then; ``compute``: the one in use."""
+    hears before the run begins, and a server from its clients; ``survey``: what a founder can measure the fleet with until
+    then; ``roster``: None until then; ``compute``: the one in use."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
@@ -83,7 +84,15 @@ class Host:
             memory=machine.offer.device,
             host_memory=machine.offer.host,
             addresses=tuple(network.addresses()),
+            client=self.spec.client,
         )
+
+    async def build_client(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
+        """Build what computes parts of ``stage`` for its servers, with weights that these replace. Raises
+        CapacityError."""
+        check_stage(facts, stage, machine.offer, client=True)
+        index = self.spec.fleet_index
+        return await asyncio.to_thread(build_compute, facts.drawn(), stage, machine, index, updates=False)
 
     async def build(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
         """Build the compute of ``stage``, with the state in the checkpoint ``part`` if there is one. Raises
@@ -121,13 +130,18 @@ class Host:
             fleet = load_fleet(profile, peers=facts.config.fleet.local_peers)
 
             def link(peer: PeerId) -> Link:
-                name = self.names()[peer] if self.roster is None else self.roster.member(peer).name
-                return fleet.link(index, fleet.number(name))  # a newcomer gets some peer's links
+                return fleet.link(index, _machine_of(self._called(peer), facts.config, fleet))
 
             self.shaped = ShapedNetwork(network, link, fleet.peers()[index])
         elif spec.faults:
             self.shaped = self._as_wide(network, math.inf)
         return self.shaped or network
+
+    def _called(self, peer: PeerId) -> str:
+        """The name of a peer or client; of an unknown one its id."""
+        if self.roster is not None and self.roster.knows(peer):
+            return self.roster.name(peer)
+        return self.known.get(peer) or self.names().get(peer, peer)
 
     def limited(self, network: Network) -> Network:
         """``network``, no wider than this machine's owner allows."""
@@ -136,6 +150,14 @@ class Host:
 
     def _as_wide(self, network: Network, bytes_per_s: float) -> ShapedNetwork:
         return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(bytes_per_s))
+
+
+def _machine_of(name: str, config: RunConfig, fleet: Fleet) -> int:
+    """The machine of the fleet profile that this peer emulates; a newcomer gets some machine's links."""
+    number = name.removeprefix("client-")
+    if config.hub.clients and number != name and number.isdecimal():  # they come after the local fleet's peers
+        return (config.fleet.local_peers + int(number)) % len(fleet.peers())
+    return fleet.number(name)
 
 
 def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:

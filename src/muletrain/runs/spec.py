@@ -21,6 +21,8 @@ class WorkerSpec(BaseModel):
     """Founder: the run's configuration as JSON."""
     resume: str | None = None
     """Founder: the checkpoint folder of a resumed run."""
+    client: bool = False
+    """Joiner: it becomes a client if the run has any (strategy 'hub'), and is in no roster."""
     stage: int | None = None
     device: str = "auto"
     precision: str | None = None

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.compute.probe import chip
-from muletrain.events import PeerJoined, RunStarted
+from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
+from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
@@ -115,13 +117,20 @@ class Training:
         self, seat: Seat, links: Network, compute: Compute, book: Book, joins: bool, back: StepBack | None
     ) -> Peer:
         host, facts, roster, cache, sharing = self._host, seat.facts, seat.roster, seat.cache, seat.sharing
+        plan, tasks, helpers = facts.plan(), Tasks(), None
+        if plan.strategy.pooled:
+            digest, emit = facts.config_digest, self._of_pool
+            compute = pooled = PooledCompute(compute, links, host.clock, tasks, plan, roster, digest, emit)
+            helpers = pooled.clients.__len__
         ctx = Context(
             net=links,
             clock=host.clock,
             compute=compute,
             roster=roster,
-            plan=facts.plan(),
+            plan=plan,
             emit=host.log.emit,
+            tasks=tasks,
+            helpers=helpers,
             chaos=self._points,
         )
         self.peer = peer = Peer(
@@ -139,6 +148,15 @@ class Training:
         if self._stopped:
             self.stop()
         return peer
+
+    def _of_pool(self, event: Event) -> None:
+        """Report what the clients did, also on the coordinator's machine."""
+        if isinstance(event, ClientEnlisted):
+            self._host.known[event.peer_id] = event.name
+        if isinstance(event, PoolWorked) and self.peer is not None:
+            self.peer.reporting.tell(event)
+        else:
+            self._host.log.emit(event)
 
     def applied(self, record: StepRecord, limit_s: float | None) -> bool:
         """Count a step. Returns True once the time limit of the run is over."""

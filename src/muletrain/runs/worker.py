@@ -35,6 +35,7 @@ from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.offences import BAN_S
 from muletrain.runs.chaos import Points, spoil_next
+from muletrain.runs.client import Help, Helping
 from muletrain.runs.guard import Guard, where_it_hangs
 from muletrain.runs.host import Host
 from muletrain.runs.join.founder import found
@@ -66,11 +67,13 @@ class Worker:
         self._code = 0
         self._points = Points(log)
         self._training = Training(host, self._points)
+        self._helping = Helping(host)
 
     def stop(self) -> None:
         """End in order: after the current step, or at once before training begins."""
         self._stop.set()
         self._training.stop()
+        self._helping.stop()
 
     def at(self) -> str:
         """What the device's threads are doing, in words for an error; empty: nothing. Callable from any thread."""
@@ -115,7 +118,7 @@ class Worker:
             self._main = main = asyncio.create_task(self._run(Path(sockets)))
             early = asyncio.create_task(self._stop.wait())
             await asyncio.wait({main, early}, return_when=asyncio.FIRST_COMPLETED)
-            if not main.done() and self._training.peer is None:
+            if not main.done() and self._training.peer is None and not self._helping.begun:
                 main.cancel()
             early.cancel()
             with suppress(asyncio.CancelledError):
@@ -125,6 +128,8 @@ class Worker:
                 "the run's owner removed this peer, or renewed the ticket while it was joining; ask the owner for the "
                 "current one"
             )
+        if self._helping.begun:
+            return self._code
         training = self._training
         reason = "all steps done" if training.complete else training.reason
         self._host.log.emit(RunFinished(steps=training.steps, seconds=self._host.clock.now() - begin, reason=reason))
@@ -154,6 +159,9 @@ class Worker:
         links = host.limited(network)
         try:
             seat = await (found(host, links) if spec.role == "found" else join(host, links))
+            if isinstance(seat, Help):
+                await self._helping.run(seat)
+                return
             written = await self._training.run(seat)
             if not written and not spec.keeps_ticket:
                 self._code = EXIT_NO_CHECKPOINT
@@ -166,7 +174,8 @@ class Worker:
         return {} if roster is None else {m.id: m.stage for m in roster.members() if roster.is_alive(m.id)}
 
     def _refused(self, remote: str, reason: str) -> None:
-        kind = JoinRefused if self._training.peer is None else FrameRefused
+        begun = self._training.peer is not None or self._helping.begun
+        kind = FrameRefused if begun else JoinRefused
         self._host.log.emit(kind(remote=remote, reason=reason))
 
     def _relayed(self, peer: PeerId, relay: PeerId) -> None:

@@ -41,6 +41,11 @@ class Listed:
     name: StrategyName
     of: Callable[[RunConfig], Strategy | None] | None = None
     choices: tuple[str, ...] = ()
+    ask: Callable[[RunConfig, int], RunConfig] | None = None
+    """Returns a configuration that asks for the strategy, without a plan; the number: clients, if it can have any. None:
+    it needs a plan."""
+    pooled: bool = False
+    """See ``base.Strategy``."""
 
     @property
     def runs(self) -> bool:
@@ -48,10 +53,10 @@ class Listed:
 
 
 STRATEGIES: tuple[Listed, ...] = (
-    Listed("swarm", lambda config: SWARM, ("swarm",)),
+    Listed("swarm", lambda config: SWARM, ("swarm",), lambda config, clients: config),
     Listed("pipeline", Pipeline.of, ("1f1b", "gpipe")),
     Listed("swap"),
-    Listed("hub", Hub.of, ("hub",)),
+    Listed("hub", Hub.of, ("hub",), Hub.asked, pooled=True),
 )
 CHOICES = tuple(choice for s in STRATEGIES for choice in s.choices)
 """Values of ``--strategy`` for a run."""
@@ -63,7 +68,18 @@ def find(name: str) -> Listed:
     return by_name[name]
 
 
+def choose(name: str) -> Listed:
+    """Returns the strategy that ``--strategy`` calls ``name``. Raises KeyError."""
+    by_choice = {choice: s for s in STRATEGIES for choice in s.choices}
+    return by_choice[name]
+
+
 def strategy_of(config: RunConfig) -> Strategy:
     """Returns the strategy that a run's configuration asks for: the last of the list that accepts it. The first accepts
     any."""
     return next(found for s in reversed(STRATEGIES) if s.of is not None and (found := s.of(config)) is not None)
+
+
+def asks_for(config: RunConfig, listed: Listed) -> bool:
+    """Does a run's configuration ask for this strategy?"""
+    return listed.of is not None and strategy_of(config) == listed.of(config)

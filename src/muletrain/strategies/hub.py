@@ -3,12 +3,15 @@ them. Between servers everything is as under strategy ``swarm``; inside a stage 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.strategies.swarm import Swarm
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from muletrain.config.schema import RunConfig
 
 
@@ -22,3 +25,21 @@ class Hub(Swarm):
     def of(cls, config: RunConfig) -> Hub | None:
         """Returns the strategy if the run's configuration has clients."""
         return None if config.hub.clients is None else cls()
+
+    @staticmethod
+    def asked(config: RunConfig, clients: int) -> RunConfig:
+        """Returns ``config`` with ``clients``, unless it says how many."""
+        if config.hub.clients is not None:
+            return config
+        return config.model_copy(update={"hub": config.hub.model_copy(update={"clients": clients})})
+
+
+def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:
+    """Returns the stage at which one more client raises the throughput most: of those that it ``fits`` into, the one with
+    the most work for the speed of its clients; of stages without any, the one with the most work; None: it fits into
+    none. ``work``: of each stage; ``speeds``: of each stage's clients together, both in any unit."""
+
+    def load(stage: int) -> tuple[float, float]:
+        return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
+
+    return max(sorted(fits), key=load, default=None)

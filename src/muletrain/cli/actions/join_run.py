@@ -13,7 +13,7 @@ from muletrain.cli.show.console import make_console
 from muletrain.config.schema import DataConfig
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.errors import ConfigError, DataError
-from muletrain.events import PeerJoined, PeerLeft
+from muletrain.events import ClientBegan, ClientFinished, PeerJoined, PeerLeft
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import new_run_folder
 from muletrain.runs.join.ticket import Ticket
@@ -41,8 +41,10 @@ def join_run(
     name: str | None = None,
     private: bool = False,
     limits: Limits | None = None,
+    reliable: bool = False,
 ) -> None:
-    """Serve until the run ends, or as long as ``limits`` allow. Raises MuletrainError with the reason if the run does
+    """Serve until the run ends, or as long as ``limits`` allow. ``reliable``: as a server if the run has servers and
+    clients. Raises MuletrainError with the reason if the run does
     not admit this machine."""
     Ticket.parse(ticket)
     check_name(name)
@@ -63,6 +65,7 @@ def join_run(
         memory_gib=memory,
         bandwidth_bytes_per_s=limits.share(len(peers.names)),
         private=private,
+        client=not reliable,
         keeps_ticket=True,
     )
     while limits.wait_until_free() and _serve(specs, limits, json=json):
@@ -145,6 +148,9 @@ class JoinSession(Session):
         self._limits = limits
         self._training = self._leaving = False
         self._left: int | None = None
+        self._helped = False
+        """Is this machine a client?"""
+        self._reasons_given: list[str] = []
 
     def show(self, event: Event) -> None:
         super().show(event)
@@ -153,6 +159,10 @@ class JoinSession(Session):
             self._left = None  # it may have left one stage for another
         if isinstance(event, PeerLeft):
             self._left = event.step
+        if isinstance(event, ClientBegan):
+            self._training, self._helped = True, True
+        if isinstance(event, ClientFinished):
+            self._reasons_given.append(event.reason)
 
     def poll(self) -> None:
         super().poll()
@@ -164,15 +174,19 @@ class JoinSession(Session):
         self._leaving = True
         self._asked = None if self._training else time.monotonic()
         when = "after this step" if self._training else "before the run begins"
+        when = "at once" if self._helped else when
         self.say(f"{why}leaving {when}; Ctrl-C leaves at once")
         self.fleet.stop()
 
     @property
     def comes_back(self) -> bool:
         """Whether it left for a pause; the run may continue without it meanwhile."""
-        return self.paused and not self.interrupted and (self._left is not None or not self._training)
+        left = self._left is not None or self._helped or not self._training
+        return self.paused and not self.interrupted and left
 
     def ended(self) -> str:
+        if self._reasons_given:
+            return "; ".join(dict.fromkeys(self._reasons_given))
         if self._left is not None:
             return f"left the run in order after step {self._left}"
         return "left before the run began" if self._leaving and not self._training else "the run has ended"

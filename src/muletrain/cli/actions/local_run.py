@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.cli.actions.opening import newest_checkpoint, opened, placed, prepare, save_config
-from muletrain.cli.actions.planned import check_many, indices_of, names_of
+from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
 from muletrain.events import EventTail
@@ -37,8 +37,8 @@ def run_local(
     strategy: str | None = None,
 ) -> None:
     """Train with a local fleet and print the report. ``plan``: a plan file, of which ``strategy`` is used (default: the
-    recommended one). ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where to write a timeline. Raises
-    MuletrainError before anything starts if the run is not possible."""
+    recommended one); without it, ``strategy`` is the run's. ``chaos``: faults to inject (``policy/chaos.py``). ``trace``:
+    where to write a timeline. Raises MuletrainError before anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         overrides = [*overrides, "fleet.trace=true"]
@@ -56,7 +56,7 @@ def run_local(
 
 
 def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
-    bounds = Bounds(tuple(names_of(config)), config.fleet.stages, config.train.steps)
+    bounds = Bounds(tuple(names_of(config)), config.fleet.stages, config.train.steps, tuple(clients_of(config)))
     return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
 
 
@@ -65,18 +65,19 @@ def _run_local(
 ) -> None:
     from muletrain.runs.checkpoint import Checkpoint
 
-    names = names_of(config)
+    servers, clients = names_of(config), clients_of(config)
+    names = servers + clients
     threads = threads_per_peer(config.compute.threads, len(names))
     with LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
-        workers = _workers(config, folder, names, threads)
+        workers = _workers(config, folder, servers, clients, threads)
         given, config = config, placed(prepare(config, quiet=json), folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is not None:
             config = Checkpoint.open(checkpoint).same_precision(config)
         save_config(folder, given)
-        session = Session(folder, fleet, json=json)
-        session.chaos = Injector(plan, seed, fleet, folder, names) if plan else None
+        session = Session(folder, fleet, json=json, clients=clients)
+        session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
         try:
             with session.interruptible(), session.console:
                 _begin(session, config, workers, checkpoint)
@@ -86,23 +87,25 @@ def _run_local(
             session.close()
 
 
-def _workers(config: RunConfig, folder: Path, names: list[str], threads: int) -> list[WorkerSpec]:
+def _workers(config: RunConfig, folder: Path, servers: list[str], clients: list[str], threads: int) -> list[WorkerSpec]:
     """The work of each process, without the ticket. Raises CapacityError if a stage fits none of them."""
     from muletrain.runs.assemble import RunFacts, resolve_start
     from muletrain.runs.measure.machine import check_local, dealt, free_memory_of_machine, own_devices
 
+    names = servers + clients
     devices = dealt(own_devices(config.compute.device), len(names))
     host = free_memory_of_machine(len(names))
-    indices = indices_of(config)
-    check_local(RunFacts.of(resolve_start(config)).needs(), devices, config.compute.memory, host)
+    indices = [*indices_of(config), *range(len(servers), len(names))]
+    check_local(RunFacts.of(resolve_start(config)).needs(), devices[: len(servers)], config.compute.memory, host)
     return [
         WorkerSpec(
             role="join",
+            client=name in clients,
             name=name,
             ticket="",
             folder=str(folder),
             threads=threads,
-            data="config",
+            data="none" if name in clients else "config",
             place=config.checkpoint.place,
             device=device,
             sharing=devices.count(device),
@@ -133,4 +136,5 @@ def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], check
     for worker in workers[1:]:
         session.fleet.begin(worker.model_copy(update={"ticket": ticket}))
     if session.chaos is not None:
-        session.chaos.newcomer = workers[-1].model_copy(update={"ticket": ticket})
+        newest = next(worker for worker in reversed(workers) if not worker.client)
+        session.chaos.newcomer = newest.model_copy(update={"ticket": ticket})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import Progress
 
-from muletrain.cli.actions.planned import planned
+from muletrain.cli.actions.planned import follows, planned
 from muletrain.cli.show.console import make_console
 from muletrain.config.dump import dump_toml
 from muletrain.config.fleet_file import load_fleet
@@ -40,11 +40,12 @@ def opened(
 ) -> Iterator[tuple[Path, RunConfig]]:
     """The run folder, locked while the context lasts, and the configuration of the run in it.
 
-    It is a new run, which follows ``plan`` if given, or the run in the folder ``resume``. Raises MuletrainError."""
+    It is a new run, or the run in the folder ``resume``. A new one follows ``plan``, with the strategy ``choice`` of it,
+    or just that strategy, if given. Raises MuletrainError."""
     if resume is not None and plan is not None:
         raise ConfigError(f"--plan {plan}: a resumed run keeps its plan; start a new run, or leave --plan out")
-    if choice is not None and plan is None:
-        raise ConfigError("--strategy chooses a strategy of a plan; add --plan PLAN.json")
+    if resume is not None and choice is not None:
+        raise ConfigError(f"--strategy {choice}: a resumed run keeps its strategy; start a new run, or leave it out")
     if resume is not None and path is not None:
         raise ConfigError(
             f"{path}: a resumed run keeps its configuration; leave the file out, and use --set for fields that may change"
@@ -53,7 +54,7 @@ def opened(
         raise MuletrainError(f"{resume}: not a run folder (it has no config.toml); give a folder from {ROOT}/")
     given, origins = load_located(path if resume is None else resume / "config.toml", overrides)
     with located(origins):
-        config = anchored(given if plan is None else planned(given, plan, choice, spares=name == "run"))
+        config = anchored(_chosen(given, plan, choice, local=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     try:
         with held(folder), located(origins):
@@ -67,6 +68,13 @@ def opened(
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 ROOT.rmdir()  # unless other runs are in it
+
+
+def _chosen(config: RunConfig, plan: Path | None, choice: str | None, *, local: bool) -> RunConfig:
+    """``config`` as plan and strategy want it. Raises ConfigError."""
+    if plan is not None:
+        return planned(config, plan, choice, spares=local)
+    return config if choice is None else follows(config, choice, local=local)
 
 
 def anchored(config: RunConfig) -> RunConfig:
@@ -141,7 +149,7 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
     pick_device(config.compute.device)
     if config.fleet.profile is not None:
         try:
-            load_fleet(config.fleet.profile, peers=config.fleet.local_peers)
+            load_fleet(config.fleet.profile, peers=config.fleet.local_peers + (config.hub.clients or 0))
         except ConfigError as e:
             raise ConfigError(f"fleet.profile: {e}") from e
     console = make_console(sys.stderr)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from muletrain.config.fleet_file import load_fleet
-from muletrain.config.peer_sections import PipelineConfig
+from muletrain.config.peer_sections import HubConfig, PipelineConfig
 from muletrain.config.plan_file import VERSION, Plan, Prediction
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.model.presets import PRESETS
 from muletrain.model.spec import ModelSpec
 from muletrain.planning.splits import title
-from muletrain.strategies import CHOICES, find
+from muletrain.strategies import CHOICES, asks_for, choose, find
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,25 +50,35 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
                 f"out, or plan again (muletrain plan --set optimizer.state_device={optimizer.state_device})"
             )
         optimizer = optimizer.model_copy(update={"state_device": "cpu"})
-    peers = sum(len(set(stage.machines)) for stage in chosen.stages) + (len(chosen.spares) if spares else 0)
+    machines = sum(len(set(stage.machines)) for stage in chosen.stages)
+    fleet = config.fleet.model_copy(
+        update={
+            "stages": len(chosen.stages),
+            "layers": tuple(end - first for first, end in (s.layers for s in chosen.stages)),
+            "peers": machines + (len(chosen.spares) if spares else 0),
+        }
+    )
+    hub = config.hub
+    if find(chosen.strategy).pooled:  # which machines are reliable, their owners say
+        fleet = fleet.model_copy(update={"peers": config.fleet.peers})
+        if hub.clients is None:
+            hub = HubConfig(clients=max(0, machines - fleet.local_peers) if spares else 0)
     sections = {
         **{name: getattr(config, name) for name in RunConfig.model_fields},
         "model": model,
         "optimizer": optimizer,
         "train": config.train.model_copy(update={"batch": plan.batch, "microbatch": chosen.microbatch}),
-        "fleet": config.fleet.model_copy(
-            update={
-                "stages": len(chosen.stages),
-                "layers": tuple(end - first for first, end in (s.layers for s in chosen.stages)),
-                "peers": peers,
-            }
-        ),
+        "fleet": fleet,
+        "hub": hub,
         "pipeline": _pipeline(chosen),
     }
     try:
-        return RunConfig.model_validate(sections)
+        config = RunConfig.model_validate(sections)
     except ValidationError as e:
         raise ConfigError(f"{path}: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    if not asks_for(config, find(chosen.strategy)):
+        raise ConfigError(f"hub.clients: {title(chosen)} of {path} has no clients; leave it out, or add --strategy hub")
+    return config
 
 
 def read_plan(path: Path) -> Plan:
@@ -148,6 +158,11 @@ def names_of(config: RunConfig) -> list[str]:
     return [*named[:count], *(f"peer-{i}" for i in range(len(named), count))]
 
 
+def clients_of(config: RunConfig) -> list[str]:
+    """Names of a local fleet's clients."""
+    return [f"client-{i}" for i in range(config.hub.clients or 0)]
+
+
 def indices_of(config: RunConfig) -> list[int]:
     """For each of a local fleet's peers, the index of its machine in ``fleet.profile``. Raises ConfigError if the
     profile lacks a planned machine."""
@@ -161,6 +176,24 @@ def indices_of(config: RunConfig) -> list[int]:
             f"fleet.profile: {config.fleet.profile} has no machine '{unknown[0]}', which the plan names; use the fleet file of the plan"
         )
     return [fleet.number(name) for name in names]
+
+
+def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
+    """``config`` with the strategy of this name. ``local``: for a local fleet, which has as many clients as servers if it
+    has any, unless ``config`` says how many. Raises ConfigError for a strategy that needs a plan, or a contradiction."""
+    listed = choose(choice)
+    if listed.ask is None:
+        raise ConfigError(f"--strategy {choice}: which machine serves which stage is in a plan; add --plan PLAN.json")
+    asked = listed.ask(config, config.fleet.local_peers if local else 0)
+    try:
+        asked = RunConfig.model_validate({name: getattr(asked, name) for name in RunConfig.model_fields})
+    except ValidationError as e:
+        raise ConfigError(f"--strategy {choice}: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    if not asks_for(asked, listed):
+        raise ConfigError(
+            f"--strategy {choice}: the configuration asks for another one; leave out hub.clients and pipeline.seats, or --strategy"
+        )
+    return asked
 
 
 def check_many(config: RunConfig) -> None:

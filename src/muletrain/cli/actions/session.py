@@ -17,7 +17,7 @@ from muletrain.runs.folder import DiskWatch
 from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, PROBE_FILE, TICKET_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from types import FrameType
 
     from muletrain.events import Event
@@ -30,6 +30,8 @@ POLL_S = 0.1
 """Seconds between two looks at processes and events."""
 STOP_S = 90.0
 """Longest wait for an orderly end [s]: a checkpoint may be large, but a person waits."""
+HEARD_S, STOPPED_S = 3.0, 15.0
+"""Time after the end of all servers, in which clients hear of it, and until which they must end [s]."""
 
 
 class Session:
@@ -38,7 +40,8 @@ class Session:
     hears_all = True
     """Whether the events of all peers of the run arrive in its folder."""
 
-    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool) -> None:
+    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool, clients: Collection[str] = ()) -> None:
+        """``clients``: those of our processes that are none of the run's peers, and end with it."""
         from muletrain.runs.tensorboard import TensorBoardSink
 
         self.folder, self.fleet, self.json = folder, fleet, json
@@ -49,6 +52,9 @@ class Session:
         self._written = ""
         self.errors: dict[str, list[str]] = {}
         """Errors of processes that gave up: names of the processes by message."""
+        self._clients = frozenset(clients)
+        self._dismissed: float | None = None
+        """When the last process ended that is no client."""
         self._ended: set[str] = set()
         self._deaths: list[str] = []
         self._tail = EventTail(folder, from_now=True)
@@ -120,9 +126,10 @@ class Session:
     def watch(self, *, whole: bool = False) -> None:
         """Poll until every process has ended. Raises MuletrainError if all of them failed, or if one failed before the
         start of a run that needs the ``whole`` fleet, for which the others would wait forever."""
-        while self.fleet.alive():
+        while alive := self.fleet.alive():
             self.poll()
             self._tell_of_ended()
+            self._dismiss(alive)
             begun = not whole or self.view.started is not None or self.interrupted
             late = self._asked is not None and time.monotonic() - self._asked > STOP_S
             if late or (not begun and any(self.fleet.exit_codes().values())):
@@ -133,11 +140,23 @@ class Session:
             self.chaos.close()
         self.poll()
         self._tell_of_ended()
-        codes = self.fleet.exit_codes().values()
+        codes = [code for name, code in self.fleet.exit_codes().items() if name not in self._clients]
         if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes) and not self.interrupted:
             raise MuletrainError(
                 f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
             )
+
+    def _dismiss(self, alive: list[str]) -> None:
+        """Once only clients are left, end them: those that have not heard of the end look for a server for minutes."""
+        if not self._clients.issuperset(alive):
+            return
+        self._dismissed = self._dismissed or time.monotonic()
+        waited_s = time.monotonic() - self._dismissed
+        if waited_s > STOPPED_S:
+            self._ended.update(alive)
+            self.fleet.kill()
+        elif waited_s > HEARD_S:
+            self.fleet.stop()
 
     def _reasons(self) -> str:
         return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())

@@ -63,6 +63,14 @@ Private = Annotated[
         "--private", help="Open no port: other members relay traffic to this machine, as they do behind a firewall."
     ),
 ]
+Reliable = Annotated[
+    bool,
+    typer.Option(
+        "--reliable",
+        help="In a run with strategy 'hub', serve a stage with this machine, whose loss costs more than a client's. "
+        "Default: become a client, which computes for the servers. In runs with other strategies it changes nothing.",
+    ),
+]
 
 
 def join(
@@ -82,6 +90,7 @@ def join(
     port: Port = 0,
     announce: Announce = None,
     private: Private = False,
+    reliable: Reliable = False,
     json: JsonLines = False,
 ) -> None:
     """Add this machine to a run, with one peer per GPU, or one on the CPU.
@@ -103,5 +112,6 @@ def join(
         json=json,
         name=name,
         private=private,
+        reliable=reliable,
         limits=Limits(hours=hours, bandwidth_mbps=bandwidth, pause_file=pause_file),
     )

@@ -20,7 +20,7 @@ from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.view import PeerView, RunView, headline, is_warning, printable
 from muletrain.runs.measure.quality import Quality
-from muletrain.units import format_bytes, format_duration
+from muletrain.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +130,8 @@ def plain_line(view: RunView) -> str:
     stages = view.stages(present=True).items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'no peer'}" for s, peers in stages)
     gone = f"; {gone} gone" if (gone := view.gone()) else ""
+    helping = sum(c.state == "working" for c in view.clients.values())
+    gone += f"; {plural(helping, 'client')}" if view.clients else ""
     return (
         f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
     ).rstrip()
@@ -145,6 +147,8 @@ def status(view: RunView) -> RenderableType:
         parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
     if view.peers:
         parts.append(_peers(view))
+    if view.clients:
+        parts.append(Text(_clients(view), style="dim"))
     return Group(*parts)
 
 
@@ -170,6 +174,15 @@ def _peers(view: RunView) -> RenderableType:
     if gone := view.gone():
         table.add_row("", f"[dim]{gone} gone[/]")
     return table
+
+
+def _clients(view: RunView) -> str:
+    """The clients at work: how many they are, and what they did."""
+    of_stages = []
+    for stage, clients in view.helping().items():
+        working = sum(c.state == "working" for c in clients)
+        of_stages.append(f"stage {stage}: {working}, {plural(sum(c.parts for c in clients), 'part')}")
+    return f"clients  {'; '.join(of_stages)}"
 
 
 def _peer_row(peer: PeerView) -> tuple[str, ...]:

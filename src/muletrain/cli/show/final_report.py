@@ -34,6 +34,8 @@ def final_report(
         parts.append(_section("The model writes", _texts(samples)))
     if view.peers:
         parts += [_work(view), _links(view)]
+    if view.clients:
+        parts.append(_clients(view))
     if len(view.faults):
         parts.append(_faults(view))
     parts.append(_places(paths))
@@ -110,6 +112,14 @@ def _links(view: RunView) -> RenderableType:
         last = sender
     sums = [sum(p.sent_bytes(c) for p in view.peers.values()) for c in classes]
     table.add_row("all", "", *(format_bytes(n) for n in (*sums, sum(sums))), style="bold")
+    return table
+
+
+def _clients(view: RunView) -> RenderableType:
+    table = report_table("Clients", ["stage", "client", ""], ["parts", "late", "redone"])
+    for stage, clients in view.helping().items():
+        for c in clients:
+            table.add_row(str(stage), escape(c.name), c.state, *map(str, (c.parts, c.late, c.redone)))
     return table
 
 

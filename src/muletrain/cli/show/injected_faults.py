@@ -38,6 +38,8 @@ class FaultsView:
                 self._noticed(self._name_of(event.remote), event, ("corrupt",))
             case ev.PeerExpelled():
                 self._noticed(event.name, event, ("corrupt",))
+            case ev.ClientLost() | ev.ClientLate():
+                self._noticed(event.name, event, ("kill", "freeze"))
             case ev.PeerJoined():
                 self._noticed(event.name, event, ("join",))
             case _:

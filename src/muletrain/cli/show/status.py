@@ -38,12 +38,14 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableT
     if at.loss is not None and at.tokens_per_s is not None:
         figures += [f"loss {at.loss:.3f}", f"{at.tokens_per_s:,.0f} tokens/s"]
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for header in ("stage", "peer", "step", "seen", "id"):
-        table.add_column(header, justify="right" if header in ("step", "seen") else "left")
+    pooled = any(p.clients is not None for p in peers)
+    for header in ("stage", "peer", "step", "seen", "id", *(["clients"] if pooled else [])):
+        table.add_column(header, justify="right" if header in ("step", "seen", "clients") else "left")
     for stage in range(at.stages):
         for p in (of_stage := [p for p in peers if p.stage == stage]):
             role = " (trainer)" if p.trainer else ""
-            table.add_row(str(stage), Text(p.name + role), str(p.step), f"{p.age_s:.0f} s ago", p.id[-8:])
+            clients = [] if p.clients is None else [str(p.clients)]
+            table.add_row(str(stage), Text(p.name + role), str(p.step), f"{p.age_s:.0f} s ago", p.id[-8:], *clients)
         if not of_stage:
             table.add_row(str(stage), Text("no recent announcement", style="bold red"), "", "", "")
     return Group(Text("  ".join(figures), style="bold"), table)
@@ -66,6 +68,8 @@ class Announced(BaseModel):
     loss: float | None = None
     tokens_per_s: float | None = None
     """``loss`` and ``tokens_per_s`` are of the run, as this member counts them."""
+    clients: Annotated[int, Field(ge=0)] | None = None
+    """Clients that compute for it; None: the run has none."""
     left: bool = False
     """Whether it left in order."""
 

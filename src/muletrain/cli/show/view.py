@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from muletrain import events as ev
 from muletrain.cli.show.injected_faults import FaultsView
@@ -63,6 +63,18 @@ class PeerView:
         return sum(sum(c.values()) if kind is None else c[kind] for c in self.sent.values())
 
 
+@dataclass
+class ClientView:
+    """One client (strategy ``hub``), from its own events and those of its servers."""
+
+    name: str
+    stage: int = -1
+    state: str = "working"
+    parts: int = 0
+    late: int = 0
+    redone: int = 0
+
+
 class RunView:
     """The state of a run after the events folded so far."""
 
@@ -76,6 +88,8 @@ class RunView:
         self.peers: dict[str, PeerView] = {}
         """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
         took over: by id."""
+        self.clients: dict[str, ClientView] = {}
+        """By name."""
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
         """Set while machines and links are measured."""
@@ -148,6 +162,8 @@ class RunView:
         """Note that the process of the peer ``name`` was killed."""
         if name in self.peers:
             self.peers[name].state = "ended"
+        if name in self.clients:
+            self.clients[name].state = "ended"
 
     def name_of(self, peer_id: str) -> str:
         """A peer's name; before it has joined, the end of its id (all ids begin alike)."""
@@ -177,6 +193,14 @@ class RunView:
                 return news
             case ev.FleetMeasured() | ev.ProbeFailed():
                 self.probing = None
+            case ev.ClientBegan() | ev.ClientEnlisted():
+                self._client(event.name, event.stage).state = "working"
+            case ev.ClientLost():
+                self._client(event.name).state = "gone"
+            case ev.ClientFinished():
+                self._client(event.peer).state = "finished"
+            case ev.PoolWorked():
+                self._pool(event)
             case ev.StepApplied():
                 self._apply(event)
             case ev.StepDone():
@@ -221,6 +245,25 @@ class RunView:
             setattr(peer, key, getattr(event, key))
         peer.state = "ready"
         self.missing = []
+
+    def _client(self, name: str, stage: int | None = None) -> ClientView:
+        client = self.clients.setdefault(name, ClientView(name))
+        client.stage = client.stage if stage is None else stage
+        return client
+
+    def _pool(self, event: ev.PoolWorked) -> None:
+        for name, counts in event.clients.items():
+            client = self._client(name, event.stage)
+            client.parts += counts.get("parts", 0)
+            client.late += counts.get("late", 0)
+            client.redone += counts.get("redone", 0)
+
+    def helping(self) -> dict[int, list[ClientView]]:
+        """Clients by stage, both in order."""
+        found: dict[int, list[ClientView]] = {}
+        for client in sorted(self.clients.values(), key=lambda c: (c.stage, c.name)):
+            found.setdefault(client.stage, []).append(client)
+        return found
 
     def _set_aside(self, peer: PeerView) -> None:
         """Rename a peer whose name another one took over."""
@@ -352,6 +395,13 @@ def headline(event: ev.Event, view: RunView) -> str | None:
             return _stepped_back(event, view)
         case ev.Evaluated():
             return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
+        case ev.ClientBegan():
+            size = f"{format_count(event.params)} parameters"
+            return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"
+        case ev.ClientFinished():
+            return f"{event.peer} ended after {format_duration(event.seconds)}: {event.reason}"
+        case ev.ClientLost():
+            return replace(event, reason=essence(event.reason)).message
         case ev.Note() | ev.Notice():
             return event.message
         case _:

@@ -60,6 +60,10 @@ class Participants(Protocol):
         """Add a newcomer to ``welcome.stage``. Returns the welcome with its name and what else it needs."""
         ...
 
+    def clients(self) -> list[int]:
+        """Return how many clients wait for the beginning, by stage."""
+        ...
+
     def remove(self, peer: PeerId) -> bool:
         """Remove a newcomer that declined. Returns False if it was none."""
         ...
@@ -94,6 +98,8 @@ class Admission:
                 f"this run is muletrain {__version__}, the newcomer {request.version}: install "
                 f"muletrain=={__version__} there"
             )
+        if request.client and self.seating.strategy.pooled:
+            return self._admit_client(peer, request)
         kinds, info = self.participants.consider(request), self.info
         stage = self.seating.choose(request, kinds)
         if mixed := set(kinds[stage]) - {request.device}:
@@ -105,6 +111,12 @@ class Admission:
         size = len(info.tokenizer)
         welcome = Welcome(config=info.config, stage=stage, data=info.data, tokenizer_size=size, tokens=info.tokens)
         return self.participants.add(peer, request, welcome)
+
+    def _admit_client(self, peer: PeerId, request: JoinRequest) -> Welcome:
+        """A client takes nobody's place, and needs no tokenizer. Raises AdmissionError or CapacityError."""
+        stage = self.seating.choose_for_client(request, self.participants.clients())
+        welcome = Welcome(config=self.info.config, stage=stage, data=self.info.data, tokenizer_size=0, client=True)
+        return self.participants.add(peer, request, welcome.model_copy(update={"name": request.name}))
 
     async def _on_request(self, sender: PeerId, payload: bytes) -> bytes:
         try:
@@ -143,9 +155,14 @@ class LiveMembers:
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
         """In a planned pipeline a newcomer may take the name, and so the place, of a dead peer."""
+        if welcome.client:
+            return welcome.model_copy(update={"running": True})
         again = self._strategy.has_place(request.name)
         taken = {m.name for m in self._roster.members() if not again or self._roster.is_alive(m.id)}
         return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
+
+    def clients(self) -> list[int]:
+        return [0] * self._roster.genesis.stages  # their servers know them, and they ask these
 
     def remove(self, peer: PeerId) -> bool:
         return True  # it is in no roster yet

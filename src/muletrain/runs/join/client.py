@@ -7,7 +7,7 @@ import hashlib
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from muletrain.errors import AdmissionError, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, NetworkError, ProtocolError, Refused
 from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.messages import (
     CALL_S,
@@ -108,6 +108,13 @@ class JoinClient:
     async def genesis(self) -> Genesis:
         """Ask what the run began with, once it has."""
         return Begin.unpack(await self._call(AskGenesis())).genesis
+
+    async def missing(self) -> tuple[str, ...]:
+        """Ask what the run waits for; nothing once it has begun."""
+        try:
+            return Missing.unpack(await self._net.call(self.admitter, Missing.KIND, b"", timeout_s=CALL_S)).missing
+        except Refused:  # it began a moment ago
+            return ()
 
     async def begin(self, ready: Ready, tell: Callable[[tuple[str, ...]], None] = lambda missing: None) -> Genesis:
         """Report that we are ready, and wait for the beginning. ``tell`` hears now and then what the run waits for.

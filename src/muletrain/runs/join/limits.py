@@ -51,12 +51,13 @@ def check_tokenizer(facts: RunFacts, size: int) -> None:
         )
 
 
-def check_stage(facts: RunFacts, stage: int, offer: Offer) -> None:
-    """Raises CapacityError if ``stage`` needs more memory than this machine's owner offers."""
-    need = facts.needs()[stage]
+def check_stage(facts: RunFacts, stage: int, offer: Offer, *, client: bool = False) -> None:
+    """Raises CapacityError if ``stage`` needs more memory than this machine's owner offers. ``client``: of a client."""
+    need = (facts.client_needs() if client else facts.needs())[stage]
     if not need.fits(offer):
+        does = "compute for" if client else "serve"
         raise CapacityError(
-            f"stage {stage} needs {need.need(offer)} ({need}), and this machine may use {offer}: it does not serve it. "
+            f"stage {stage} needs {need.need(offer)} ({need}), and this machine may use {offer}: it does not {does} it. "
             f"Give more (--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
 
@@ -69,7 +70,9 @@ def check_welcome(facts: RunFacts, welcome: Welcome, offer: Offer) -> None:
         raise AdmissionError(
             f"this peer is to serve stage {welcome.stage} of a run with stages 0..{stages - 1}; {_ASK}"
         )
-    check_stage(facts, welcome.stage, offer)
+    if welcome.client and not facts.strategy.pooled:
+        raise AdmissionError(f"this peer is to be a client in a run that has none; {_ASK}")
+    check_stage(facts, welcome.stage, offer, client=welcome.client)
     most = largest_tokenizer(facts)
     if welcome.tokenizer_size > most:
         raise AdmissionError(

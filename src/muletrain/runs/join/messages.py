@@ -3,7 +3,8 @@
 Before step 0 only the founder admits: any member names it (``join.admitter``). Later every member admits newcomers
 itself. A newcomer asks for a stage (``join.request``), loads the tokenizer and, in a resumed run, its stage's part of
 the checkpoint, in pieces. Before step 0 it then reports ``join.ready`` and waits for the founder's ``join.begin``;
-later it asks for the genesis.
+later it asks for the genesis. A client (strategy ``hub``) needs no tokenizer, and asks for the genesis until the run
+has begun.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Admitter(Message):
 
 class JoinRequest(Message):
     """Asks for a stage. ``stage``: the wanted one, if any. ``device``: its kind; ``flops``: see ``Machine``.
-    ``memory``: device bytes that this peer may use; ``host_memory``: bytes beside a GPU (``Offer``)."""
+    ``memory``: device bytes that this peer may use; ``host_memory``: bytes beside a GPU (``Offer``). ``client``: it
+    would rather be a client, if the run has any."""
 
     KIND: ClassVar[str] = "join.request"
     version: Text
@@ -46,6 +48,7 @@ class JoinRequest(Message):
     memory: Natural
     host_memory: Natural | None
     addresses: Annotated[tuple[Address, ...], Field(max_length=64)]
+    client: bool = False
 
     @property
     def offer(self) -> Offer:
@@ -70,6 +73,8 @@ class Welcome(Message):
     """The newcomer's name in the run."""
     tokens: Shared | None = None
     """The tokens that the run shares (``data.share``)."""
+    client: bool = False
+    """The newcomer is a client, and no member. ``stage``: the one that it may as well take if the run has not begun."""
 
 
 class AskTokenizer(Message):

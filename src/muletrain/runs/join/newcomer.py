@@ -12,6 +12,7 @@ from muletrain.config.schema import Precision
 from muletrain.errors import AdmissionError, MuletrainError
 from muletrain.events import Waiting
 from muletrain.runs.assemble import RunFacts
+from muletrain.runs.client import Help, admitted
 from muletrain.runs.corpus import joiners_sharing, own_data
 from muletrain.runs.host import place_of
 from muletrain.runs.join.admission import RunInfo, member_of
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.roster import Genesis
 
 
-async def join(host: Host, network: Network) -> Seat:
-    """Join a run, before or after its beginning. Raises MuletrainError."""
+async def join(host: Host, network: Network) -> Seat | Help:
+    """Join a run, before or after its beginning, as a member or as a client. Raises MuletrainError."""
     client = JoinClient(network, await find_admitter(network, host.ticket.addresses))
     host.hand_out(host.ticket.passed_on(client.admitter, network.addresses()))
     machine = await host.probe_machine(None)
@@ -42,6 +43,9 @@ async def join(host: Host, network: Network) -> Seat:
     try:
         facts = RunFacts.of(told_config(welcome.config))
         check_welcome(facts, welcome, machine.offer)
+        machine = _as_the_run_computes(facts, machine)
+        if welcome.client:
+            return await _help(host, network, client, welcome, facts, machine)
         tokenizer = await client.tokenizer(welcome)
         if host.spec.keeps_ticket:
             host.log.note(f"this peer gets stage {welcome.stage} of 0..{facts.config.fleet.stages - 1} ready")
@@ -49,9 +53,6 @@ async def join(host: Host, network: Network) -> Seat:
     except MuletrainError as e:  # for example: our corpus is not the run's
         await client.decline(str(e))
         raise
-    precision = facts.config.compute.precision
-    if precision is not Precision.AUTO:  # with 'auto' each machine measures its own
-        machine = dataclasses.replace(machine, precision=precision)
     compute = await _compute(host, client, welcome, facts, machine)
     place = place_of(facts.config, host.spec, host.log.note)
     sharing = await joiners_sharing(host, facts, welcome, tokenizer, cache)
@@ -67,6 +68,23 @@ async def join(host: Host, network: Network) -> Seat:
     _check(genesis, facts, welcome, roster.own.stage)
     info = RunInfo(welcome.config, welcome.data, tokenizer, welcome.tokens)
     return Seat(facts, roster, network, compute, machine, cache, info, place, sharing, joining=welcome.running)
+
+
+def _as_the_run_computes(facts: RunFacts, machine: Machine) -> Machine:
+    """``machine`` with the run's precision; with 'auto' each machine measures its own."""
+    precision = facts.config.compute.precision
+    return machine if precision is Precision.AUTO else dataclasses.replace(machine, precision=precision)
+
+
+async def _help(
+    host: Host, network: Network, client: JoinClient, welcome: Welcome, facts: RunFacts, machine: Machine
+) -> Help:
+    """Become a client. Raises MuletrainError."""
+    if not host.spec.client:
+        raise AdmissionError("the run takes this machine for a client, and was asked for a stage; join again")
+    if host.spec.keeps_ticket:
+        host.log.note("this run has servers and clients, and this machine becomes a client (--reliable: a server)")
+    return await admitted(host, network, client, welcome, facts, machine, _says_what_is_missing(host))
 
 
 def _says_what_is_missing(host: Host) -> Callable[[tuple[str, ...]], None]:

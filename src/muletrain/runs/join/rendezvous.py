@@ -67,6 +67,8 @@ class Rendezvous:
     trainers: int | None
     checkpoint: Checkpoint | None = None
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
+    _clients: dict[PeerId, int] = field(default_factory=dict)
+    """Stages of clients, which nobody waits for."""
     _largest: Offer | None = None
     """The largest offer so far, refused newcomers included."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -104,7 +106,13 @@ class Rendezvous:
         guests = self._guests.values()
         return [[g.request.device for g in guests if g.welcome.stage == s] for s in range(self.seating.stages)]
 
+    def clients(self) -> list[int]:
+        return [sum(stage == s for stage in self._clients.values()) for s in range(self.seating.stages)]
+
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
+        if welcome.client:
+            self._clients[peer] = welcome.stage
+            return welcome
         name = unique_name(request.name, {g.welcome.name for p, g in self._guests.items() if p != peer})
         more: dict[str, object] = {"name": name}
         if self.checkpoint is not None:

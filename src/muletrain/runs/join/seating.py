@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import AdmissionError, CapacityError
 from muletrain.policy.assignment import NOWHERE, Load, View
+from muletrain.strategies.hub import stage_to_help
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.compute.estimate import StageMemory
     from muletrain.runs.join.messages import JoinRequest
     from muletrain.strategies.base import Strategy
@@ -16,11 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seating:
-    """The run's stages: the memory that each needs, its compute cost, and the strategy that assigns peers to them."""
+    """The run's stages: the memory that each needs, its compute cost, the strategy that assigns peers to them, and the
+    memory that each needs of a client."""
 
     needs: list[StageMemory]
     costs: list[float]
     strategy: Strategy
+    client_needs: list[StageMemory] = field(default_factory=list)
 
     @property
     def stages(self) -> int:
@@ -29,14 +34,28 @@ class Seating:
     def choose(self, newcomer: JoinRequest, kinds: list[list[str]]) -> int:
         """The stage that ``newcomer`` asks for, or the one that the strategy assigns. ``kinds``: device kinds of each
         stage's peers. Raises AdmissionError for a stage that does not exist, CapacityError for too little memory."""
-        stage, offer = newcomer.stage, newcomer.offer
-        if stage is not None and stage >= self.stages:
-            raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{self.stages - 1}")
+        stage = newcomer.stage
         if stage is None:
             stage = next((move.target for move in self.strategy.assign(self._view(newcomer, kinds))), None)
-        if stage is not None and self.needs[stage].fits(offer):
+        return self._checked(newcomer, stage, self.needs)
+
+    def choose_for_client(self, client: JoinRequest, speeds: Sequence[float]) -> int:
+        """The stage that ``client`` asks for, or the one that it helps most. ``speeds``: of the clients of each stage
+        together, in any unit. Raises as ``choose``."""
+        stage = client.stage
+        if stage is None:
+            fits = [s for s, need in enumerate(self.client_needs) if need.fits(client.offer)]
+            stage = stage_to_help(self.costs, speeds, fits)
+        return self._checked(client, stage, self.client_needs)
+
+    def _checked(self, newcomer: JoinRequest, stage: int | None, needs: list[StageMemory]) -> int:
+        """``stage``, if it exists and fits. Raises AdmissionError or CapacityError."""
+        offer = newcomer.offer
+        if stage is not None and stage >= self.stages:
+            raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{self.stages - 1}")
+        if stage is not None and needs[stage].fits(offer):
             return stage
-        least = min(self.needs if stage is None else [self.needs[stage]], key=lambda n: n.total)
+        least = min(needs if stage is None else [needs[stage]], key=lambda n: n.total)
         raise CapacityError(
             f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it "
             f"more memory (--memory or compute.memory says how much it may use), or begin the run with more stages"

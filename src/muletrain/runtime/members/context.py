@@ -69,6 +69,8 @@ class Context:
     """Wakes waits when something happened that they may depend on."""
     chaos: Chaos = field(default_factory=NoChaos)
     meter: Meter = field(default_factory=Meter)
+    helpers: Callable[[], int] | None = None
+    """Counts the clients that compute for this peer, if it can have any."""
 
     def __post_init__(self) -> None:
         self.detector = FailureDetector(self)

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, NetworkError, ProtocolError
-from muletrain.events import Event, EventError, PeerJoined, StepApplied, StepDone, StepSkipped
+from muletrain.events import Event, EventError, PeerJoined, PoolWorked, StepApplied, StepDone, StepSkipped
 from muletrain.runtime.peer.messages import Report
 
 REPORTS, REPORTS_A_STEP = 256, 4
@@ -82,7 +82,7 @@ class Reporting:
                 ctx.emit(StepSkipped(step=record.step + 1))
         ctx.meter.begin(now)
 
-    def tell(self, event: StepApplied | PeerJoined) -> None:
+    def tell(self, event: StepApplied | PeerJoined | PoolWorked) -> None:
         """Write ``event`` to our log, and send it to the coordinator if that is on another machine."""
         self._ctx.emit(event)
         if self._apart:
@@ -113,7 +113,7 @@ class Reporting:
         match event:
             case PeerJoined():
                 own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)
-            case StepApplied():
+            case StepApplied() | PoolWorked():
                 own = event.stage == member.stage
             case _:
                 own = False
@@ -123,8 +123,11 @@ class Reporting:
 
     def status(self, step: int, *, left: bool) -> dict[str, Any]:
         """Returns what 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""
-        own, plan, last = self._ctx.roster.own, self._ctx.plan, self._last
+        ctx, last = self._ctx, self._last
+        own, plan = ctx.roster.own, ctx.plan
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
+        if ctx.helpers is not None:
+            status["clients"] = ctx.helpers()
         status |= {"step": step, "steps": plan.steps, "left": left}
         if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
             status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}

@@ -5,6 +5,7 @@
 - ``clients``: who the clients of a server are, what they may send, and the weights that they get.
 - ``client``: a client's life: it enlists, takes weights and parts, and hands over what it accumulated.
 - ``work``: what a client computes, and its accumulator. ``weights``: how it takes weights from all servers.
+- ``tally``: what a server's clients did, for people.
 - ``messages``: the frames and calls between them.
 
 Clients are in no roster, seal or record. Rooms above see a ``Compute`` alone. ``policy.pool`` decides who computes what.

@@ -31,6 +31,7 @@ from muletrain.runtime.pool.messages import (
     Unable,
     WeightsChunk,
 )
+from muletrain.runtime.pool.tally import Tally
 from muletrain.wire.codec import encode, encoded_size
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Clients:
         self._desk, self._net, self._clock, self._tasks = desk, net, clock, tasks
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
+        self._tally = Tally()
         self._digest: bytes | None = None
         """Of the current weights."""
         self._version = 0
@@ -194,13 +196,26 @@ class Clients:
         """``client`` is lost, and with it the gradients of so many ``parts``. If it is there after all, it begins
         anew."""
         if (known := self._clients.pop(client, None)) is not None:
+            self._tally.count(known.name, "redone", parts)
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
             self._tasks.spawn(self._tell(client, Ended(enlistment=known.enlistment, over=False)), Ended.KIND)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def did_part(self, worker: PeerId) -> None:
+        """A client, or the server itself, computed a part that counts."""
+        self._tally.done(self._clients[worker].name if worker in self._clients else None)
+
+    def report(self, step: int) -> None:
+        """A step is applied."""
+        self._emit(self._tally.worked(step, self._desk.stage))
 
     def late(self, clients: tuple[PeerId, ...]) -> None:
         """``clients`` take unusually long: others may do what they have."""
         for client in clients:
             if client in self._clients:
+                self._tally.count(self._clients[client].name, "late")
                 self._emit(ClientLate(peer_id=client, name=self._clients[client].name))
 
     def silent(self) -> tuple[PeerId, ...]:

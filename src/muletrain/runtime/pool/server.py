@@ -245,6 +245,7 @@ class PooledCompute(WrappedCompute):
             if worker == OWN and accumulate:
                 self.inner.discard(mb)
             return False
+        self.clients.did_part(worker)
         if part.what is Pass.FORWARD:
             kept.forward_at = worker
         elif accumulate:
@@ -357,6 +358,7 @@ class PooledCompute(WrappedCompute):
         self._end_step(update.step)
         self._close()
         await self.inner.apply(gradient, update)
+        self.clients.report(update.step + 1)
 
     def clear(self, step: int) -> None:
         """What passes through goes on; its gradients are accumulated anew."""

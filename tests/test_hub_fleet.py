@@ -1,0 +1,195 @@
+"""Strategy 'hub' with real processes: servers and clients compute what one process computes, whatever clients do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from muletrain.cli.actions.planned import follows
+from muletrain.config.load import load_config
+from muletrain.errors import ConfigError
+from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjected, PoolWorked, StepDone, read_events
+from muletrain.policy.chaos import Bounds, parse, readable
+from muletrain.strategies.hub import stage_to_help
+
+from .fleet_run import checkpoint_weights, run_fleet
+from .reference import train_plainly
+from .test_equivalence import EXACT, check_every_microbatch_once, facts_of, relative_difference
+from .test_machines import output, ticket_in, wait_for
+from .test_survival import command
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.timeout(400)
+HUB = ["hub.clients=4", "train.microbatch=4", "train.steps=8", "compute.threads=1"]
+
+
+def paced(folder: Path) -> str:
+    """A setting: eight machines so slow that clients have the weights before a step is over."""
+    profile = folder / "fleet.toml"
+    profile.write_text('[[machines]]\nname = "home"\ncount = 8\n[pacing]\nforward_ms = 40.0\nbackward_ms = 80.0\n')
+    return f"fleet.profile={profile}"
+
+
+def test_servers_and_clients_equal_a_single_process(tmp_path: Path) -> None:
+    """fp32, no compression, 2 stages x 2 servers, 4 clients, dropout and clipping on: every tensor within 1e-5."""
+    facts, cache = facts_of(tmp_path, *HUB, paced(tmp_path))
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    events = run_fleet(facts.config, tmp_path / "run")
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_every_microbatch_once(events, facts)
+    assert sorted(e.stage for e in events if isinstance(e, ClientBegan)) == [0, 0, 1, 1], "dealt evenly"
+    assert {e.reason for e in events if isinstance(e, ClientFinished)} == {"the run has ended"}
+    worked = [e for e in events if isinstance(e, PoolWorked)]
+    assert sorted({(e.step, e.peer) for e in worked}) == [(s, f"peer-{k}") for s in range(1, 9) for k in range(4)]
+    assert sum(c.get("parts", 0) for e in worked for c in e.clients.values()) >= 8, "two clients may be at one server"
+
+
+@pytest.mark.slow
+def test_clients_that_are_killed_and_frozen_cost_no_number(tmp_path: Path) -> None:
+    """As 'muletrain run --strategy hub --chaos' does it; two of four are killed, one is frozen."""
+    settings = [*EXACT, *HUB[1:], "train.steps=14", f"data.cache={tmp_path / 'cache'}", paced(tmp_path)]
+    faults = "kill client-0@step3; kill client@step5; freeze client-3@step4 for 3s"
+    ran = subprocess.run(
+        command("run", "--strategy", "hub", "--chaos", faults, settings=settings),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    facts, cache = facts_of(tmp_path, *settings[len(EXACT) :])
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    (run,) = (tmp_path / "runs").iterdir()
+    assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
+    events = [e for path in run.glob("*.jsonl") for e in read_events(path)]
+    assert len([e for e in events if isinstance(e, FaultInjected)]) == 3
+    killed = {e.who[0] for e in events if isinstance(e, FaultInjected) and e.what == "kill"}
+    assert len(killed) == 2
+    assert killed & {e.name for e in events if isinstance(e, ClientLost)}
+    assert "Clients" in ran.stdout
+    assert {line.split()[1] for line in ran.stdout.splitlines() if " gone " in line or " ended " in line} >= killed
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Runs a muletrain command in a folder of ``tmp_path``."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(folder: str, *arguments: str) -> subprocess.Popen[str]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "muletrain.cli.main", *arguments],
+            cwd=tmp_path / folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        )
+        running.append(process)
+        return process
+
+    yield run
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_who_joins_becomes_a_client_and_with_reliable_a_server(
+    started: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    own = ("--listen", "127.0.0.1")
+    words = [word for s in (*EXACT, "train.steps=100000", "compute.threads=1") for word in ("--set", s)]
+    founder = started("a", "start", "--strategy", "hub", *own, *words)
+    ticket = ticket_in(tmp_path / "a")
+    early = started("b", "join", ticket, *own, "--threads", "1", "--name", "early")
+    wait_for(lambda: "servers and clients" in "".join(p.read_text() for p in tmp_path.glob("b/runs/*/early.jsonl")))
+    server = started("c", "join", ticket, "--reliable", *own, "--threads", "1", "--name", "server")
+    wait_for(lambda: '"early"' in _worked(tmp_path))
+    late = started("d", "join", ticket, *own, "--threads", "1", "--name", "late")
+    wait_for(lambda: '"late"' in _worked(tmp_path))
+    status = {"peers": [{"clients": 0}]}
+    while sum(p["clients"] for p in status["peers"]) < 2:  # announced now and then
+        status = json.loads(output(started("e", "status", ticket, "--json")))
+    assert [p["clients"] for p in status["peers"]] == [1, 1], "who came late helps the other stage"
+    late.send_signal(signal.SIGINT)
+    assert "left in order" in output(late)
+    output(started("a", "stop"))
+    out = output(founder)
+    assert "validation loss" in out
+    assert {"early", "late"} <= set(out[out.index("Clients") :].split()), "also what other machines' servers counted"
+    assert "becomes a client" in (told := output(early))
+    assert "the run has ended" in told
+    assert "serves stage 1" in output(server)
+
+
+def _worked(folder: Path) -> str:
+    lines = (line for path in folder.glob("*/runs/*/*.jsonl") for line in path.open())
+    return "".join(line for line in lines if '"pool_worked"' in line)
+
+
+@pytest.mark.parametrize(
+    ("work", "speeds", "fits", "stage"),
+    [
+        ([1.0, 1.0], [0.0, 0.0], [0, 1], 0),
+        ([1.0, 2.0], [0.0, 0.0], [0, 1], 1),
+        ([1.0, 2.0], [0.0, 3.0], [0, 1], 0),
+        ([1.0, 2.0], [1.0, 1.0], [0, 1], 1),
+        ([1.0, 2.0], [1.0, 1.0], [0], 0),
+        ([1.0, 1.0, 1.0], [5.0, 2.0, 2.0], [0, 1, 2], 1),
+        ([1.0, 1.0], [1.0, 1.0], [], None),
+    ],
+)
+def test_a_client_goes_where_it_is_needed_most(
+    work: list[float], speeds: list[float], fits: list[int], stage: int | None
+) -> None:
+    assert stage_to_help(work, speeds, fits) == stage
+
+
+def test_a_configuration_says_why_it_cannot_be_a_hub() -> None:
+    for settings, problem in (
+        (["optimizer.delayed=true"], "use optimizer.delayed = false"),
+        (['pipeline.seats=[["a"],["b"]]'], "leave one of them out"),
+    ):
+        with pytest.raises(ConfigError, match="hub\\.clients: 2") as told:
+            load_config(None, ["hub.clients=2", *settings])
+        assert problem in str(told.value)
+    plain, delayed = load_config(None, []), load_config(None, ["optimizer.delayed=true"])
+    assert follows(plain, "hub", local=True).hub.clients == 4
+    assert follows(plain, "hub", local=False).hub.clients == 0
+    assert follows(load_config(None, ["hub.clients=3"]), "hub", local=True).hub.clients == 3
+    assert follows(plain, "swarm", local=True) == plain
+    for config, strategy, problem in (
+        (plain, "1f1b", "add --plan"),
+        (delayed, "hub", "optimizer.delayed"),
+        (load_config(None, ["hub.clients=3"]), "swarm", "leave out hub.clients"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            follows(config, strategy, local=True)
+
+
+def test_chaos_hits_servers_and_clients() -> None:
+    bounds = Bounds(("peer-0", "peer-1"), 2, 10, ("client-0",))
+    text = "kill client@step2; freeze client-0@step3 for 2s; kill server@step4:averaging"
+    assert readable(parse(text, bounds)) == text
+    for wrong, problem in (
+        ("kill client@step2:averaging", "no point of a step"),
+        ("move client-0 to stage1@step2", "no stage to move from"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            parse(wrong, bounds)
+    with pytest.raises(ConfigError, match="unknown target"):
+        parse("kill client@step2", Bounds(("peer-0", "peer-1"), 2, 10))
