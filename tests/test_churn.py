@@ -75,7 +75,7 @@ def test_our_rule_keeps_more_with_fewer_moves(downtime_s: float, overall: float,
     assert ours.moves_per_hour <= 20
 
 
-@pytest.mark.parametrize("rule", ["none", "swarm", "muletrain"])
+@pytest.mark.parametrize("rule", ["swarm", "muletrain"])
 def test_a_stage_that_lost_all_peers_is_adopted(rule: Rule) -> None:
     """Of 6 peers on 4 stages, 2 go: in some draw one stage is left with 2, another with none, for 30 s as in a run."""
     trace = [Change(HORIZON_S / 2, -2)]

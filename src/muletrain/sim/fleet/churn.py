@@ -3,8 +3,8 @@ peers.
 
 A stage is as fast as the number of its peers, the pipeline as its smallest stage; the optimum is all peers spread
 evenly (SWARM 4.4, app. D, I). A departure takes a peer of a random stage. An arrival goes to the smallest stage, or
-without rebalancing to a random one. A stage that lost all its peers is adopted as in every run (``policy.assignment``);
-the steps that such a run rolls back are not counted.
+without rebalancing to a random one. With a rule, a stage that lost all its peers is adopted as in every run
+(``policy.assignment``); the steps that such a run rolls back are not counted.
 """
 
 from __future__ import annotations
@@ -211,6 +211,8 @@ class _Run:
 
     def _adoption_s(self, now_s: float) -> float:
         """When the next empty stage is adopted [s]; inf if no stage can spare a peer."""
+        if not self._balanced:  # SWARM's baseline: nobody moves
+            return math.inf
         counts = map(sum, zip(self._serving, self._moving, strict=True))
         self._empty = {s: self._empty.get(s, now_s) for s, n in enumerate(counts) if not n}
         if not self._empty or max(self._serving) < 2:
