@@ -40,7 +40,8 @@ def run_fleet(
     """All events. Raises AssertionError when a peer failed or the run took longer than ``timeout_s``.
 
     ``watch`` sees every event, ``tick`` is called some 50 times a second. ``lost``: peers that they kill or remove.
-    With clients, the processes are those of the peers and then the clients'. ``stages``: which stage each peer serves, in order of their names; default: as the admission chooses. ``wrap``: see
+    With clients, the processes are those of the peers and then the clients'. ``stages``: which stage each peer serves,
+    in order of their names; default: as the admission chooses. ``wrap``: see
     ``LocalFleet``. ``each``: what else a peer's ``WorkerSpec`` says.
     """
     folder.mkdir(parents=True, exist_ok=True)

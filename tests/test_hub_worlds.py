@@ -110,7 +110,7 @@ def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
             self.inner.add(step, values)
         except Lost:
             numbers = self.holds(worker, step)
-        self._parts(step).arrived(worker, numbers)
+        self._parts.of(step).arrived(worker, numbers)
 
     patch.setattr(PooledCompute, "_take_over", take_over)
 

@@ -313,7 +313,7 @@ class Pool:
         """``worker`` brings a giving back. Returns False if it does not count: another worker was first, the part is no
         longer wanted, or there is no such giving."""
         giving = self._back(worker, number)
-        if giving is None or giving.part not in self._open:
+        if giving is None:
             return False
         self._workers[worker].came_back(giving.part, giving.since, now)
         self._close(giving.part)
@@ -322,18 +322,21 @@ class Pool:
     def failed(self, worker: str, number: int, now: float) -> None:
         """``worker`` does not compute what it was given."""
         giving = self._back(worker, number)
-        if giving is not None and giving.part in self._open:
+        if giving is not None:
             self._open[giving.part].failed.add(worker)
             self._release(giving.part, now)
 
     def _back(self, worker: str, number: int) -> _Giving | None:
+        """Returns the giving, if it is wanted. An equal part that was put in later is not the one that was given."""
         if self.part(worker, number) is None:
             return None
         giving, known = self._givings.pop(number), self._workers[worker]
         known.out.discard(number)
         known.late = False
-        if giving.part in self._open:
-            self._open[giving.part].givings.discard(number)
+        wanted = self._open.get(giving.part)
+        if wanted is None or number not in wanted.givings:
+            return None
+        wanted.givings.discard(number)
         return giving
 
     def expire(self, now: float) -> tuple[str, ...]:

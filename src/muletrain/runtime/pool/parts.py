@@ -166,3 +166,25 @@ class StepParts:
     def indices(self) -> list[int]:
         """Returns the microbatches that pass through."""
         return list(self._under_way)
+
+
+class PartsBySteps:
+    """The parts of all steps under way."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, StepParts] = {}
+
+    def of(self, step: int) -> StepParts:
+        return self.steps.setdefault(step, StepParts())
+
+    def find(self, part: Part) -> KeptPart | None:
+        """Returns from what ``part`` is computed; None: it is not wanted any more."""
+        return self.steps[part.step].find(part) if part.step in self.steps else None
+
+    def lost(self, worker: PeerId) -> list[Part]:
+        """``worker`` is gone. Returns what is to be computed again."""
+        again = []
+        for step, parts in self.steps.items():
+            parts.forward_lost(worker)
+            again += [Part(Pass.AGAIN, step, index, first, rows) for (index, first), rows in parts.lost(worker)]
+        return again

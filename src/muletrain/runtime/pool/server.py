@@ -23,7 +23,7 @@ from muletrain.runtime.pool.messages import (
     Output,
     Withdraw,
 )
-from muletrain.runtime.pool.parts import KeptPart, StepParts, computed_part, given_message
+from muletrain.runtime.pool.parts import KeptPart, PartsBySteps, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode, encode_ids
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.clients import Servers
+    from muletrain.runtime.pool.parts import StepParts
 
 R = TypeVar("R")
 SEND_S = 60.0
@@ -72,7 +73,7 @@ class PooledCompute(WrappedCompute):
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
         self._calls: dict[tuple[Pass, int, int], Call] = {}
-        self._steps: dict[int, StepParts] = {}
+        self._parts = PartsBySteps()
         self._generation = 0
         """Number of times that accumulators began anew."""
         self._news = asyncio.Event()
@@ -85,12 +86,12 @@ class PooledCompute(WrappedCompute):
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs)
-        self._parts(mb.step).begin(mb.index)
+        self._parts.of(mb.step).begin(mb.index)
         self.pool.put(Pass.FORWARD, mb.step, mb.index, len(inputs), self._clock.now())
         return Result(await self._computed(call))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
-        parts = self._parts(mb.step).of(mb.index)
+        parts = self._parts.of(mb.step).of(mb.index)
         if sum(kept.rows for kept in parts.values()) != len(grad):
             raise MuletrainError(f"no forward of microbatch {mb.step}/{mb.index} is kept")
         call = Call(mb, Pass.BACKWARD, turn, accumulate, sequences=len(grad))
@@ -106,7 +107,7 @@ class PooledCompute(WrappedCompute):
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         call = Call(mb, Pass.LOSS, turn, accumulate, sequences=len(inputs), inputs=inputs, targets=targets)
-        self._parts(mb.step).begin(mb.index)
+        self._parts.of(mb.step).begin(mb.index)
         self.pool.put(Pass.LOSS, mb.step, mb.index, len(inputs), self._clock.now())
         output = await self._computed(call)
         return call.loss, None if self.stage == 0 else Result(output)
@@ -132,7 +133,7 @@ class PooledCompute(WrappedCompute):
     def _take_back(self, call: Call) -> None:
         """The microbatch does not count, though gradients of its parts were accumulated: what contains them is of no
         use."""
-        parts = self._steps.get(call.mb.step)
+        parts = self._parts.steps.get(call.mb.step)
         for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
             self.lose(worker, "a microbatch was given up after a part of it was accumulated")
         for mb in call.own:
@@ -141,8 +142,8 @@ class PooledCompute(WrappedCompute):
     def discard(self, mb: Microbatch) -> None:
         self.pool.drop(mb.step, mb.index)
         self.withdraw()
-        if mb.step in self._steps:
-            self._through(self._steps[mb.step], mb.step, mb.index)
+        if mb.step in self._parts.steps:
+            self._through(self._parts.steps[mb.step], mb.step, mb.index)
 
     def _through(self, parts: StepParts, step: int, index: int) -> None:
         """A microbatch passes through no more."""
@@ -150,9 +151,6 @@ class PooledCompute(WrappedCompute):
             if kept.forward_at == OWN:
                 self.inner.discard(Microbatch(step, index, first, self.plan.sequences))
         parts.through(index)
-
-    def _parts(self, step: int) -> StepParts:
-        return self._steps.setdefault(step, StepParts())
 
     # Giving out -----------------------------------------------------------------------------------------------------
 
@@ -181,20 +179,16 @@ class PooledCompute(WrappedCompute):
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns from what ``part`` is computed; None: it is no longer wanted."""
         call = self._calls.get((part.what, part.step, part.index))
-        if (kept := self._find(part)) is not None or call is None or call.inputs is None or call.done.done():
+        if (kept := self._parts.find(part)) is not None or call is None or call.inputs is None or call.done.done():
             return kept
         rows = slice(part.first, part.first + part.rows)
         inputs, targets = call.inputs[rows], None if call.targets is None else encode_ids(call.targets[rows])
         sent = encode_ids(inputs) if self.stage == 0 else await self.offload(encode, inputs, self.plan.activations)
         if call.done.done():
             return None
-        kept = self._find(part) or KeptPart(part.rows, sent, targets)
-        self._parts(part.step).keep(part, kept)
+        kept = self._parts.find(part) or KeptPart(part.rows, sent, targets)
+        self._parts.of(part.step).keep(part, kept)
         return kept
-
-    def _find(self, part: Part) -> KeptPart | None:
-        parts = self._steps.get(part.step)
-        return None if parts is None else parts.find(part)
 
     async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
         """Give a part to a client."""
@@ -218,7 +212,7 @@ class PooledCompute(WrappedCompute):
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
             if part.what is Pass.AGAIN:
-                self._parts(part.step).forward_lost(OWN, part)
+                self._parts.of(part.step).forward_lost(OWN, part)
             loss, values = await computed_part(self.inner, mb, part, kept, accumulate=accumulate)
         except MuletrainError as e:
             self.pool.failed(OWN, given.number, self._clock.now())
@@ -236,7 +230,7 @@ class PooledCompute(WrappedCompute):
     ) -> bool:
         """Take the result of a giving. Returns whether its gradient counts: then it is in the accumulator of
         ``worker``."""
-        kept = self._find(part)
+        kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
         self.withdraw()
         call = self._calls.get((part.what, part.step, part.index))
@@ -258,14 +252,14 @@ class PooledCompute(WrappedCompute):
         """Note where the gradient of ``part`` is."""
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
         if worker != OWN:
-            self._parts(part.step).accumulated(part, kept, worker, number)
+            self._parts.of(part.step).accumulated(part, kept, worker, number)
             if call is not None:
                 call.places.append((part.index, part.first))
         elif call is not None:
             call.own.append(mb)
         else:
             self.inner.count(mb)
-            self._parts(part.step).computed_here(part)
+            self._parts.of(part.step).computed_here(part)
         self._news.set()
 
     async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
@@ -289,8 +283,8 @@ class PooledCompute(WrappedCompute):
         """A client did not compute a part: others may, and not from its forward."""
         part = self.pool.part(worker, number)
         self.pool.failed(worker, number, self._clock.now())
-        if part is not None and part.step in self._steps:
-            self._steps[part.step].forward_lost(worker, part)
+        if part is not None and part.step in self._parts.steps:
+            self._parts.steps[part.step].forward_lost(worker, part)
         self.feed()
 
     def withdraw(self) -> None:
@@ -302,14 +296,11 @@ class PooledCompute(WrappedCompute):
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
         """``worker`` is gone, with everything that it had. ``again_at``: who computes again what it had accumulated."""
         self.pool.lost(worker, self._clock.now())
-        lost = 0
-        for step, parts in self._steps.items():
-            parts.forward_lost(worker)
-            for (index, first), rows in parts.lost(worker):
-                lost += 1
-                self.pool.put_part(Part(Pass.AGAIN, step, index, first, rows), self._clock.now(), again_at)
+        lost = self._parts.lost(worker)
+        for part in lost:
+            self.pool.put_part(part, self._clock.now(), again_at)
         self.accumulators.lose(worker)
-        self.clients.gone(worker, why, lost)
+        self.clients.gone(worker, why, len(lost))
         self._news.set()
         self.feed()
 
@@ -326,7 +317,7 @@ class PooledCompute(WrappedCompute):
     # The accumulator and the step -----------------------------------------------------------------------------------
 
     async def gather(self, step: int) -> None:
-        parts = self._parts(step)
+        parts = self._parts.of(step)
         while not parts.complete:
             self._news.clear()
             holders = sorted(parts.holders())
@@ -337,7 +328,7 @@ class PooledCompute(WrappedCompute):
 
     def holds(self, client: PeerId, step: int) -> set[int]:
         """See ``accumulators.Receiver``."""
-        return self._steps[step].holders().get(client, set()) if step in self._steps else set()
+        return self._parts.steps[step].holders().get(client, set()) if step in self._parts.steps else set()
 
     async def _take_over(self, worker: PeerId, step: int) -> None:
         """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
@@ -349,7 +340,7 @@ class PooledCompute(WrappedCompute):
             return
         if generation == self._generation and numbers == self.holds(worker, step):
             self.inner.add(step, values)
-            self._parts(step).arrived(worker, numbers)
+            self._parts.of(step).arrived(worker, numbers)
         else:
             self.lose(worker, "its accumulator changed while it came")
 
@@ -366,8 +357,8 @@ class PooledCompute(WrappedCompute):
         self.pool.drop_again(step)
         for call in [c for c in self._calls.values() if c.mb.step == step and c.accumulate]:
             call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
-        if step in self._steps:
-            self._steps[step].forget_gradients()
+        if step in self._parts.steps:
+            self._parts.steps[step].forget_gradients()
         self.withdraw()
         self.inner.clear(step)
 
@@ -378,7 +369,7 @@ class PooledCompute(WrappedCompute):
         self.withdraw()
         for call in [c for c in self._calls.values() if c.mb.step == step]:
             call.fail(MuletrainError(f"step {step} is over"))
-        if (parts := self._steps.pop(step, None)) is not None:
+        if (parts := self._parts.steps.pop(step, None)) is not None:
             for index in parts.indices():
                 self._through(parts, step, index)
 
@@ -400,7 +391,7 @@ class PooledCompute(WrappedCompute):
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         self._close()
-        for step in list(self._steps):
+        for step in list(self._parts.steps):
             self._end_step(step)
         await self.inner.load_state(state)
 
