@@ -231,7 +231,7 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
         assert p.tokens_per_s == pytest.approx(64 * 512 / p.step_s)
         assert sum(p.microbatches) * p.microbatch == 64
         assert len(used) == len(set(used))
-        assert {*used, *p.spares} == names
+        assert {*used, *p.spares, *p.left_out} == names
         assert not set(used) & set(p.spares)
         assert [layers for stage in p.stages for layers in range(*stage.layers)] == list(range(4))
         assert {m.machine for m in p.memory} == {name.split("-")[0] for name in used}
@@ -596,7 +596,15 @@ def test_without_a_file_the_example_is_planned() -> None:
 
 def test_every_field_is_explained() -> None:
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    kinds = (schema.Plan, schema.Prediction, schema.Split, schema.Stage, schema.Memory, schema.Traffic)
+    kinds = (
+        schema.Plan,
+        schema.Prediction,
+        schema.Split,
+        schema.Stage,
+        schema.Memory,
+        schema.Traffic,
+        schema.Improvement,
+    )
     missing = [f"{kind.__name__}.{name}" for kind in kinds for name in kind.model_fields if f"`{name}`" not in text]
     assert missing == []
 

@@ -83,7 +83,7 @@ def shown(*strategies: Prediction, width: int = 80) -> str:
         context=2048,
         strategies=strategies,
         recommended=0,
-        why="swarm is predicted to do most, and runs today",
+        why="swarm is predicted to be the fastest, and runs today",
     )
     text = io.StringIO()
     tell(Console(file=text, width=width, force_terminal=True, color_system=None, highlight=False), plan, FLEET)

@@ -192,12 +192,12 @@ def recommend(predictions: Sequence[Prediction]) -> tuple[int | None, str]:
     best = max(able, key=lambda i: predictions[i].tokens_per_s)
     chosen = predictions[best]
     faster = [predictions[i] for i in possible if predictions[i].tokens_per_s > (1 + ALIKE) * chosen.tokens_per_s]
-    why = f"{title(chosen)} does most of what runs today"
+    why = f"{title(chosen)} is the fastest of those that run today"
     if faster:
         rest = ", ".join(f"{title(p)} ({p.tokens_per_s / chosen.tokens_per_s:.2f} times as fast)" for p in faster)
-        why += f"; predicted to do more, but not yet runnable: {rest}"
+        why += f"; predicted to be faster, but not yet runnable: {rest}"
     elif len(possible) > 1:
-        why = f"{title(chosen)} is predicted to do most, and runs today"
+        why = f"{title(chosen)} is predicted to be the fastest, and runs today"
     return best, why
 
 
