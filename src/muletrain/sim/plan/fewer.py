@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Prediction
+from muletrain.errors import CapacityError
 from muletrain.planning.cost import service_s
 from muletrain.planning.splits import ALIKE, title
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
 
 FEW = 8
 """Of at most so many machines every number is tried; of more, each half of the one before."""
-NEVER = 100
-"""More times the batch than this is no advice."""
+LARGER = (4, 16)
+"""Multiples of the batch for which others may be planned; more is no advice."""
 
 
 def improved(question: Question, predicted: Mapping[str, Sequence[Prediction]]) -> dict[str, list[Prediction]]:
@@ -84,21 +87,35 @@ def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
         f"{format_count(chosen.tokens_per_s)} tokens/s against {format_count(whole.tokens_per_s)} on {many} ({title(whole)}), "
         f"which {whole.limit} limits"
     )
-    batch = _pays_from(question, chosen, whole)
+    batches = [_pays_from(question, chosen, p) for p in (whole, *_of_larger_steps(question))]
+    batch = min((b for b in batches if b is not None), default=None)
     return f"{told}; from about --batch {batch} on, more machines are faster" if batch else told
 
 
-def _pays_from(question: Question, chosen: Prediction, whole: Prediction) -> int | None:
-    """Sequences per step from which ``whole`` is as fast: it averages for as long however large a step is. None: it
+def _of_larger_steps(question: Question) -> Iterator[Prediction]:
+    """Predict, for this step, the layouts that are best by rates for larger steps."""
+    microbatch, batch = question.microbatches()[0], question.run.train.batch
+    for times in LARGER:
+        train = question.run.train.model_copy(update={"batch": times * batch})
+        larger, found = replace(question, run=question.run.model_copy(update={"train": train})), []
+        for stages in question.stage_counts():
+            with suppress(CapacityError):
+                found.append((plan_swarm.settled_on(larger, stages, microbatch).roughly_s, stages))
+        if found:
+            yield plan_swarm.told(question, plan_swarm.settled_on(question, min(found)[1], microbatch))
+
+
+def _pays_from(question: Question, chosen: Prediction, other: Prediction) -> int | None:
+    """Sequences per step from which ``other`` is as fast: it averages for as long however large a step is. None: it
     never is, or that cannot be told."""
-    if chosen.split is None or whole.split is None or question.run.optimizer.delayed:
+    if chosen.split is None or other.split is None or question.run.optimizer.delayed:
         return None
     batch = question.run.train.batch
-    ends_s = [p.split.data_parallel_s for p in (chosen, whole) if p.split]
-    each_s = [(p.step_s - end_s) / batch for p, end_s in zip((chosen, whole), ends_s, strict=True)]
+    ends_s = chosen.split.data_parallel_s, other.split.data_parallel_s
+    each_s = [(p.step_s - end_s) / batch for p, end_s in zip((chosen, other), ends_s, strict=True)]
     if each_s[1] >= each_s[0]:
         return None
-    pays = (ends_s[1] - ends_s[0]) / (each_s[0] - each_s[1])
+    pays = max(1.0, (ends_s[1] - ends_s[0]) / (each_s[0] - each_s[1]))
     digit = 10 ** max(0, math.floor(math.log10(pays)) - 1)
     rounded = digit * math.ceil(pays / digit)
-    return rounded if batch < rounded <= NEVER * batch else None
+    return rounded if batch < rounded <= max(LARGER) * batch else None
