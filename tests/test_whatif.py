@@ -621,7 +621,7 @@ def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str],
     text = " ".join(capsys.readouterr().out.split())
     assert "machines │ none came or went" in text
     assert f"moves between stages │ {said['events']['moved']}" in text
-    assert "not needed: no machine left" in text
+    assert "not needed: no machine went away" in text
     assert "'muletrain plan' finds the fastest number" in text
 
 

@@ -104,7 +104,7 @@ def say_costs(console: Console, costs: Costs, spec: ModelSpec, scene: Setting) -
 def results(scene: Setting, outcome: Outcome) -> Table:
     table = Table(show_header=False, title="result", title_justify="left")
     median_s, longest_s = outcome.recovery_s
-    recovery = "not needed: no machine left"
+    recovery = "not needed: no machine went away"
     if outcome.events.get("left"):
         recovery = "not needed: no loss slowed the run by more than 5 %"
     if not math.isnan(median_s):
