@@ -161,6 +161,15 @@ def test_what_does_not_run_is_not_recommended() -> None:
     assert recommend([slow.model_copy(update={"problem": "no room"}), fast])[0] is None
 
 
+def test_where_machines_are_left_out_a_plan_that_names_the_others_is_recommended_of_equal_ones() -> None:
+    swarm = Prediction(strategy="swarm", runnable=True, tokens_per_s=10.0)
+    named = swarm.model_copy(update={"strategy": "pipeline", "schedule": "1f1b", "tokens_per_s": 9.95})
+    assert recommend([swarm, named])[0] == 0
+    swarm = swarm.model_copy(update={"left_out": ("b",)})
+    assert recommend([swarm, named])[0] == 1
+    assert recommend([swarm, named.model_copy(update={"tokens_per_s": 9.0})])[0] == 0
+
+
 # --- a fleet -----------------------------------------------------------------------------------------------------------
 
 FLEET = """
