@@ -88,3 +88,14 @@ def test_machines_that_keep_each_other_busy_all_stay(tmp_path: Path) -> None:
     assert recommended(found).left_out == ()
     assert found.fewer == ""
     assert {name for stage in recommended(found).stages for name in stage.machines} >= {"desk-0", "desk-1", "desk-2"}
+
+
+def test_steps_of_microseconds_can_be_planned(tmp_path: Path) -> None:
+    sizes = ("model.width=64", "model.heads=2", "model.layers=2", "model.context=64", "train.microbatch=1")
+    (tmp_path / "fleet.toml").write_text(HOMES)
+    run = load_config(None, [*sizes, "train.batch=4"])
+    found = plan(
+        Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), microbatch=1),
+        time_limit_s=1.0,
+    )
+    assert all(p.step_s > 0 for p in found.strategies if p.runnable)

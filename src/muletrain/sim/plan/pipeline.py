@@ -263,6 +263,7 @@ def _split(placed: Placed, schedule: Schedule) -> Split:
     who = placed.cast(schedule)
     at_once, free = play(setting, who), play(without_links(setting), who)
     step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
+    step_s = step_s if step_s > 0 else placed.roughly_s(schedule)  # so short that steps end beside each other
     return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s)
 
 
