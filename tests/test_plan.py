@@ -156,8 +156,18 @@ def test_what_does_not_run_is_not_recommended() -> None:
     fast = Prediction(strategy="swap", runnable=False, tokens_per_s=25.0)
     best, why = recommend([fast, slow])
     assert best == 1
+    assert why.startswith("swarm is the fastest of those that run today")
     assert "not yet runnable: swap (2.50 times as fast)" in why
     assert recommend([slow.model_copy(update={"problem": "no room"}), fast])[0] is None
+
+
+def test_where_machines_are_left_out_a_plan_that_names_the_others_is_recommended_of_equal_ones() -> None:
+    swarm = Prediction(strategy="swarm", runnable=True, tokens_per_s=10.0)
+    named = swarm.model_copy(update={"strategy": "pipeline", "schedule": "1f1b", "tokens_per_s": 9.95})
+    assert recommend([swarm, named])[0] == 0
+    swarm = swarm.model_copy(update={"left_out": ("b",)})
+    assert recommend([swarm, named])[0] == 1
+    assert recommend([swarm, named.model_copy(update={"tokens_per_s": 9.0})])[0] == 0
 
 
 # --- a fleet -----------------------------------------------------------------------------------------------------------
@@ -231,7 +241,7 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
         assert p.tokens_per_s == pytest.approx(64 * 512 / p.step_s)
         assert sum(p.microbatches) * p.microbatch == 64
         assert len(used) == len(set(used))
-        assert {*used, *p.spares} == names
+        assert {*used, *p.spares, *p.left_out} == names
         assert not set(used) & set(p.spares)
         assert [layers for stage in p.stages for layers in range(*stage.layers)] == list(range(4))
         assert {m.machine for m in p.memory} == {name.split("-")[0] for name in used}
@@ -596,7 +606,15 @@ def test_without_a_file_the_example_is_planned() -> None:
 
 def test_every_field_is_explained() -> None:
     text = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    kinds = (schema.Plan, schema.Prediction, schema.Split, schema.Stage, schema.Memory, schema.Traffic)
+    kinds = (
+        schema.Plan,
+        schema.Prediction,
+        schema.Split,
+        schema.Stage,
+        schema.Memory,
+        schema.Traffic,
+        schema.Improvement,
+    )
     missing = [f"{kind.__name__}.{name}" for kind in kinds for name in kind.model_fields if f"`{name}`" not in text]
     assert missing == []
 

@@ -11,7 +11,7 @@ from muletrain.cli.main import app, simulate
 from muletrain.cli.show.console import say
 from muletrain.cli.show.plan_tables import tell
 from muletrain.config.fleet_file import Fleet
-from muletrain.config.plan_file import Memory, Plan, Prediction, Split, Stage, Traffic
+from muletrain.config.plan_file import Improvement, Memory, Plan, Prediction, Split, Stage, Traffic
 
 FLEET = Fleet.model_validate(
     {
@@ -74,7 +74,7 @@ def prediction(strategy: str, schedule: str = "", problem: str = "", scale: floa
     )
 
 
-def shown(*strategies: Prediction, width: int = 80) -> str:
+def shown(*strategies: Prediction, width: int = 80, **more: object) -> str:
     plan = Plan(
         fleet="spot",
         model="llama-7b",
@@ -83,8 +83,8 @@ def shown(*strategies: Prediction, width: int = 80) -> str:
         context=2048,
         strategies=strategies,
         recommended=0,
-        why="swarm is predicted to do most, and runs today",
-    )
+        why="swarm is predicted to be the fastest, and runs today",
+    ).model_copy(update=more)
     text = io.StringIO()
     tell(Console(file=text, width=width, force_terminal=True, color_system=None, highlight=False), plan, FLEET)
     return text.getvalue()
@@ -126,6 +126,43 @@ def test_what_is_not_possible_takes_no_column_but_says_why() -> None:
     assert "hub" not in text.split("hub is not possible")[0]
     sentence = text.split("hub is not possible: ")[1].split("\n\n")[0]
     assert " ".join(sentence.split()).endswith("reliable ones")  # no word is broken where the terminal ends
+
+
+def test_link_speeds_are_those_of_the_machines_that_work() -> None:
+    """What does not run today sends more, over a narrower link."""
+    narrow = tuple(t.model_copy(update={"bandwidth_bytes_per_s": 5e6, "activations": 1e12}) for t in EVERY[4].traffic)
+    text = shown(EVERY[0], EVERY[4].model_copy(update={"traffic": narrow}))
+    assert "1 Gb/s, 33.5 ms" in text
+    assert "40 Mb/s" not in text
+
+
+def test_limits_changes_and_idle_machines_are_told_with_reasons() -> None:
+    better = Improvement(
+        change="wire.gradients=int8",
+        tokens_per_s=9876.0,
+        gain=0.42,
+        machines=3,
+        training="gradients are rounded to 8 bits",
+    )
+    told = {
+        "limit": "averaging over the upload of desk (100 Mb/s)",
+        "fewer": "desk alone is faster than several machines",
+        "improvements": (better,),
+        "without_work": ("2 x lab: too little memory",),
+    }
+    swarm = EVERY[0].model_copy(update={"limit": told.pop("limit")})
+    text = shown(swarm, **told)
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    for said in (
+        "limit: averaging over the upload of desk (100 Mb/s)",
+        "fewer machines: desk alone is faster than several machines",
+        "without work: 2 x lab: too little memory",
+        "9.88k 42 % 3",
+    ):
+        assert said in words
+    assert "no single change" not in words
+    assert "no single change that 'plan' tried gives 5 % more" in shown(EVERY[0])
 
 
 def test_small_models_are_told_in_mib() -> None:

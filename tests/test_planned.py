@@ -85,6 +85,17 @@ def test_of_a_hub_the_plan_says_the_stages_and_nobody_has_a_place(tmp_path: Path
         planned(load_config(None, [*SMALL, "hub.clients=1"]), path, "swarm")
 
 
+def test_machines_that_the_plan_leaves_out_are_not_started(tmp_path: Path) -> None:
+    alone = PIPELINE.model_copy(
+        update={"stages": (Stage(layers=(0, 3), machines=("west",)),), "spares": (), "left_out": ("east", "cellar")}
+    )
+    profile = tmp_path / "fleet.toml"
+    profile.write_text('machines = [{ name = "cellar" }, { name = "west" }, { name = "east" }]')
+    path = written(tmp_path, strategies=(alone,), recommended=0)
+    config = planned(load_config(None, [*SMALL, f"fleet.profile={profile}"]), path)
+    assert (config.fleet.peers, names_of(config), indices_of(config)) == (1, ["west"], [1])
+
+
 def test_a_plan_that_mixes_devices_updates_weights_on_the_cpu(tmp_path: Path) -> None:
     path = written(tmp_path, strategies=(SWARM, PIPELINE.model_copy(update={"state_device": "cpu"})))
     assert planned(load_config(None, SMALL), path).optimizer.state_device == "cpu"

@@ -610,6 +610,21 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["tokens_per_s"] == pytest.approx((1 + best["gain"]) * said["tokens_per_s"])
 
 
+def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(HOMES)
+    options = (tmp_path / "fleet.toml", None, "gpt3-350m", ["train.batch=512"])
+    what_if(*options, hours=2.0, seed=0, plot=None, json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["events"]["moved"] > 7
+    assert (said["recoveries_s"], said["not_recovered"]) == ([], False)
+    what_if(*options, hours=2.0, seed=0, plot=None, json=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "machines │ none came or went" in text
+    assert f"moves between stages │ {said['events']['moved']}" in text
+    assert "not needed: no machine went away" in text
+    assert "'muletrain plan' finds the fastest number" in text
+
+
 def test_machines_without_room_are_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     what_if(EXAMPLE, None, "llama-7b", ["fleet.stages=4"], hours=0.2, seed=0, plot=None, json=False)
     said = capsys.readouterr().out
@@ -617,6 +632,13 @@ def test_machines_without_room_are_left_out_and_named(capsys: pytest.CaptureFixt
     assert "left out: 'lab'" not in said
 
 
+HOMES = """
+machines = [
+    { name = "desk", count = 3, device = "RTX 4090", up_mbps = 100, down_mbps = 500 },
+    { name = "laptop", count = 2, tflops = 2.5, memory_gib = 4, up_mbps = 40, down_mbps = 250 },
+    { name = "old", count = 2, device = "CPU", up_mbps = 40, down_mbps = 250 },
+]
+"""
 ONE = '[[machines]]\nname = "desk"\ncount = 4\ndevice = "RTX 3080"\n'
 
 
@@ -647,7 +669,8 @@ ONE = '[[machines]]\nname = "desk"\ncount = 4\ndevice = "RTX 3080"\n'
         (
             ONE.replace("RTX 3080", "RTX 3080 Max"),
             [],
-            "fleet.toml:4: machines[0].device: the speed of 'RTX 3080 Max' is not known; write 'RTX 3080' if that is meant, or give tflops",
+            "fleet.toml:4: machines[0].device: the speed of 'RTX 3080 Max' is not known; give tflops beside it, "
+            "or a device of known speed: T4, V100, ",
         ),
         (
             ONE.replace('device = "RTX 3080"\n', ""),

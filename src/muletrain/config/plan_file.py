@@ -94,6 +94,9 @@ class Prediction(Section):
     )
     swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: layers that are on a device together")
     spares: tuple[str, ...] = Field(default=(), description="machines without work, or with too little memory")
+    left_out: tuple[str, ...] = Field(
+        default=(), description="machines that should not join: the run is faster without them"
+    )
     state_device: Literal["device", "cpu"] = Field(
         default="device", description="cpu: stages mix devices, so the run needs optimizer.state_device = 'cpu'"
     )
@@ -109,7 +112,18 @@ class Prediction(Section):
     price_per_billion_tokens: float | None = Field(
         default=None, description="price of the machines in use; null: the fleet file lacks a price"
     )
+    limit: str = Field(default="", description="what takes the largest part of a step, and on which machines")
     notes: tuple[str, ...] = Field(default=(), description="what the figures leave out")
+
+
+class Improvement(Section):
+    """A change of the run that makes it faster on this fleet."""
+
+    change: str = Field(description="for --set", examples=["wire.gradients=int8"])
+    tokens_per_s: float
+    gain: float = Field(description="0.2: 20 % more tokens/s than the recommended strategy")
+    machines: int = Field(description="machines in use with this change")
+    training: str = Field(default="", description="what changes in the training itself; empty: nothing")
 
 
 class Plan(Section):
@@ -124,4 +138,9 @@ class Plan(Section):
     strategies: tuple[Prediction, ...]
     recommended: int | None = Field(description="index of the recommended strategy; null: none can run")
     why: str
+    fewer: str = Field(default="", description="why the recommended strategy leaves machines out; empty: it does not")
+    improvements: tuple[Improvement, ...] = Field(default=(), description="changes of the run that give 5 % more")
+    without_work: tuple[str, ...] = Field(
+        default=(), description="machines without work in the recommended strategy, and why"
+    )
     assumed: tuple[str, ...] = Field(default=(), description="speeds that are estimates")

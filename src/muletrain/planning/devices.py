@@ -7,7 +7,6 @@ peak of tensor cores, 60 % of fp32 where there are none.
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -53,12 +52,6 @@ def find_device(name: str) -> Device | None:
     key = _key(_MEMORY.sub("", text))
     device = next((d for d in DEVICES if _key(d.name) == key), None)
     return replace(device, memory_bytes=int(stated[1]) * GIB) if device and stated else device
-
-
-def closest_device(name: str) -> str | None:
-    """The catalogue's closest name to ``name``."""
-    keys = {_key(d.name): d.name for d in DEVICES}
-    return next((keys[k] for k in difflib.get_close_matches(_key(name), list(keys), 1, 0.5)), None)
 
 
 def _key(name: str) -> str:

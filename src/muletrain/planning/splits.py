@@ -184,20 +184,24 @@ def swap_split(swappers: Sequence[Swapper], microbatches: int, ending_s: float) 
 
 
 def recommend(predictions: Sequence[Prediction]) -> tuple[int | None, str]:
-    """Of what runs today and is possible the fastest; and why."""
+    """Of what runs today and is possible the fastest; and why. Where that leaves machines out, planned membership is
+    preferred to an equal one: its plan names the machines that work."""
     possible = [i for i, p in enumerate(predictions) if not p.problem]
     able = [i for i in possible if predictions[i].runnable]
     if not able:
         return None, "nothing that runs today is possible on this fleet"
     best = max(able, key=lambda i: predictions[i].tokens_per_s)
+    if predictions[best].left_out:
+        least = (1 - ALIKE) * predictions[best].tokens_per_s
+        best = next((i for i in able if predictions[i].schedule and predictions[i].tokens_per_s >= least), best)
     chosen = predictions[best]
     faster = [predictions[i] for i in possible if predictions[i].tokens_per_s > (1 + ALIKE) * chosen.tokens_per_s]
-    why = f"{title(chosen)} does most of what runs today"
+    why = f"{title(chosen)} is the fastest of those that run today"
     if faster:
         rest = ", ".join(f"{title(p)} ({p.tokens_per_s / chosen.tokens_per_s:.2f} times as fast)" for p in faster)
-        why += f"; predicted to do more, but not yet runnable: {rest}"
+        why += f"; predicted to be faster, but not yet runnable: {rest}"
     elif len(possible) > 1:
-        why = f"{title(chosen)} is predicted to do most, and runs today"
+        why = f"{title(chosen)} is predicted to be the fastest, and runs today"
     return best, why
 
 

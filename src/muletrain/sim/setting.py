@@ -18,7 +18,7 @@ from muletrain.config.fleet_sections import QUEUE_S
 from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.cost import RunCost, StageCost, service_s
-from muletrain.planning.devices import DEVICES, closest_device, find_device
+from muletrain.planning.devices import DEVICES, find_device
 from muletrain.policy.assignment import NOWHERE, Load, View
 from muletrain.strategies.base import capacity
 from muletrain.strategies.swarm import SWARM
@@ -306,10 +306,8 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
         )
     device = find_device(peer.device)
     if device is None:
-        guess = closest_device(peer.device)
-        hint = f"write '{guess}' if that is meant" if guess else f"known are {known}"
         raise ConfigError(
-            f"machines[{n}].device: the speed of '{peer.device}' is not known; {hint}, or give tflops beside it"
+            f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, or a device of known speed: {known}"
         )
     assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
     return device.flops * peer.speed, assumed

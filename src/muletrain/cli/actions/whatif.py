@@ -117,6 +117,10 @@ class _Question:
     given: list[str]
     measured: Costs
 
+    @property
+    def stages_given(self) -> bool:
+        return _stages_given(self.config, self.given)
+
     @cached_property
     def run(self) -> tuple[RunConfig, ModelSpec]:
         return _run(self.fleet, self.config, self.given)
@@ -140,15 +144,25 @@ def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig
             "pipeline.seats: 'simulate fleet' plays strategy swarm only; leave the section [pipeline] out, or predict the "
             "planned pipelines with 'muletrain plan'"
         )
-    if config is None and not any(text.startswith("fleet.stages") for text in given):
+    if not _stages_given(config, given):
         run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
     scene = setting(fleet, run, spec)
     return once_mixed(scene, run, seated(scene)), spec
 
 
+def _stages_given(config: Path | None, given: Sequence[str]) -> bool:
+    return config is not None or any(text.startswith("fleet.stages") for text in given)
+
+
 def _tell(question: _Question, outcome: Outcome, churn: Weather, hours: float, written: list[Path]) -> None:
     console, (scene, run), (_, spec) = make_console(), question.scene(), question.run
     say_run(console, question.fleet, run, spec, scene, outcome, hours)
+    if not question.stages_given:
+        say(
+            console,
+            "stages: the fewest that all machines have room for, if any number is; 'muletrain plan' finds the fastest number "
+            "(then --set fleet.stages=N here)",
+        )
     console.print(results(scene, outcome))
     console.print(shares(outcome))
     with make_console(sys.stderr).status("looking for changes that help"):

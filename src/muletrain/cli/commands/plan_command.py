@@ -148,7 +148,8 @@ def plan(
 
     With FLEET.toml: for each strategy, the throughput, where the time of a step goes, memory per machine, traffic per
     link, and the price of a billion tokens (if the file has prices). The fastest strategy that 'muletrain run' supports
-    is recommended. --json prints the whole plan (docs/plan.md explains it) for 'run --plan' and 'start --plan'.
+    is recommended, on fewer machines than there are if that is faster. The output says what limits it, and which changes
+    of the run would help. --json prints the whole plan (docs/plan.md explains it) for 'run --plan' and 'start --plan'.
 
     With --network: a placement of pipeline stages and their replicas that minimises the communication time of a step
     under DT-FM's cost model (Yuan et al. 2022, sec. 3). It needs --stages, --pipelines, --activation-bytes and

@@ -104,18 +104,22 @@ def say_costs(console: Console, costs: Costs, spec: ModelSpec, scene: Setting) -
 def results(scene: Setting, outcome: Outcome) -> Table:
     table = Table(show_header=False, title="result", title_justify="left")
     median_s, longest_s = outcome.recovery_s
-    recovery = "not needed: nothing slowed the run by more than 5 %"
+    recovery = "not needed: no machine went away"
+    if outcome.events.get("left"):
+        recovery = "not needed: no loss slowed the run by more than 5 %"
     if not math.isnan(median_s):
         recovery = f"median {format_duration(median_s)}, longest {format_duration(longest_s)}"
     if outcome.not_recovered:
         recovery = "; ".join([*([recovery] if outcome.recoveries_s else []), "not yet recovered at the end"])
     each = f"{format_duration(3600 * outcome.hours / outcome.steps)} each" if outcome.steps else "none was completed"
-    happened = ", ".join(f"{n} {what}" for what, n in outcome.events.items()) or "none came or went"
+    came_or_went = {what: n for what, n in outcome.events.items() if what != "moved"}
+    happened = ", ".join(f"{n} {what}" for what, n in came_or_went.items()) or "none came or went"
     for label, value in (
         ("tokens/s", format_count(outcome.throughput * scene.cost.tokens)),
         ("sequences/s", f"{outcome.throughput * scene.cost.sequences:.3g}"),
         ("steps", f"{outcome.steps:.0f}, {each}"),
         ("machines", happened),
+        ("moves between stages", str(outcome.events.get("moved", 0))),
         ("computed again", f"{plural(round(outcome.repeated_microbatches), 'microbatch')}, at one stage each"),
         ("lost", f"{plural(round(outcome.lost_microbatches), 'microbatch')} of steps taken back"),
         ("time to recover", recovery),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from rich.box import HORIZONTALS
@@ -11,10 +12,11 @@ from rich.table import Table
 
 from muletrain.cli.show.console import say
 from muletrain.planning.splits import title
+from muletrain.sim.fleet.advice import WORTH
 from muletrain.units import format_bytes, format_count, format_duration, format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console
 
@@ -55,16 +57,41 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
                 f"played with the production code: {format_duration(chosen.played_step_s)} per step, {abs(more):.1f} % "
                 f"{'more' if more >= 0 else 'less'} than predicted",
             )
+        _say_limit(console, plan, chosen)
         for table in (_layout(chosen, fleet), _memory(chosen)):
             console.print()
             console.print(table)
         console.print()
-        if chosen.spares:
-            say(console, f"machines without work: {escape(_by_entry(chosen.spares, fleet))}")
+        for machines in plan.without_work:
+            say(console, f"without work: {escape(machines)}")
     else:
         say(console, f"no strategy is recommended: {plan.why}")
     for note in _notes(plan, fleet):
         say(console, escape(note))
+
+
+def _say_limit(console: Console, plan: Plan, chosen: Prediction) -> None:
+    """Print what limits the recommended strategy, and the changes of the run that help."""
+    if chosen.limit:
+        say(console, f"limit: {escape(chosen.limit)}")
+    if plan.fewer:
+        say(console, f"fewer machines: {escape(plan.fewer)}")
+    if not plan.improvements:
+        say(console, f"no single change that 'plan' tried gives {100 * WORTH:.0f} % more throughput")
+        return
+    table = _plain_table("changes of the run that help", "change", "tokens/s", "gain", "machines", "effect on training")
+    for n in (1, 2, 3):
+        table.columns[n].justify = "right"
+    for better in plan.improvements:
+        table.add_row(
+            escape(f"--set {better.change}"),
+            format_count(better.tokens_per_s),
+            f"{100 * better.gain:.0f} %",
+            str(better.machines),
+            escape(better.training or "none"),
+        )
+    console.print()
+    console.print(table)
 
 
 def _notes(plan: Plan, fleet: Fleet) -> list[str]:
@@ -176,11 +203,14 @@ def _needs(m: Memory, unit: int) -> str:
 
 
 def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
-    most: dict[tuple[str, str], Traffic] = {}
-    for t in (t for p in plan.strategies for t in p.traffic):
-        key = t.sender, t.receiver
-        most[key] = max(most.get(key, t), t, key=lambda t: t.total)
-    busiest = sorted(most.values(), key=lambda t: -t.total)[:LINKS]
+    """Link speeds are those of the machines that work in the recommended strategy, or else in one that runs today."""
+    most: dict[tuple[str, str], tuple[bool, bool, float, Traffic]] = {}
+    for n, p in enumerate(plan.strategies):
+        for t in p.traffic:
+            rank = n == plan.recommended, p.runnable, t.total, t
+            pair = t.sender, t.receiver
+            most[pair] = max(most.get(pair, rank), rank, key=itemgetter(0, 1, 2))
+    busiest = [t for *_, t in sorted(most.values(), key=itemgetter(0, 1, 2), reverse=True)][:LINKS]
     row("bytes between regions", lambda p: "")
     for t in busiest:
 
@@ -238,11 +268,3 @@ def entry_of(fleet: Fleet) -> dict[str, Machine]:
     """The entry of the fleet file for each machine, by name."""
     entries = (m for m in fleet.machines for _ in range(m.count))
     return {peer.name: entry for peer, entry in zip(fleet.peers(), entries, strict=True)}
-
-
-def _by_entry(names: Sequence[str], fleet: Fleet) -> str:
-    """'20 x spot-east, lab'."""
-    entries = entry_of(fleet)
-    counts = Counter(entries[name].name for name in names)
-    alone = {m.name for m in fleet.machines if m.count == 1}
-    return ", ".join(entry if entry in alone else f"{n} x {entry}" for entry, n in counts.items())

@@ -130,11 +130,12 @@ class Accounts:
         return sum(n * v for n, v in zip(present, self._rates.whole_per_s, strict=True))
 
     def change(self, counts: Sequence[Counts], present: Sequence[int], rate: Rate) -> None:
-        """Others serve (``counts``) or are present from now on."""
+        """Others serve (``counts``) or are present from now on. Until a machine has left, there is nothing to recover
+        from: moves between stages take their time, too."""
         before = self._share
         self._counts, self._optimum = counts, self._whole(present)
         self._share = self._rates.flowing / self._optimum if self._optimum and rate.throughput else 0.0
-        if self._outage is None and self._share < RECOVERED * before:
+        if self._outage is None and self._events["left"] and self._share < RECOVERED * before:
             self._outage = self._now, before
         elif self._outage is not None and self._share >= RECOVERED * self._outage[1]:
             self._recoveries_s.append(self._now - self._outage[0])

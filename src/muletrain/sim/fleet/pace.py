@@ -71,9 +71,11 @@ class Pace(Rates):
         return self.of(serving)
 
     def step(self, serving: Sequence[Counts]) -> Took:
-        """Play a step; use rates if a play would take too long."""
+        """Play a step; use rates if a play would take too long, or steps so short that they end beside each other."""
         if effort_of(self.setting, serving) <= PLAYABLE_S:
-            return play(self.setting, cast(self.setting, serving, self._trainers), delayed=self._delayed)
+            took = play(self.setting, cast(self.setting, serving, self._trainers), delayed=self._delayed)
+            if took.step_s > 0:
+                return took
         rate, microbatches = super().of(serving), self.setting.cost.microbatches
         return Took(microbatches / rate.throughput, microbatches / rate.windowed)
 

@@ -22,7 +22,7 @@ from muletrain.planning.splits import parted
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
-from muletrain.sim.setting import seat, stash_room
+from muletrain.sim.setting import stash_room
 from muletrain.sim.steps.steps import play
 from muletrain.sim.steps.wires import without_links
 from muletrain.strategies import find
@@ -263,6 +263,7 @@ def _split(placed: Placed, schedule: Schedule) -> Split:
     who = placed.cast(schedule)
     at_once, free = play(setting, who), play(without_links(setting), who)
     step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
+    step_s = step_s if step_s > 0 else placed.roughly_s(schedule)  # so short that steps end beside each other
     return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s)
 
 
@@ -290,14 +291,27 @@ def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
     """The membership that the virtual world plays: as in ``chosen``, with spares where a live run seats them."""
     from muletrain.sim.fleet.protocol import Planned  # torch takes seconds to load
 
-    setting, schedule = scene.setting, chosen.schedule
+    schedule = chosen.schedule
     assert schedule
-    kind_of = {name: k for k, kind in enumerate(setting.kinds) for name in question.names[kind.name]}
+    placed = as_told(question, scene, chosen)
     stages = {name: s for s, stage in enumerate(chosen.stages) for name in stage.machines}
-    serving = [[0] * len(setting.kinds) for _ in chosen.stages]
-    for name, s in stages.items():
-        serving[s][kind_of[name]] += 1
-    spares = [name for name in kind_of if name not in stages]
-    stages.update(zip(spares, seat(setting, [kind_of[name] for name in spares], serving), strict=True))
+    spares = placed.everyone[len(stages) :]
+    stages.update({name: s for (_, name), (s, _) in zip(placed.spares, spares, strict=True)})
     strategy = Pipeline(tuple(stage.machines for stage in chosen.stages), chosen.microbatches, schedule)
+    kind_of = dict(zip(placed.names, placed.kinds, strict=True))
     return Planned(strategy, {name: kind_of[name] for name in stages}, stages)
+
+
+def as_told(question: Question, scene: Scene, chosen: Prediction) -> Placed:
+    """The layout that ``chosen`` tells of, on ``scene``. Raises CapacityError if a machine lacks room there."""
+    kinds = scene.setting.kinds
+    every = [(k, name) for k, kind in enumerate(kinds) for name in question.names[kind.name]]
+    index = {name: d for d, (_, name) in enumerate(every)}
+    for s, stage in enumerate(chosen.stages):
+        for name in stage.machines:
+            if name not in index or s not in kinds[every[index[name]][0]].fits:
+                raise CapacityError(f"'{name}' has no room for stage {s}; plan more stages")
+    assignment = tuple(tuple(index[name] for name in stage.machines) for stage in chosen.stages)
+    used = {d for row in assignment for d in row}
+    spares = tuple(machine for d, machine in enumerate(every) if d not in used)
+    return Placed(scene, tuple(k for k, _ in every), tuple(name for _, name in every), assignment, spares)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import recommend
+from muletrain.sim.plan import fewer
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.limits import improvements, limited, without_work
 from muletrain.strategies import STRATEGIES
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
+    question = question.without(chosen.left_out)
     scene = question.scene_of(chosen)
     planned = None
     if chosen.schedule:
@@ -47,8 +50,8 @@ def plan(
     time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = lambda what, share: None,
 ) -> Plan:
-    """Predict every strategy and recommend one. ``time_limit_s``: of the searches for placements and allocations;
-    ``watch`` hears which search runs and its share done.
+    """Predict every strategy, on fewer machines where that is faster, and recommend one. ``time_limit_s``: of the
+    searches for placements and allocations; ``watch`` hears which search runs and its share done.
 
     Raises ConfigError, and CapacityError if no strategy is possible."""
     pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
@@ -60,10 +63,17 @@ def plan(
         "swap": [plan_swap.predict(question)],
         "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
     }
-    found = in_order(predicted)
-    if all(p.problem for p in found):
-        raise CapacityError(found[0].problem)
+    whole = in_order(predicted)
+    if all(p.problem for p in whole):
+        raise CapacityError(whole[0].problem)
+    found = [limited(question, p) for p in in_order(fewer.improved(question, predicted))]
     best, why = recommend(found)
+    chosen = None if best is None else found[best]
+    others, told = [], ""
+    if chosen is not None and chosen.left_out:
+        able = [p for p in whole if p.runnable and not p.problem]
+        others = [limited(question, max(able, key=lambda p: p.tokens_per_s))]
+        told = fewer.compared(question, chosen, others[0])
     run, spec = question.run, question.spec
     return Plan(
         fleet=question.fleet.name,
@@ -74,6 +84,9 @@ def plan(
         strategies=tuple(found),
         recommended=best,
         why=why,
+        fewer=told,
+        improvements=() if chosen is None else improvements(question, chosen, others),
+        without_work=() if chosen is None else without_work(question, chosen),
         assumed=question.assumed(),
     )
 

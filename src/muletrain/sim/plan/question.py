@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from muletrain.config.costs import Costs
+from muletrain.config.fleet_file import Fleet
 from muletrain.config.plan_file import Memory, Traffic
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.setting import (
@@ -27,12 +28,12 @@ from muletrain.sim.setting import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from muletrain.compute.estimate import Offer, StageMemory
-    from muletrain.config.fleet_file import Fleet, FleetPeer, Link
+    from muletrain.config.fleet_file import FleetPeer, Link
     from muletrain.config.plan_file import Prediction
     from muletrain.config.schema import RunConfig
     from muletrain.model.spec import ModelSpec
@@ -56,7 +57,8 @@ class Scene:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given."""
+    """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given. ``whole``: the fleet that ``fleet`` is
+    the first machines of (``fewer``)."""
 
     fleet: Fleet
     run: RunConfig
@@ -64,6 +66,7 @@ class Question:
     stages: int | None = None
     microbatch: int | None = None
     costs: Costs = field(default_factory=Costs)
+    whole: Fleet | None = None
     _cuts: dict[int, Cut] = field(default_factory=dict)
 
     @property
@@ -79,8 +82,29 @@ class Question:
     @cached_property
     def names(self) -> dict[str, list[str]]:
         """Names of the machines of each entry."""
-        peers = iter(self.fleet.peers())
-        return {m.name: [next(peers).name for _ in range(m.count)] for m in self.fleet.machines}
+        counts, whole = {m.name: m.count for m in self.fleet.machines}, self.whole or self.fleet
+        peers = iter(whole.peers())
+        every = {m.name: [next(peers).name for _ in range(m.count)] for m in whole.machines}
+        return {entry: names[: counts[entry]] for entry, names in every.items() if entry in counts}
+
+    @cached_property
+    def left_out(self) -> tuple[str, ...]:
+        """Machines of the whole fleet that are not in question."""
+        asked = {name for names in self.names.values() for name in names}
+        return tuple(p.name for p in (self.whole or self.fleet).peers() if p.name not in asked)
+
+    def of_first(self, counts: Mapping[str, int]) -> Question:
+        """The same question about the first machines of each entry: as many as ``counts`` says."""
+        machines = [m.model_copy(update={"count": n}) for m in self.fleet.machines if (n := counts.get(m.name, 0))]
+        part = Fleet.model_construct(**{**dict(self.fleet), "machines": tuple(machines)})  # links may name others
+        return replace(self, fleet=part, whole=self.whole or self.fleet)
+
+    def without(self, left_out: Iterable[str]) -> Question:
+        """The same question about all other machines."""
+        gone = set(left_out)
+        return (
+            self.of_first({m: sum(n not in gone for n in names) for m, names in self.names.items()}) if gone else self
+        )
 
     def stage_counts(self) -> list[int]:
         """Numbers of stages worth a look: the fewest for each size of the largest stage. With paced machines there
@@ -156,7 +180,7 @@ class Question:
 
     def price(self, used: Iterable[str], step_s: float) -> float | None:
         """Price of a billion tokens on these machines; None: one of them has no price."""
-        prices = {p.name: p.price_per_hour for p in self.fleet.peers()}
+        prices = {name: self.peer(m).price_per_hour for m, names in self.names.items() for name in names}
         each = [prices[name] for name in used]
         known = [p for p in each if p is not None]
         tokens = self.run.train.batch * self.spec.context
@@ -169,7 +193,7 @@ class Question:
 
     def unused(self, used: Iterable[str]) -> tuple[str, ...]:
         busy = set(used)
-        return tuple(p.name for p in self.fleet.peers() if p.name not in busy)
+        return tuple(name for names in self.names.values() for name in names if name not in busy)
 
 
 def fullest(rows: Iterable[Memory]) -> tuple[Memory, ...]:

@@ -1,0 +1,121 @@
+"""Plan with fewer machines than the fleet has. Where averaging or links take longer than more machines save, the
+fastest few do more without the others, down to a single one."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from muletrain.config.plan_file import Prediction
+from muletrain.errors import CapacityError
+from muletrain.planning.cost import service_s
+from muletrain.planning.splits import ALIKE, title
+from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.setting import flops_of, run_cost
+from muletrain.strategies import find
+from muletrain.units import format_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from muletrain.sim.plan.question import Question
+
+FEW = 8
+"""Of at most so many machines every number is tried; of more, each half of the one before."""
+LARGER = (4, 16)
+"""Multiples of the batch for which others may be planned; more is no advice."""
+
+
+def improved(question: Question, predicted: Mapping[str, Sequence[Prediction]]) -> dict[str, list[Prediction]]:
+    """Replace each prediction of what runs today by one on fewer machines, where that is faster."""
+    best = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
+    for part in _parts(question, [p for p in best.values() if p.runnable and not p.problem]):
+        swarm = plan_swarm.predict(part)
+        blank = [
+            Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
+            for s in plan_pipeline.SCHEDULES
+        ]
+        for p in (swarm, *plan_pipeline.tried_on(part, swarm, blank)):
+            known = best[p.strategy, p.schedule]
+            if not p.problem and not known.problem and p.tokens_per_s > (1 + ALIKE) * known.tokens_per_s:
+                best[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
+    return {name: [best[p.strategy, p.schedule] for p in own] for name, own in predicted.items()}
+
+
+def _parts(question: Question, found: Sequence[Prediction]) -> Iterator[Question]:
+    """List the parts worth a look, the largest first: the fastest machines, as long as they could do more than is
+    predicted for all if they never waited."""
+    if question.paced or not found:
+        return
+    order = sorted(_alone_per_s(question), key=lambda row: row[:2], reverse=True)
+    most = max(p.tokens_per_s for p in found) / question.spec.context
+    for n in _sizes([entry for *_, entry in order]):
+        if sum(rate for rate, *_ in order[:n]) > (1 + ALIKE) * most:
+            yield question.of_first(Counter(entry for *_, entry in order[:n]))
+
+
+def _alone_per_s(question: Question) -> list[tuple[float, float, str]]:
+    """For each machine, sequences/s with the whole model and no waiting, upload [bytes/s] and entry of the file."""
+    run, spec = question.with_microbatch(1), question.spec
+    cost = run_cost(run, spec, spec.cut(1)).stages[0]
+    found = []
+    for n, (entry, names) in enumerate(question.names.items()):
+        peer = question.firsts[n]
+        rate = 1 / sum(service_s(cost, flops_of(n, peer)[0], recompute=False))
+        found += [(rate, peer.up_bytes_per_s, entry)] * len(names)
+    return found
+
+
+def _sizes(entries: Sequence[str]) -> list[int]:
+    """Numbers of machines to try, the largest first, also all that are as fast. ``entries``: of the machines, the
+    fastest first."""
+    count = len(entries)
+    sizes = set(range(1, count)) if count <= FEW else {count >> n for n in range(1, count.bit_length())}
+    return sorted(sizes | {n for n in range(1, count) if entries[n] != entries[n - 1]}, reverse=True)
+
+
+def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
+    """Tell how much ``chosen``, which leaves machines out, does against ``whole``, and when that changes."""
+    few, many = (len({name for s in p.stages for name in s.machines}) for p in (chosen, whole))
+    who = f"{few} machines" if few > 1 else f"{chosen.stages[0].machines[0]} alone"
+    told = (
+        f"{who} {'are' if few > 1 else 'is'} faster than {'more' if few > 1 else 'several'} machines: "
+        f"{format_count(chosen.tokens_per_s)} tokens/s against {format_count(whole.tokens_per_s)} on {many} ({title(whole)}), "
+        f"which {whole.limit} limits"
+    )
+    batches = [_pays_from(question, chosen, p) for p in (whole, *_of_larger_steps(question))]
+    batch = min((b for b in batches if b is not None), default=None)
+    return f"{told}; from about --batch {batch} on, more machines are faster" if batch else told
+
+
+def _of_larger_steps(question: Question) -> Iterator[Prediction]:
+    """Predict, for this step, the layouts that are best by rates for larger steps."""
+    microbatch, batch = question.microbatches()[0], question.run.train.batch
+    for times in LARGER:
+        train = question.run.train.model_copy(update={"batch": times * batch})
+        larger, found = replace(question, run=question.run.model_copy(update={"train": train})), []
+        for stages in question.stage_counts():
+            with suppress(CapacityError):
+                found.append((plan_swarm.settled_on(larger, stages, microbatch).roughly_s, stages))
+        if found:
+            yield plan_swarm.told(question, plan_swarm.settled_on(question, min(found)[1], microbatch))
+
+
+def _pays_from(question: Question, chosen: Prediction, other: Prediction) -> int | None:
+    """Sequences per step from which ``other`` is as fast: it averages for as long however large a step is. None: it
+    never is, or that cannot be told."""
+    if chosen.split is None or other.split is None or question.run.optimizer.delayed:
+        return None
+    batch = question.run.train.batch
+    ends_s = chosen.split.data_parallel_s, other.split.data_parallel_s
+    each_s = [(p.step_s - end_s) / batch for p, end_s in zip((chosen, other), ends_s, strict=True)]
+    if each_s[1] >= each_s[0]:
+        return None
+    pays = max(1.0, (ends_s[1] - ends_s[0]) / (each_s[0] - each_s[1]))
+    digit = 10 ** max(0, math.floor(math.log10(pays)) - 1)
+    rounded = digit * math.ceil(pays / digit)
+    return rounded if batch < rounded <= max(LARGER) * batch else None

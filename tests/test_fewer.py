@@ -1,0 +1,101 @@
+"""``muletrain plan`` on fewer machines than there are, what it says of limits, and changes that help."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from muletrain.config.fleet_file import load_fleet
+from muletrain.config.load import load_config
+from muletrain.model.spec import ModelSpec
+from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.planner import confirmed, plan
+from muletrain.sim.plan.question import Question
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from muletrain.config.plan_file import Plan, Prediction
+
+HOMES = """
+[[machines]]
+name = "laptop"
+count = 2
+tflops = 2.5
+memory_gib = 4
+up_mbps = 40
+[[machines]]
+name = "desk"
+count = 3
+device = "RTX 4090"
+up_mbps = 100
+down_mbps = 500
+"""
+
+
+def asked(tmp_path: Path, batch: int, text: str = HOMES, *sets: str) -> Question:
+    (tmp_path / "fleet.toml").write_text(text)
+    run = load_config(None, ["model.preset=gpt3-350m", f"train.batch={batch}", *sets])
+    return Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), microbatch=1)
+
+
+def recommended(found: Plan) -> Prediction:
+    assert found.recommended is not None
+    return found.strategies[found.recommended]
+
+
+def test_one_machine_is_planned_where_averaging_costs_more_than_others_bring(tmp_path: Path) -> None:
+    question = asked(tmp_path, 256)
+    found = plan(question, time_limit_s=1.0)
+    chosen = recommended(found)
+    assert [stage.machines for stage in chosen.stages] == [("desk-0",)]
+    alone = asked(tmp_path, 256, HOMES.replace("count = 3", "count = 1").replace("count = 2", "count = 1"))
+    assert chosen.tokens_per_s == pytest.approx(plan_swarm.predict(alone.of_first({"desk": 1})).tokens_per_s)
+    assert set(chosen.left_out) == {"desk-1", "desk-2", "laptop-0", "laptop-1"}
+    assert chosen.spares == ()
+    assert chosen.limit == "computing on desk"
+    assert found.fewer.startswith("desk-0 alone is faster than several machines: ")
+    assert "which averaging over the upload of desk (100 Mb/s) limits" in found.fewer
+    memory, slower = found.without_work
+    assert memory.startswith("2 x laptop: too little memory for a stage of this plan, which needs ")
+    assert slower == "2 x desk: the run is faster without; do not let them join"
+    played_s = recommended(confirmed(question, found)).played_step_s
+    assert played_s == pytest.approx(chosen.step_s, rel=0.05)
+
+
+def test_from_the_batch_that_is_named_on_more_machines_are_planned(tmp_path: Path) -> None:
+    named = int(plan(asked(tmp_path, 256), time_limit_s=1.0).fewer.split("--batch ")[1].split()[0])
+    for batch, machines in ((named * 8 // 10, 1), (named * 12 // 10, 3)):
+        found = plan(asked(tmp_path, batch), time_limit_s=1.0)
+        assert len({name for stage in recommended(found).stages for name in stage.machines}) == machines
+        assert bool(found.fewer) == (machines == 1)
+
+
+def test_changes_that_help_give_what_a_plan_with_them_does(tmp_path: Path) -> None:
+    """With one of them machines pay that are left out without it."""
+    found = plan(asked(tmp_path, 1536), time_limit_s=1.0)
+    best = found.improvements[0]
+    assert (best.change, best.machines) == ("wire.gradients=int8", 3)
+    assert best.tokens_per_s == pytest.approx((1 + best.gain) * recommended(found).tokens_per_s)
+    with_it = plan(asked(tmp_path, 1536, HOMES, best.change), time_limit_s=1.0)
+    assert recommended(with_it).tokens_per_s == pytest.approx(best.tokens_per_s, rel=0.05)
+
+
+def test_machines_that_keep_each_other_busy_all_stay(tmp_path: Path) -> None:
+    fast = HOMES.replace("up_mbps = 100", "up_mbps = 10000").replace("down_mbps = 500", "down_mbps = 10000")
+    found = plan(asked(tmp_path, 256, fast), time_limit_s=1.0)
+    assert recommended(found).left_out == ()
+    assert found.fewer == ""
+    assert {name for stage in recommended(found).stages for name in stage.machines} >= {"desk-0", "desk-1", "desk-2"}
+
+
+def test_steps_of_microseconds_can_be_planned(tmp_path: Path) -> None:
+    sizes = ("model.width=64", "model.heads=2", "model.layers=2", "model.context=64", "train.microbatch=1")
+    (tmp_path / "fleet.toml").write_text(HOMES)
+    run = load_config(None, [*sizes, "train.batch=4"])
+    found = plan(
+        Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), microbatch=1),
+        time_limit_s=1.0,
+    )
+    assert all(p.step_s > 0 for p in found.strategies if p.runnable)
