@@ -13,7 +13,7 @@ from rich.console import Console
 
 from muletrain import events as ev
 from muletrain.cli.show.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
-from muletrain.cli.show.view import headline
+from muletrain.cli.show.sentences import headline
 from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
@@ -149,19 +149,43 @@ def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:
     assert plain_line(view).endswith("stage 1: no peer; 1 gone")
 
 
+def late(peer_id: str = OTHER_ID, **kw: Any) -> ev.PeerSuspected:
+    return ev.PeerSuspected(peer_id, "late", t=100.0, **kw)
+
+
 def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
-    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), ev.PeerSuspected(OTHER_ID, "late"), done(1)])
+    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), late(), done(30)])
     assert plain_line(view).endswith("stage 0: a (ready); stage 1: b (suspected)")
-    for step in range(2, 30):
-        view.fold(done(step))
+    assert view.asides == []
+    view.fold(done(31))
     assert plain_line(view).endswith("stage 0: a (ready); stage 1: no peer; 1 gone")
     assert "1 gone" in shown(status(view))
     view.fold(applied("b", 1))
     assert plain_line(view).endswith("stage 1: b")
+    assert view.asides == ["b is gone: no answer for 30.0 s; stage 1 has no peer", "b is back"]
     view.ended("b")
     view.fold(applied("b", 1))
-    view.fold(ev.PeerSuspected(OTHER_ID, "late"))
+    view.fold(late())
     assert plain_line(view).endswith("stage 1: no peer; 1 gone"), "its process is no more, whatever comes of it late"
+
+
+def test_who_goes_on_without_a_peer_that_is_gone_is_said_once() -> None:
+    peers = [joined("a", 0), joined("b", 1, OTHER_ID), joined("c", 1, ID[:-1] + "v")]
+    said = plain([started(), *peers, late(), done(31), late(), done(32)], [9.0] * 9)
+    assert [line for line in said if "b is gone" in line] == ["b is gone: no answer for 30.0 s; stage 1 goes on with c"]
+
+
+def test_a_refusal_is_told_unless_the_peer_is_admitted_right_after() -> None:
+    refused = [ev.JoinRefused(who, "call before admission", t=100.0) for who in (ID, OTHER_ID)]
+    said = plain([*refused, ev.Admitted(ID, t=100.5), done(1), done(9)], [9.0] * 9)
+    told = [line for line in said if "was not admitted" in line]
+    assert told == [f"..{OTHER_ID[-8:]} was not admitted: call before admission"]
+
+
+def test_messages_name_peers_of_which_they_have_the_end_of_an_id() -> None:
+    view = fold([started(members={ID: "a"}), late(name="b"), ev.MemberAdmitted(ID[:-1] + "v", "c", 1)])
+    heard = f"{ID[-6:]}: get_progress to {OTHER_ID[-6:]}: step {ID[:-1]}v, /p2p/{ID}"
+    assert view.named(heard) == f"a: get_progress to b: step c, /p2p/{ID}"
 
 
 def test_ids_become_names_and_addresses_stay() -> None:
@@ -215,7 +239,8 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
         (ev.CheckpointWritten(5, "runs/x", 2_000_000, 0.25), ("step 5: runs/x (2 MB, 250 ms)",)),
         (ev.CheckpointFailed(5, "no space"), ("step 5", ": no space")),
         (ev.Evaluated(5, 3.64, 38.09, 100), ("step 5: ", "loss 3.640, perplexity 38.1")),
-        (ev.PeerSuspected(ID, "no answer"), (f"..{ID[-8:]} ", ": no answer")),
+        (ev.PeerSuspected(ID, "no answer"), (f"..{ID[-8:]} does not answer and gets no work: no answer",)),
+        (ev.PeerSuspected(ID, "it trains in another lineage", "b"), ("b gets no work: it trains in",)),
         (
             ev.PeerSuspected(
                 ID,

@@ -140,7 +140,7 @@ class Session:
             )
 
     def _reasons(self) -> str:
-        return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
+        return self.view.named("; ".join(f"{', '.join(peers)}: {text}" for text, peers in self.errors.items()))
 
     def _tell_of_ended(self) -> None:
         """Report killed processes, which cannot report it themselves."""

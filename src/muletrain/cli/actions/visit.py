@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.status import Announced, furthest, status_of
-from muletrain.cli.show.view import printable
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.runs.folder import ROOT, held, temporary_folder
 from muletrain.runs.join.ticket import Ticket

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
-from muletrain.cli.show.view import PeerView, RunView, headline, is_warning, printable
+from muletrain.cli.show.sentences import headline, is_warning, printable
+from muletrain.cli.show.view import PeerView, RunView
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_bytes, format_duration
 
@@ -90,12 +91,17 @@ class LiveConsole:
         """Fold the event; print its sentence, and a progress line if the last one is old enough."""
         with self._lock:
             news = self.view.fold(event)
+            asides, self.view.asides = self.view.asides, []
         sentence = headline(event, self.view) if news else None
         if sentence:
-            style = "yellow" if is_warning(event) else None
-            self.console.print(Text(printable(sentence), style=style or ""), soft_wrap=True)
+            self._print(sentence, "yellow" if is_warning(event) else "")
+        for aside in asides:
+            self._print(aside, "yellow")
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
+
+    def _print(self, sentence: str, style: str) -> None:
+        self.console.print(Text(printable(sentence), style=style), soft_wrap=True)
 
     def _print_line(self) -> None:
         self._next_line = self._now() + self._interval_s

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.cli.show.view import printable
+from muletrain.cli.show.sentences import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

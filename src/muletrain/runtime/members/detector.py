@@ -281,7 +281,7 @@ class FailureDetector:
         ``Roster.dead``."""
         self.clear(peer)
         if self._peer.roster.dead(peer, declines=declines):
-            self._peer.emit(PeerSuspected(peer_id=peer, reason=reason))
+            self._peer.emit(PeerSuspected(peer_id=peer, reason=reason, name=self._peer.roster.name(peer)))
             self.give_up(peer, reason)
             self._peer.net.give_up(peer)
             self._peer.news.hurry()
