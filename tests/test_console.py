@@ -211,11 +211,11 @@ def plain(events: Iterable[ev.Event], ticks: Iterable[float]) -> list[str]:
 
 
 def test_plain_lines() -> None:
-    events = [started(), ev.Waiting(["a peer for stage 1"]), joined("a", 0), joined("b", 1, OTHER_ID)]
+    events = [started(params=5_870_000), ev.Waiting(["a peer for stage 1"]), joined("a", 0), joined("b", 1, OTHER_ID)]
     steps = [applied("a", 0), applied("b", 1), done(1), done(2), done(3), done(4)]
     lines = plain([*events, *steps], [0, 0, 4, 5, 5, 6, 7])  # printed at 0 and 5 s, and the last one at the end
     assert lines == [
-        "run r1: 10 steps, 2 stages, 2 peers",
+        "run r1: 10 steps, 5.87M parameters in 2 stages, 2 peers",
         "waiting: a peer for stage 1",
         "a serves stage 0 (cpu, fp32, 1.5M parameters, trainer)",
         "b serves stage 1 (cpu, fp32, 1.5M parameters)",
@@ -314,15 +314,15 @@ def test_the_final_report(tmp_path: Path) -> None:
             ev.RunFinished(1, 2.0, "all steps done"),
         ]
     )
-    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
+    quality = Quality(loss=3.0, unigram=2.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
     rows = [line.split() for line in text.splitlines()]
     assert "1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
     assert "On 23,456 held-out tokens" in text
     assert "loss [nats/token]" in text
     assert ["this", "run", "3.000", "20.1"] in rows
-    assert ["interpolated", "bigram", "4.500", "90.0", "+1.500", "nats"] in rows
-    assert ["unigram", "5.900", "365.0", "+2.900", "nats"] in rows
+    assert ["interpolated", "bigram", "4.500", "90.0", "better", "by", "1.500", "nats"] in rows
+    assert ["unigram", "2.900", "18.2", "worse", "by", "0.100", "nats"] in rows
     assert "- A [sample] text" in text
     assert ["0", "a", "2", "1", "200", "60%", "10%", "10%", "20%"] in rows
     assert ["1", "b", "2", "1", "250", "75%", "12%", "12%", "0%"] in rows

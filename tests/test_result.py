@@ -123,7 +123,7 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
-    session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200))
+    session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200, color_system=None))
     with session.interruptible(), session.console:
         os.kill(os.getpid(), signal.SIGINT)
         session.poll()
