@@ -269,7 +269,7 @@ def frozen_before(text: str, seed: int, before_s: float, for_s: float, liar: Fau
 def test_one_bad_moment_leaves_a_replica_out_of_the_step_and_no_number_changes() -> None:
     outcome = played((2, 2), corrupt("peer-1b", "hundredfold"))
     assert set(outcome.ends.values()) == {"finished"}
-    assert said(outcome, "results_differ step=0 name=peer-1b")
+    assert said(outcome, "results_differ step=1 name=peer-1b")
     assert said(outcome, "peer-1b step_applied step=1 stage=1 skipped=False microbatches=0")
 
 
