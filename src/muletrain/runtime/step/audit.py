@@ -56,8 +56,8 @@ class _LeftOut:
 def computes_falsely(step: int) -> Expelled:
     """The error that ends a peer whose gradients up to ``step`` were false."""
     return Expelled(
-        f"step {step + 1}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator may be faulty: "
-        f"test them before it joins again"
+        f"step {step + 1}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator "
+        f"may be faulty: test them before it joins again"
     )
 
 
