@@ -260,6 +260,14 @@ def test_sentences(event: ev.Event, facts: tuple[str, ...]) -> None:
         assert fact in sentence
 
 
+def test_a_machine_that_hears_only_its_own_peers_says_so() -> None:
+    view = RunView(whole=False)
+    for event in (started(), joined("a", 1), done(1)):
+        view.fold(event)
+    assert plain_line(view).endswith("left  this machine: stage 1: a (ready)")
+    assert "this machine's peers; 'muletrain status' shows all" in shown(status(view))
+
+
 def test_a_plain_line_before_anything_is_known() -> None:
     assert plain_line(RunView()) == "step 0/0  loss ?  ? tokens/s  ? left"
 

@@ -275,7 +275,7 @@ def test_one_bad_moment_leaves_a_replica_out_of_the_step_and_no_number_changes()
 
 def test_who_computes_falsely_step_after_step_leaves() -> None:
     outcome = played((2, 2), corrupt("peer-1b", "nan", 60.0))
-    assert outcome.ends["peer-1b"].startswith("step 1: this peer")
+    assert outcome.ends["peer-1b"].startswith("step 2: this peer")
     assert EXPELLED in outcome.ends["peer-1b"]
 
 

@@ -135,6 +135,8 @@ def plain_line(view: RunView) -> str:
     """Progress as one line, for logs and pipes."""
     stages = view.stages(present=True).items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'no peer'}" for s, peers in stages)
+    if peers and not view.whole:
+        peers = f"this machine: {peers}"
     gone = f"; {gone} gone" if (gone := view.gone()) else ""
     return (
         f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
@@ -151,6 +153,8 @@ def status(view: RunView) -> RenderableType:
         parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
     if view.peers:
         parts.append(_peers(view))
+        if not view.whole:
+            parts.append(Text("this machine's peers; 'muletrain status' shows all", style="dim"))
     return Group(*parts)
 
 
