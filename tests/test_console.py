@@ -162,7 +162,7 @@ def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
     assert "1 gone" in shown(status(view))
     view.fold(applied("b", 1))
     assert plain_line(view).endswith("stage 1: b")
-    assert view.asides == ["b is gone: no answer for 30.0 s; stage 1 has no peer", "b is back"]
+    assert view.asides == ["b is gone: no answer for 30 s; stage 1 has no peer", "b is back"]
     view.ended("b")
     view.fold(applied("b", 1))
     view.fold(late())
@@ -172,7 +172,7 @@ def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
 def test_who_goes_on_without_a_peer_that_is_gone_is_said_once() -> None:
     peers = [joined("a", 0), joined("b", 1, OTHER_ID), joined("c", 1, ID[:-1] + "v")]
     said = plain([started(), *peers, late(), done(31), late(), done(32)], [9.0] * 9)
-    assert [line for line in said if "b is gone" in line] == ["b is gone: no answer for 30.0 s; stage 1 goes on with c"]
+    assert [line for line in said if "b is gone" in line] == ["b is gone: no answer for 30 s; stage 1 goes on with c"]
 
 
 def test_a_refusal_is_told_unless_the_peer_is_admitted_right_after() -> None:

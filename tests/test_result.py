@@ -124,15 +124,15 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
 ) -> None:
     session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200, color_system=None))
-    with session.interruptible(), session.console:
-        os.kill(os.getpid(), signal.SIGINT)
-        session.poll()
-    assert "stopping after this step; checkpoint and report follow (Ctrl-C again ends at once)" in screen.getvalue()
     session.view.fold(
         RunStarted(
             run_id="r", config_digest="d", versions={}, steps=9, stages=1, peers=1, microbatches=1, tokens_per_step=1
         )
     )
+    with session.interruptible(), session.console:
+        os.kill(os.getpid(), signal.SIGINT)
+        session.poll()
+    assert "stopping after this step; checkpoint and report follow (Ctrl-C again ends at once)" in screen.getvalue()
     session.checkpoint = tmp_path / "gone"
     session.report()
     session.close()

@@ -113,7 +113,9 @@ class Session:
     def end_in_order(self) -> None:
         """Ask the processes to end: the first Ctrl-C does so at the next poll."""
         self._asked = time.monotonic()
-        self.say("\nstopping after this step; checkpoint and report follow (Ctrl-C again ends at once)")
+        training = self.view.started is not None
+        what = "after this step; checkpoint and report follow" if training else "before the first step"
+        self.say(f"\nstopping {what} (Ctrl-C again ends at once)")
         self.fleet.stop()
 
     @property

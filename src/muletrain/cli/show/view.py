@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from muletrain import events as ev
 from muletrain.cli.show.injected_faults import FaultsView
 from muletrain.cli.show.sentences import headline, is_warning
-from muletrain.units import format_duration
 
 SMOOTHING = 0.9
 """Weight of the past in the shown loss: about the last ten steps."""
@@ -306,7 +305,7 @@ class RunView:
                 peer.state = "gone"
                 others = ", ".join(p.name for p in self.stages(present=True).get(peer.stage, ()))
                 left = f"stage {peer.stage} goes on with {others}" if others else f"stage {peer.stage} has no peer"
-                self.asides.append(f"{peer.name} is gone: no answer for {format_duration(GONE_S)}; {left}")
+                self.asides.append(f"{peer.name} is gone: no answer for {GONE_S:.0f} s; {left}")
 
     def _hear_of_strangers(self, event: ev.Event) -> None:
         """Forget strangers that are admitted now, and tell of those that were not."""
