@@ -177,7 +177,9 @@ def test_who_goes_on_without_a_peer_that_is_gone_is_said_once() -> None:
 
 def test_a_refusal_is_told_unless_the_peer_is_admitted_right_after() -> None:
     refused = [ev.JoinRefused(who, "call before admission", t=100.0) for who in (ID, OTHER_ID)]
-    said = plain([*refused, ev.Admitted(ID, t=100.5), done(1), done(9)], [9.0] * 9)
+    refused.append(ev.JoinRefused(OTHER_ID, "call before admission", t=110.0))
+    early = [*refused[:2], ev.FrameRefused(ID, "call before admission", t=100.0), ev.Admitted(ID, t=100.5)]
+    said = plain([*early, done(1), done(9), refused[2], done(20)], [9.0] * 9)
     told = [line for line in said if "was not admitted" in line]
     assert told == [f"..{OTHER_ID[-8:]} was not admitted: call before admission"]
 

@@ -92,7 +92,7 @@ class RunView:
         self._by_id: dict[str, PeerView] = {}
         self._names: dict[str, str] = {}
         """Names by id, and by the ends of ids that messages have; also of peers whose events do not arrive here."""
-        self._strangers: dict[str, ev.JoinRefused] = {}
+        self._strangers: dict[str, ev.JoinRefused | ev.FrameRefused] = {}
         """Peers that asked for something before they were admitted, which happens when all enter at once."""
         self._tokens: dict[int, int] = {}  # of each step
         self._begin, self._end = math.inf, -math.inf  # of all steps, wall time [s]
@@ -210,7 +210,7 @@ class RunView:
                 self._suspect(event)
             case ev.MemberAdmitted():
                 self._learn(event.peer_id, event.name)
-            case ev.JoinRefused() if event.reason.endswith("before admission"):
+            case ev.JoinRefused() | ev.FrameRefused() if event.reason.endswith("before admission"):
                 self._strangers.setdefault(event.remote, event)
                 return False
             case ev.MicrobatchRerouted():
@@ -309,12 +309,13 @@ class RunView:
 
     def _hear_of_strangers(self, event: ev.Event) -> None:
         """Forget strangers that are admitted now, and tell of those that were not."""
-        if isinstance(event, (ev.Admitted, ev.PeerJoined)):
+        if isinstance(event, (ev.Admitted, ev.MemberAdmitted, ev.PeerJoined)):
             self._strangers.pop(event.peer_id, None)
         for remote, refused in list(self._strangers.items()):
             if event.t - refused.t > ENTERS_S:
                 del self._strangers[remote]
-                self.asides.append(headline(refused, self) or "")
+                if self._warn(refused):
+                    self.asides.append(headline(refused, self) or "")
 
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event
