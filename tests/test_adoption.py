@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.show.view import RunView, headline
+from muletrain.cli.show.sentences import headline
+from muletrain.cli.show.view import RunView
 from muletrain.errors import ProtocolError
 from muletrain.events import SteppedBack
 from muletrain.policy.assignment import Load, View

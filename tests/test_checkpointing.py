@@ -27,7 +27,7 @@ from torch import Tensor
 
 from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
-from muletrain.errors import CheckpointError, ConfigError, ProtocolError
+from muletrain.errors import CheckpointError, ConfigError, PeerUnreachable, ProtocolError
 from muletrain.events import (
     CheckpointFailed,
     CheckpointWritten,
@@ -477,6 +477,34 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
         assert writer.checkpoints.ended(key) is None
         await stages.write(4, "one")
         assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
+        await stages.close()
+
+    play(scenario)
+
+
+def test_a_copy_that_fails_is_no_news_once_the_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run its holders go."""
+    take = PartExchange.take
+
+    async def scenario() -> None:
+        stages = Stages(tmp_path / "run", stages={"coordinator": 0, "a": 1, "b": 2})
+        tried = asyncio.Event()
+
+        async def vain(exchange: PartExchange, key: Key, *args: Any) -> dict[str, Tensor]:
+            own = next(n for n, c in stages.checkpoints.items() if c.exchange is exchange)
+            if own == "coordinator":
+                return await take(exchange, key, *args)
+            assert await stages.checkpoints[own].coordinator.ended(key)
+            tried.set()
+            raise PeerUnreachable("it has gone")
+
+        monkeypatch.setattr(PartExchange, "take", vain)
+        assert await stages.checkpoint(4)
+        await tried.wait()
+        await asyncio.sleep(0.1)
+        assert not stages.of(TransferFailed)
         await stages.close()
 
     play(scenario)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from muletrain import events as ev
 from muletrain.cli.show.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
-from muletrain.cli.show.view import headline
+from muletrain.cli.show.sentences import headline
 from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
@@ -149,19 +149,45 @@ def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:
     assert plain_line(view).endswith("stage 1: no peer; 1 gone")
 
 
+def late(peer_id: str = OTHER_ID, **kw: Any) -> ev.PeerSuspected:
+    return ev.PeerSuspected(peer_id, "late", t=100.0, **kw)
+
+
 def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
-    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), ev.PeerSuspected(OTHER_ID, "late"), done(1)])
+    view = fold([started(), joined("a", 0), joined("b", 1, OTHER_ID), late(), done(30)])
     assert plain_line(view).endswith("stage 0: a (ready); stage 1: b (suspected)")
-    for step in range(2, 30):
-        view.fold(done(step))
+    assert view.asides == []
+    view.fold(done(31))
     assert plain_line(view).endswith("stage 0: a (ready); stage 1: no peer; 1 gone")
     assert "1 gone" in shown(status(view))
     view.fold(applied("b", 1))
     assert plain_line(view).endswith("stage 1: b")
+    assert view.asides == ["b is gone: no answer for 30 s; stage 1 has no peer", "b is back"]
     view.ended("b")
     view.fold(applied("b", 1))
-    view.fold(ev.PeerSuspected(OTHER_ID, "late"))
+    view.fold(late())
     assert plain_line(view).endswith("stage 1: no peer; 1 gone"), "its process is no more, whatever comes of it late"
+
+
+def test_who_goes_on_without_a_peer_that_is_gone_is_said_once() -> None:
+    peers = [joined("a", 0), joined("b", 1, OTHER_ID), joined("c", 1, ID[:-1] + "v")]
+    said = plain([started(), *peers, late(), done(31), late(), done(32)], [9.0] * 9)
+    assert [line for line in said if "b is gone" in line] == ["b is gone: no answer for 30 s; stage 1 goes on with c"]
+
+
+def test_a_refusal_is_told_unless_the_peer_is_admitted_right_after() -> None:
+    refused = [ev.JoinRefused(who, "call before admission", t=100.0) for who in (ID, OTHER_ID)]
+    refused.append(ev.JoinRefused(OTHER_ID, "call before admission", t=110.0))
+    early = [*refused[:2], ev.FrameRefused(ID, "call before admission", t=100.0), ev.Admitted(ID, t=100.5)]
+    said = plain([*early, done(1), done(9), refused[2], done(20)], [9.0] * 9)
+    told = [line for line in said if "was not admitted" in line]
+    assert told == [f"..{OTHER_ID[-8:]} was not admitted: call before admission"]
+
+
+def test_messages_name_peers_of_which_they_have_the_end_of_an_id() -> None:
+    view = fold([started(members={ID: "a"}), late(name="b"), ev.MemberAdmitted(ID[:-1] + "v", "c", 1)])
+    heard = f"{ID[-6:]}: get_progress to {OTHER_ID[-6:]}: step {ID[:-1]}v, /p2p/{ID}"
+    assert view.named(heard) == f"a: get_progress to b: step c, /p2p/{ID}"
 
 
 def test_ids_become_names_and_addresses_stay() -> None:
@@ -187,11 +213,11 @@ def plain(events: Iterable[ev.Event], ticks: Iterable[float]) -> list[str]:
 
 
 def test_plain_lines() -> None:
-    events = [started(), ev.Waiting(["a peer for stage 1"]), joined("a", 0), joined("b", 1, OTHER_ID)]
+    events = [started(params=5_870_000), ev.Waiting(["a peer for stage 1"]), joined("a", 0), joined("b", 1, OTHER_ID)]
     steps = [applied("a", 0), applied("b", 1), done(1), done(2), done(3), done(4)]
     lines = plain([*events, *steps], [0, 0, 4, 5, 5, 6, 7])  # printed at 0 and 5 s, and the last one at the end
     assert lines == [
-        "run r1: 10 steps, 2 stages, 2 peers",
+        "run r1: 10 steps, 5.87M parameters in 2 stages, 2 peers",
         "waiting: a peer for stage 1",
         "a serves stage 0 (cpu, fp32, 1.5M parameters, trainer)",
         "b serves stage 1 (cpu, fp32, 1.5M parameters)",
@@ -215,7 +241,8 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
         (ev.CheckpointWritten(5, "runs/x", 2_000_000, 0.25), ("step 5: runs/x (2 MB, 250 ms)",)),
         (ev.CheckpointFailed(5, "no space"), ("step 5", ": no space")),
         (ev.Evaluated(5, 3.64, 38.09, 100), ("step 5: ", "loss 3.640, perplexity 38.1")),
-        (ev.PeerSuspected(ID, "no answer"), (f"..{ID[-8:]} ", ": no answer")),
+        (ev.PeerSuspected(ID, "no answer"), (f"..{ID[-8:]} does not answer and gets no work: no answer",)),
+        (ev.PeerSuspected(ID, "it trains in another lineage", "b"), ("b gets no work: it trains in",)),
         (
             ev.PeerSuspected(
                 ID,
@@ -233,6 +260,14 @@ def test_sentences(event: ev.Event, facts: tuple[str, ...]) -> None:
     (sentence,) = plain([event], [])
     for fact in facts:
         assert fact in sentence
+
+
+def test_a_machine_that_hears_only_its_own_peers_says_so() -> None:
+    view = RunView(whole=False)
+    for event in (started(), joined("a", 1), done(1)):
+        view.fold(event)
+    assert plain_line(view).endswith("left  this machine: stage 1: a (ready)")
+    assert "this machine's peers; 'muletrain status' shows all" in shown(status(view))
 
 
 def test_a_plain_line_before_anything_is_known() -> None:
@@ -289,15 +324,15 @@ def test_the_final_report(tmp_path: Path) -> None:
             ev.RunFinished(1, 2.0, "all steps done"),
         ]
     )
-    quality = Quality(loss=3.0, unigram=5.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
+    quality = Quality(loss=3.0, unigram=2.9, bigram=4.5, tokens=23456, heldout=23456, counted=9, trained=9)
     text = shown(final_report(view, quality, ["A  [sample]\ntext"], {"run folder": tmp_path, "events": "e.jsonl"}), 160)
     rows = [line.split() for line in text.splitlines()]
     assert "1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
     assert "On 23,456 held-out tokens" in text
     assert "loss [nats/token]" in text
     assert ["this", "run", "3.000", "20.1"] in rows
-    assert ["interpolated", "bigram", "4.500", "90.0", "+1.500", "nats"] in rows
-    assert ["unigram", "5.900", "365.0", "+2.900", "nats"] in rows
+    assert ["interpolated", "bigram", "4.500", "90.0", "better", "by", "1.500", "nats"] in rows
+    assert ["unigram", "2.900", "18.2", "worse", "by", "0.100", "nats"] in rows
     assert "- A [sample] text" in text
     assert ["0", "a", "2", "1", "200", "60%", "10%", "10%", "20%"] in rows
     assert ["1", "b", "2", "1", "250", "75%", "12%", "12%", "0%"] in rows

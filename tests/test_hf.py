@@ -58,6 +58,12 @@ def test_transformers_reads_the_tokenizer(tmp_path: Path, end: str | None) -> No
     assert generation.eos_token_id == (None if end is None else ours.token_to_id(END))
 
 
+def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+    exported(tmp_path)
+    modes = {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    assert modes == {(tmp_path / "config.json").stat().st_mode & 0o777}
+
+
 def test_without_a_tokenizer_none_is_written(tmp_path: Path) -> None:
     exported(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]

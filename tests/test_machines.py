@@ -807,7 +807,7 @@ def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
     console.print(status_of([], ["stage 1 has no peer", "2 more of 4 peers"]))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 4 of 10  loss 4.250  10,000 tokens/s" in text
-    assert ["1", "b", "3", "0", "s", "ago", "id-of-b"] in [line.split() for line in text.splitlines()]
+    assert ["1", "b", "serving", "3", "0", "s", "ago"] in [line.split() for line in text.splitlines()]
     assert "no recent announcement" in text
     assert "stage 1 has no peer, 2 more of 4 peers" in " ".join(text.split())
 
@@ -823,8 +823,23 @@ def test_status_shows_how_old_its_news_is_and_believes_the_fresh() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "step 4 of 10  loss 4.500" in text
     rows = [line.split() for line in text.splitlines()]
-    assert ["0", "a", "9", "25", "s", "ago", "d-of-old"] in rows
-    assert ["0", "a", "4", "0", "s", "ago", "d-of-new"] in rows
+    assert ["0", "a", "suspected", "9", "25", "s", "ago", "d-of-old"] in rows, "two of one name: ids tell them apart"
+    assert ["0", "a", "serving", "4", "0", "s", "ago", "d-of-new"] in rows
+
+
+def test_status_marks_who_does_not_answer() -> None:
+    down = [{"id": f"id-of-{name}", "name": name, "stage": 1} for name in "bc"]
+    peers = [Announced.read("id-of-a", announced(name="a", stage=0, step=4, down=down))]
+    peers += [Announced.read("id-of-b", announced()), Announced.read("id-of-d", announced(name="d", stage=2))]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([p for p in peers if p is not None], ()))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert [row[:3] for row in rows[2:]] == [
+        ["0", "a", "serving"],
+        ["1", "b", "suspected"],
+        ["1", "c", "gone"],
+        ["2", "d", "serving"],
+    ]
 
 
 @pytest.mark.alone

@@ -269,13 +269,13 @@ def frozen_before(text: str, seed: int, before_s: float, for_s: float, liar: Fau
 def test_one_bad_moment_leaves_a_replica_out_of_the_step_and_no_number_changes() -> None:
     outcome = played((2, 2), corrupt("peer-1b", "hundredfold"))
     assert set(outcome.ends.values()) == {"finished"}
-    assert said(outcome, "results_differ step=0 name=peer-1b")
+    assert said(outcome, "results_differ step=1 name=peer-1b")
     assert said(outcome, "peer-1b step_applied step=1 stage=1 skipped=False microbatches=0")
 
 
 def test_who_computes_falsely_step_after_step_leaves() -> None:
     outcome = played((2, 2), corrupt("peer-1b", "nan", 60.0))
-    assert outcome.ends["peer-1b"].startswith("step 1: this peer")
+    assert outcome.ends["peer-1b"].startswith("step 2: this peer")
     assert EXPELLED in outcome.ends["peer-1b"]
 
 

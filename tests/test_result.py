@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from muletrain.cli.actions.session import Session
+from muletrain.cli.show.console import LiveConsole
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
-from muletrain.events import Note, read_events
+from muletrain.events import Note, RunStarted, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.runs import result
@@ -114,6 +117,27 @@ def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
     assert "0 of 0 steps" in out, "the report follows"
     (note,) = read_events(tmp_path / "result.jsonl")
     assert isinstance(note, Note)
+
+
+def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
+    session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200, color_system=None))
+    session.view.fold(
+        RunStarted(
+            run_id="r", config_digest="d", versions={}, steps=9, stages=1, peers=1, microbatches=1, tokens_per_step=1
+        )
+    )
+    with session.interruptible(), session.console:
+        os.kill(os.getpid(), signal.SIGINT)
+        session.poll()
+    assert "stopping after this step; checkpoint and report follow (Ctrl-C again ends at once)" in screen.getvalue()
+    session.checkpoint = tmp_path / "gone"
+    session.report()
+    session.close()
+    assert f"muletrain run --resume {tmp_path}   # go on" in screen.getvalue()
+    assert "0 of 9 steps" in capsys.readouterr().out
 
 
 def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

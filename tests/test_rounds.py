@@ -197,7 +197,7 @@ def peer_1c_tries(attempt: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_replica_that_tries_far_ahead_does_not_use_up_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     peer_1c_tries(far := MAX_NUMBER - 1, monkeypatch)
     outcome = played((2, 3), Fault(0.0, "kill", ("peer-1b",), on="shard"))
-    assert said(outcome, f"averaging_failed step=0 attempt={far} "), "that attempt failed, and another had to follow"
+    assert said(outcome, f"averaging_failed step=1 attempt={far} "), "that attempt failed, and another had to follow"
     assert outcome.virtual_s < 30
 
 

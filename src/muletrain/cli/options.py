@@ -72,7 +72,10 @@ Announce = Annotated[
 ]
 MachineName = Annotated[
     str | None,
-    typer.Option(help="Name of this machine in the run; with a plan, its name in the plan. Default: the host name."),
+    typer.Option(
+        help="Name of this machine in the run, as tables and messages show it; with a plan, its name in the plan. "
+        "Default: the host name; for 'join' with four random digits behind it."
+    ),
 ]
 TICKET_VARIABLE = "MULETRAIN_TICKET"
 OwnTicket = Annotated[
@@ -81,7 +84,8 @@ OwnTicket = Annotated[
         metavar="TICKET",
         envvar=TICKET_VARIABLE,
         callback=read_ticket,
-        help="Ticket, a file that contains it, or '-' for standard input. Default: the run that this machine is in.",
+        help="Ticket, a file that contains it, or '-' for standard input. Without it, run the command in the folder "
+        "where 'start' or 'join' was called.",
     ),
 ]
 

@@ -121,7 +121,7 @@ class DataConfig(Section):
     path: str = Field(
         default="pydoc",
         description="files or globs (text, .jsonl, .parquet; ',' separates), 'hf:NAME' for a Hugging Face dataset, "
-        "or 'pydoc' for the documentation that ships with Python",
+        "or 'pydoc' for the documentation that ships with Python; relative paths count from the folder where the command runs",
     )
     field: str = Field(default="text", description="column of .jsonl, .parquet and Hugging Face rows")
     tokenizer: str = Field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from muletrain.events.event import Event, Number
@@ -27,6 +27,10 @@ class RunStarted(Event):
     tokens_per_step: int
     first_step: int = 0
     """Steps done before, in a resumed run."""
+    params: int = 0
+    """Size of the whole model [parameters]."""
+    members: dict[str, str] = field(default_factory=dict)
+    """Names of the peers that begin, by id."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ class PeerSuspected(Event):
 
     peer_id: str
     reason: str
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Note(Event):
 
 
 class Notice(Event, abstract=True):
-    """Base of events with a sentence: ``TEXT``, with field names in braces."""
+    """Base of events with a sentence: ``TEXT``, with field names in braces. ``step`` counts from 1, as in ``StepDone``."""
 
     TEXT: ClassVar[str]
     level: ClassVar[Level] = "warning"

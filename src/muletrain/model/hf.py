@@ -7,6 +7,7 @@ here: what would change the outputs (biases, scaled rotary embeddings, other hea
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,6 +205,9 @@ def _save(shard: dict[str, Tensor], path: Path) -> None:
     save_file(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in shard.items()}, path, {"format": "pt"}
     )
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # ``save_file`` leaves files that only their owner can read
 
 
 def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -195,6 +195,8 @@ def _started(facts: RunFacts, roster: Roster) -> RunStarted:
         microbatches=config.microbatches,
         tokens_per_step=config.train.batch * facts.spec.context,
         first_step=roster.genesis.first_step,
+        params=sum(facts.spec.stage_params(facts.cut, stage) for stage in range(config.fleet.stages)),
+        members={m.id: m.name for m in roster.genesis.members},
     )
 
 

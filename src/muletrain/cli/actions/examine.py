@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muletrain.cli.show.console import make_console
-from muletrain.cli.show.view import printable
+from muletrain.cli.show.sentences import printable
 from muletrain.config.load import load_config
 from muletrain.runs.doctor.examination import Question, examine
 from muletrain.units import plural

@@ -80,6 +80,7 @@ def _serve(specs: list[WorkerSpec], limits: Limits, *, json: bool) -> bool:
         session = JoinSession(folder, fleet, limits, json=json)
         try:
             with session.interruptible(), session.console:
+                session.say(f"this machine is {', '.join(spec.name for spec in specs)}; --name chooses another name")
                 for spec in specs:
                     fleet.begin(spec.model_copy(update={"folder": str(folder)}))
                 session.watch()

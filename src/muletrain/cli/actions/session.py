@@ -60,14 +60,17 @@ class Session:
         self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
         self._disk = DiskWatch(folder)
-        self._interrupts = 0
+        self._interrupts, self._heard = 0, False
         self._asked: float | None = None
         self.chaos: Injector | None = None
         self.founder: str | None = None
         """Name of our founding peer, which measures the fleet on request."""
 
     def poll(self) -> None:
-        """Handle the events since the last poll."""
+        """Handle the events since the last poll, and the first Ctrl-C."""
+        if self._interrupts and not self._heard:
+            self._heard = True
+            self.end_in_order()
         for event in self._tail.poll():
             self.show(event)
             if self.chaos is not None:
@@ -93,8 +96,9 @@ class Session:
             self.errors.setdefault(event.message, []).append(event.peer)
 
     def say(self, text: str) -> None:
-        if not self.json:
-            make_console().print(text, soft_wrap=True)
+        """Print to people, above the live view, which would overwrite what another console prints."""
+        if isinstance(self.console, LiveConsole):
+            self.console.console.print(text, soft_wrap=True, markup=False)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -104,7 +108,6 @@ class Session:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-            self.end_in_order()
 
         before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -114,9 +117,11 @@ class Session:
                 signal.signal(number, handler)
 
     def end_in_order(self) -> None:
-        """Ask the processes to end; the first Ctrl-C calls this."""
+        """Ask the processes to end: the first Ctrl-C does so at the next poll."""
         self._asked = time.monotonic()
-        self.say("\nending the run in order, with a checkpoint; press Ctrl-C again to end it at once")
+        training = self.view.started is not None
+        what = "after this step; checkpoint and report follow" if training else "before the first step"
+        self.say(f"\nstopping {what} (Ctrl-C again ends at once)")
         self.fleet.stop()
 
     @property
@@ -159,7 +164,7 @@ class Session:
             self.fleet.stop()
 
     def _reasons(self) -> str:
-        return "; ".join(f"{', '.join(peers)}: {message}" for message, peers in self.errors.items())
+        return self.view.named("; ".join(f"{', '.join(peers)}: {text}" for text, peers in self.errors.items()))
 
     def _tell_of_ended(self) -> None:
         """Report killed processes, which cannot report it themselves."""
@@ -207,6 +212,8 @@ class Session:
 
     def _report(self) -> None:
         self._bring_home()
+        if self.checkpoint is not None:
+            self.say("measuring the model on held-out text, for up to a minute (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,
@@ -218,14 +225,13 @@ class Session:
             paths |= {"checkpoint": self.checkpoint}
         if self.json:
             return
-        console = make_console()
-        console.print(final_report(self.view, evaluation, texts, paths))
+        make_console().print(final_report(self.view, evaluation, texts, paths))
         if self.checkpoint is not None:
-            console.print(f'\nmuletrain generate {self.folder} "The "   # more text from this model', soft_wrap=True)
-            console.print(
-                f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers",
-                soft_wrap=True,
-            )
+            self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
+            self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
+            if self.view.step < self.view.steps:
+                command = "run" if self.founder is None else "start"
+                self.say(f"muletrain {command} --resume {self.folder}   # go on")
 
     def _evaluate(self) -> tuple[Quality | None, list[str]]:
         """Quality and samples of the last checkpoint, as far as possible; failures become warnings."""

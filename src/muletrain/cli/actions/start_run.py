@@ -87,7 +87,8 @@ def _serve(session: Session, founder: WorkerSpec, others: list[WorkerSpec], conf
                 session.fleet.begin(other.model_copy(update={"ticket": str(ticket)}))
             if session.json:
                 print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
-            session.say(f"Run this on every other machine:\n\nmuletrain join {ticket}\n")
+            names = ", ".join(spec.name for spec in (founder, *others))
+            session.say(f"This machine is {names}. Run this on every other one:\n\nmuletrain join {ticket}\n")
             if (place := config.checkpoint.place) is not None:
                 session.say(f"On machines that can write to {place} themselves, add: --place {place}\n")
             session.say(

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
-from muletrain.cli.show.status import Announced, furthest, status_of
-from muletrain.cli.show.view import printable
+from muletrain.cli.show.sentences import printable
+from muletrain.cli.show.status import Announced, furthest, gone, state_of, status_of
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable
 from muletrain.runs.folder import ROOT, held, temporary_folder
 from muletrain.runs.join.ticket import Ticket
@@ -52,8 +52,10 @@ def show_status(ticket: str | None, *, json: bool) -> None:
     if json:
         at = furthest(peers).model_dump() if peers else {}
         numbers = {key: at.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
-        listed = [p.model_dump(exclude={"loss", "tokens_per_s", "left"}) for p in peers]
-        print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed}))
+        own = [p.model_dump(exclude={"loss", "tokens_per_s", "left", "down"}) for p in peers]
+        listed = [{**dump, "state": state_of(p, peers)} for dump, p in zip(own, peers, strict=True)]
+        lost = [d.model_dump() for d in gone(peers)]
+        print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed, "gone": lost}))
     else:
         make_console().print(status_of(peers, missing))
 

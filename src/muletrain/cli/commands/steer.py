@@ -38,6 +38,7 @@ def kick(
 def ticket() -> None:
     """Print a ticket for the run that this machine is in.
 
+    Run it in the folder where 'start' or 'join' was called.
     Everyone who has the ticket can join: treat it as a password."""
     from muletrain.cli.actions.visit import own_ticket
 

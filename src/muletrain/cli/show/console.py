@@ -18,7 +18,8 @@ from rich.text import Text
 
 from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
-from muletrain.cli.show.view import PeerView, RunView, headline, is_warning, printable
+from muletrain.cli.show.sentences import headline, is_warning, printable
+from muletrain.cli.show.view import PeerView, RunView
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_bytes, format_duration, plural
 
@@ -90,12 +91,17 @@ class LiveConsole:
         """Fold the event; print its sentence, and a progress line if the last one is old enough."""
         with self._lock:
             news = self.view.fold(event)
+            asides, self.view.asides = self.view.asides, []
         sentence = headline(event, self.view) if news else None
         if sentence:
-            style = "yellow" if is_warning(event) else None
-            self.console.print(Text(printable(sentence), style=style or ""), soft_wrap=True)
+            self._print(sentence, "yellow" if is_warning(event) else "")
+        for aside in asides:
+            self._print(aside, "yellow")
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
+
+    def _print(self, sentence: str, style: str) -> None:
+        self.console.print(Text(printable(sentence), style=style), soft_wrap=True)
 
     def _print_line(self) -> None:
         self._next_line = self._now() + self._interval_s
@@ -129,8 +135,10 @@ def plain_line(view: RunView) -> str:
     """Progress as one line, for logs and pipes."""
     stages = view.stages(present=True).items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'no peer'}" for s, peers in stages)
+    if peers and not view.whole:
+        peers = f"this machine: {peers}"
     gone = f"; {gone} gone" if (gone := view.gone()) else ""
-    helping = sum(c.state == "working" for c in view.clients.values())
+    helping = view.clients.working()
     gone += f"; {plural(helping, 'client')}" if view.clients else ""
     return (
         f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
@@ -147,6 +155,8 @@ def status(view: RunView) -> RenderableType:
         parts.append(Text("waiting: " + ", ".join(view.missing), style="yellow"))
     if view.peers:
         parts.append(_peers(view))
+        if not view.whole:
+            parts.append(Text("this machine's peers; 'muletrain status' shows all", style="dim"))
     if view.clients:
         parts.append(Text(_clients(view), style="dim"))
     return Group(*parts)
@@ -179,7 +189,7 @@ def _peers(view: RunView) -> RenderableType:
 def _clients(view: RunView) -> str:
     """The clients at work: how many they are, and what they did."""
     of_stages = []
-    for stage, clients in view.helping().items():
+    for stage, clients in view.clients.by_stage().items():
         working = sum(c.state == "working" for c in clients)
         of_stages.append(f"stage {stage}: {working}, {plural(sum(c.parts for c in clients), 'part')}")
     return f"clients  {'; '.join(of_stages)}"

@@ -53,13 +53,13 @@ def _summary(view: RunView) -> str:
 def quality_table(q: Quality) -> RenderableType:
     part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
     title = f"On {q.tokens:,} held-out tokens{part}"
-    table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is better by"])
+    table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
         if loss is None:
             table.add_row(name, "-", "-", "-")
         else:
-            table.add_row(name, f"{loss:.3f}", _perplexity(loss), f"{loss - q.loss:+.3f} nats")
+            table.add_row(name, f"{loss:.3f}", _perplexity(loss), _compared(loss - q.loss))
     if q.bigram is None:
         return Group(table, Text(f"too few training tokens for a unigram or bigram: {q.trained:,}", style="dim"))
     if q.counted < q.trained:
@@ -117,7 +117,7 @@ def _links(view: RunView) -> RenderableType:
 
 def _clients(view: RunView) -> RenderableType:
     table = report_table("Clients", ["stage", "client", ""], ["parts", "late", "redone"])
-    for stage, clients in view.helping().items():
+    for stage, clients in view.clients.by_stage().items():
         for c in clients:
             table.add_row(str(stage), escape(c.name), c.state, *map(str, (c.parts, c.late, c.redone)))
     return table
@@ -147,6 +147,11 @@ def report_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table
 
 def _section(title: str, body: RenderableType) -> RenderableType:
     return Group(Text(title, style="bold"), body)
+
+
+def _compared(ahead: float) -> str:
+    """How far this run is ahead of a model [nats/token], in words."""
+    return f"{'better' if ahead >= 0 else 'worse'} by {abs(ahead):.3f} nats"
 
 
 def _perplexity(loss: float) -> str:

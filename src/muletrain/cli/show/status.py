@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.cli.show.view import printable
+from muletrain.cli.show.sentences import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,18 +37,64 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableT
     figures = [f"step {at.step} of {at.steps}"]
     if at.loss is not None and at.tokens_per_s is not None:
         figures += [f"loss {at.loss:.3f}", f"{at.tokens_per_s:,.0f} tokens/s"]
+    return Group(Text("  ".join(figures), style="bold"), _table(peers, at))
+
+
+def gone(peers: Sequence[Announced]) -> list[Down]:
+    """Those that do not answer the furthest member, and announce themselves no more."""
+    announced = {p.id for p in peers}
+    return [d for d in furthest(peers).down if d.id not in announced] if peers else []
+
+
+def state_of(peer: Announced, peers: Sequence[Announced]) -> str:
+    """'suspected': the furthest member gets no answer from it, or its announcement is stale."""
+    silent = peer.age_s > FRESH_S or peer.id in {d.id for d in furthest(peers).down}
+    return "suspected" if silent else "serving"
+
+
+def _table(peers: Sequence[Announced], at: Announced) -> Table:
+    """The peers by stage; with ids only if two of them have one name."""
+    lost = gone(peers)
+    names = [*(p.name for p in peers), *(d.name for d in lost)]
+    alike = len(set(names)) < len(names)
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
     pooled = any(p.clients is not None for p in peers)
-    for header in ("stage", "peer", "step", "seen", "id", *(["clients"] if pooled else [])):
+    for header in (
+        "stage",
+        "peer",
+        "state",
+        "step",
+        "seen",
+        *(["clients"] if pooled else []),
+        *(["id"] if alike else []),
+    ):
         table.add_column(header, justify="right" if header in ("step", "seen", "clients") else "left")
+
+    def row(stage: int, peer: Text, who: str, *cells: str, clients: str = "") -> None:
+        table.add_row(str(stage), peer, *cells, *([clients] if pooled else []), *([who[-8:]] if alike else []))
+
     for stage in range(at.stages):
         for p in (of_stage := [p for p in peers if p.stage == stage]):
-            role = " (trainer)" if p.trainer else ""
-            clients = [] if p.clients is None else [str(p.clients)]
-            table.add_row(str(stage), Text(p.name + role), str(p.step), f"{p.age_s:.0f} s ago", p.id[-8:], *clients)
+            role, seen = " (trainer)" if p.trainer else "", f"{p.age_s:.0f} s ago"
+            clients = "" if p.clients is None else str(p.clients)
+            row(stage, Text(p.name + role), p.id, state_of(p, peers), str(p.step), seen, clients=clients)
         if not of_stage:
-            table.add_row(str(stage), Text("no recent announcement", style="bold red"), "", "", "")
-    return Group(Text("  ".join(figures), style="bold"), table)
+            row(stage, Text("no recent announcement", style="bold red"), "", "", "", "")
+        for d in lost:
+            if d.stage == stage:
+                row(stage, Text(d.name), d.id, "gone", "-", "-")
+    return table
+
+
+Name = Annotated[str, Field(min_length=1, max_length=128), AfterValidator(printable)]
+
+
+class Down(BaseModel):
+    """A peer that does not answer another one."""
+
+    id: Annotated[str, Field(max_length=128), AfterValidator(printable)]
+    name: Name
+    stage: Annotated[int, Field(ge=0)]
 
 
 class Announced(BaseModel):
@@ -59,7 +105,7 @@ class Announced(BaseModel):
     id: str
     age_s: float
     """Age of the announcement [s]."""
-    name: Annotated[str, Field(min_length=1, max_length=128), AfterValidator(printable)]
+    name: Name
     stage: Annotated[int, Field(ge=0)]
     stages: Annotated[int, Field(ge=1, le=4096)]
     trainer: bool
@@ -72,6 +118,8 @@ class Announced(BaseModel):
     """Clients that compute for it; None: the run has none."""
     left: bool = False
     """Whether it left in order."""
+    down: Annotated[tuple[Down, ...], Field(max_length=64)] = ()
+    """Peers that do not answer this member."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from muletrain import events as ev
+from muletrain.cli.show.clients import ClientsView
 from muletrain.cli.show.injected_faults import FaultsView
-from muletrain.units import format_bytes, format_count, format_duration, plural
+from muletrain.cli.show.sentences import headline, is_warning
 
 SMOOTHING = 0.9
 """Weight of the past in the shown loss: about the last ten steps."""
 WINDOW = 20
 """Steps over which speed is measured."""
-FORGOTTEN = 20
-"""Steps after which a suspected peer is no longer shown."""
+GONE_S = 30.0
+"""Seconds after which a suspected peer is gone: then another peer adopts its stage (``fleet.adopt_after``)."""
+ENTERS_S = 5.0
+"""Seconds that a peer has to be admitted before its first, refused question is news."""
+BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
 FINAL = frozenset(
     {"expelled", "removed", "ended"}
 )  # states that nothing ends: what such a peer said last may come late
-GONE = FINAL | {"left", "replaced"}  # states of peers of which nothing more is to be expected
+GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
 
 
 @dataclass
@@ -36,8 +40,8 @@ class PeerView:
     params: int = 0
     threads: int = 0
     state: str = "joining"
-    suspected_at: int = 0
-    """Step of the run at which it became suspected."""
+    suspected_at: float = 0.0
+    """Wall time at which it became suspected [s]."""
     step: int = 0
     microbatches: int = 0
     recomputed: int = 0
@@ -63,18 +67,6 @@ class PeerView:
         return sum(sum(c.values()) if kind is None else c[kind] for c in self.sent.values())
 
 
-@dataclass
-class ClientView:
-    """One client (strategy ``hub``), from its own events and those of its servers."""
-
-    name: str
-    stage: int = -1
-    state: str = "working"
-    parts: int = 0
-    late: int = 0
-    redone: int = 0
-
-
 class RunView:
     """The state of a run after the events folded so far."""
 
@@ -88,8 +80,7 @@ class RunView:
         self.peers: dict[str, PeerView] = {}
         """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
         took over: by id."""
-        self.clients: dict[str, ClientView] = {}
-        """By name."""
+        self.clients = ClientsView()
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
         """Set while machines and links are measured."""
@@ -98,7 +89,13 @@ class RunView:
         self.faults = FaultsView(self.name_of)
         self.step = 0
         self.last: ev.StepDone | None = None
+        self.asides: list[str] = []
+        """Sentences that follow from several events, to be shown once."""
         self._by_id: dict[str, PeerView] = {}
+        self._names: dict[str, str] = {}
+        """Names by id, and by the ends of ids that messages have; also of peers whose events do not arrive here."""
+        self._strangers: dict[str, ev.JoinRefused | ev.FrameRefused] = {}
+        """Peers that asked for something before they were admitted, which happens when all enter at once."""
         self._tokens: dict[int, int] = {}  # of each step
         self._begin, self._end = math.inf, -math.inf  # of all steps, wall time [s]
         self._loss = 0.0
@@ -156,20 +153,31 @@ class RunView:
         return sum(map(self._has_gone, self.peers.values()))
 
     def _has_gone(self, peer: PeerView) -> bool:
-        return peer.state in GONE or (peer.state == "suspected" and self.step - peer.suspected_at > FORGOTTEN)
+        return peer.state in GONE
 
     def ended(self, name: str) -> None:
         """Note that the process of the peer ``name`` was killed."""
         if name in self.peers:
             self.peers[name].state = "ended"
-        if name in self.clients:
-            self.clients[name].state = "ended"
+        self.clients.ended(name)
 
     def name_of(self, peer_id: str) -> str:
         """A peer's name; before it has joined, the end of its id (all ids begin alike)."""
         known = self._by_id.get(peer_id) or self.peers.get(peer_id)
-        is_id = len(peer_id) > 40 and peer_id.isalnum()  # base58 of a key, not an address
-        return known.name if known is not None else f"..{peer_id[-8:]}" if is_id else peer_id
+        return known.name if known is not None else self.named(peer_id)
+
+    def named(self, text: str) -> str:
+        """``text`` with names in place of ids and of their ends. Of an unknown id the end stays."""
+
+        def name(found: re.Match[str]) -> str:
+            word = found[0]
+            return self._names.get(word) or (f"..{word[-8:]}" if len(word) > 40 else word)
+
+        return BASE58.sub(name, text)
+
+    def _learn(self, peer_id: str, name: str) -> None:
+        if name:
+            self._names |= {peer_id[-n:]: name for n in (6, 8, len(peer_id)) if n <= len(peer_id)}
 
     def tokens_per_microbatch(self) -> float:
         """Tokens of a microbatch at full sequence length."""
@@ -178,8 +186,12 @@ class RunView:
     def fold(self, event: ev.Event) -> bool:
         """Fold one event. Returns False if it is no news: a repeated warning, or a step reported twice."""
         self.faults.fold(event)
+        self._hear_of_strangers(event)
+        self.clients.fold(event)
         match event:
             case ev.RunStarted():
+                for peer_id, name in event.members.items():
+                    self._learn(peer_id, name)
                 news, self.started = self.started is None, self.started or event
                 return news
             case ev.PeerJoined():
@@ -193,20 +205,18 @@ class RunView:
                 return news
             case ev.FleetMeasured() | ev.ProbeFailed():
                 self.probing = None
-            case ev.ClientBegan() | ev.ClientEnlisted():
-                self._client(event.name, event.stage).state = "working"
-            case ev.ClientLost():
-                self._client(event.name).state = "gone"
-            case ev.ClientFinished():
-                self._client(event.peer).state = "finished"
-            case ev.PoolWorked():
-                self._pool(event)
             case ev.StepApplied():
                 self._apply(event)
             case ev.StepDone():
                 return self._done(event)
             case ev.PeerSuspected():
+                self._learn(event.peer_id, event.name)
                 self._suspect(event)
+            case ev.MemberAdmitted():
+                self._learn(event.peer_id, event.name)
+            case ev.JoinRefused() | ev.FrameRefused() if event.reason.endswith("before admission"):
+                self._strangers.setdefault(event.remote, event)
+                return False
             case ev.MicrobatchRerouted():
                 self.rerouted += 1
             case ev.PeerLeft():
@@ -244,31 +254,14 @@ class RunView:
         for key in ("peer_id", "name", "stage", "device", "precision", "trainer", "params", "threads"):
             setattr(peer, key, getattr(event, key))
         peer.state = "ready"
+        self._learn(peer.peer_id, peer.name)
         self.missing = []
-
-    def _client(self, name: str, stage: int | None = None) -> ClientView:
-        client = self.clients.setdefault(name, ClientView(name))
-        client.stage = client.stage if stage is None else stage
-        return client
-
-    def _pool(self, event: ev.PoolWorked) -> None:
-        for name, counts in event.clients.items():
-            client = self._client(name, event.stage)
-            client.parts += counts.get("parts", 0)
-            client.late += counts.get("late", 0)
-            client.redone += counts.get("redone", 0)
-
-    def helping(self) -> dict[int, list[ClientView]]:
-        """Clients by stage, both in order."""
-        found: dict[int, list[ClientView]] = {}
-        for client in sorted(self.clients.values(), key=lambda c: (c.stage, c.name)):
-            found.setdefault(client.stage, []).append(client)
-        return found
 
     def _set_aside(self, peer: PeerView) -> None:
         """Rename a peer whose name another one took over."""
         self.peers[peer.peer_id] = peer
         peer.name = f"{peer.name} ({peer.peer_id[-8:]})"
+        self._learn(peer.peer_id, peer.name)
         peer.state = peer.state if peer.state in GONE else "replaced"
 
     def _gone(self, peer_id: str, state: str) -> None:
@@ -278,6 +271,8 @@ class RunView:
     def _apply(self, event: ev.StepApplied) -> None:
         peer = self.peers.setdefault(event.peer, PeerView(event.peer))
         peer.stage, peer.step = event.stage, event.step
+        if peer.state == "gone":
+            self.asides.append(f"{peer.name} is back")
         peer.state = peer.state if peer.state in FINAL else "training"
         peer.microbatches += event.microbatches
         peer.recomputed += event.recomputed
@@ -299,110 +294,34 @@ class RunView:
         if math.isfinite(event.loss):
             self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * event.loss
             self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        self._give_up()
         return True
 
     def _suspect(self, event: ev.PeerSuspected) -> None:
         peer = self._by_id.get(event.peer_id)
         if peer is not None and peer.state != "suspected" and peer.state not in GONE:
-            peer.state, peer.suspected_at = "suspected", self.step
+            peer.state, peer.suspected_at = "suspected", event.t
+
+    def _give_up(self) -> None:
+        """Note the peers that were suspected for so long that they are gone."""
+        for peer in self.peers.values():
+            if peer.state == "suspected" and self._end - peer.suspected_at > GONE_S:
+                peer.state = "gone"
+                others = ", ".join(p.name for p in self.stages(present=True).get(peer.stage, ()))
+                left = f"stage {peer.stage} goes on with {others}" if others else f"stage {peer.stage} has no peer"
+                self.asides.append(f"{peer.name} is gone: no answer for {GONE_S:.0f} s; {left}")
+
+    def _hear_of_strangers(self, event: ev.Event) -> None:
+        """Forget strangers that are admitted now, and tell of those that were not."""
+        if isinstance(event, (ev.Admitted, ev.MemberAdmitted, ev.PeerJoined)):
+            self._strangers.pop(event.peer_id, None)
+        for remote, refused in list(self._strangers.items()):
+            if event.t - refused.t > ENTERS_S:
+                del self._strangers[remote]
+                if self._warn(refused):
+                    self.asides.append(headline(refused, self) or "")
 
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event
         if event.peer in self.peers:
             self.peers[event.peer].state = "finished"
-
-
-def printable(text: str) -> str:
-    """Untrusted ``text`` on one line, without control characters."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
-
-
-def is_warning(event: ev.Event) -> bool:
-    """Whether the event is a warning."""
-    kinds = (
-        ev.JoinRefused,
-        ev.FrameRefused,
-        ev.PeerSuspected,
-        ev.PeerBanned,
-        ev.PeerExpelled,
-        ev.CheckpointFailed,
-        ev.SteppedBack,
-        ev.ProbeFailed,
-    )
-    return isinstance(event, kinds) or (isinstance(event, (ev.Note, ev.Notice)) and event.level != "info")
-
-
-def _stepped_back(event: ev.SteppedBack, view: RunView) -> str:
-    """The sentence; the process that reports it may be behind, or a newcomer without a step."""
-    stages = f"stage{'s' if len(event.lost) > 1 else ''} {', '.join(map(str, event.lost))}"
-    where = f"the checkpoint of step {event.to}" if event.to else "the beginning"
-    moves = f"; {', '.join(event.moves)}" if event.moves else ""
-    step = max(event.step, view.step)
-    origin = f"from step {step} " if step > event.to else ""
-    return f"{stages} lost all peers: the run steps back {origin}to {where}{moves}"
-
-
-def essence(reason: str) -> str:
-    """``reason`` without the addresses that the network's daemon tried; the event has them."""
-    return re.sub(r": (?:Connect failed\. msg=)?failed to dial.*: ([^:]+)$", r": \1", reason, flags=re.DOTALL)
-
-
-def headline(event: ev.Event, view: RunView) -> str | None:
-    """The event as a sentence; None for events that only change numbers."""
-    match event:
-        case ev.RunStarted():
-            return f"run {event.run_id}: {plural(event.steps, 'step')}, {plural(event.stages, 'stage')}, {plural(event.peers, 'peer')}"
-        case ev.PeerJoined():
-            role = ", trainer" if event.trainer else ""
-            size = f"{format_count(event.params)} parameters"
-            return f"{event.name} serves stage {event.stage} ({event.device}, {event.precision}, {size}{role})"
-        case ev.Waiting():
-            return f"waiting: {', '.join(event.missing)}" if event.missing else "nothing is missing any more"
-        case ev.ProbeProgress():
-            return event.what
-        case ev.FleetMeasured():
-            return f"measured {plural(len(event.peers), 'peer')}: {event.path}"
-        case ev.ProbeFailed():
-            return f"the fleet was not measured: {event.reason}"
-        case ev.JoinRefused():
-            return f"{event.remote} was not admitted: {event.reason}"
-        case ev.FrameRefused():
-            return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
-        case ev.PeerSuspected():
-            return f"{view.name_of(event.peer_id)} is suspected and gets no work: {essence(event.reason)}"
-        case ev.PeerBanned():
-            return f"{view.name_of(event.peer_id)} is banned for {format_duration(event.seconds)}: it keeps sending malformed messages"
-        case ev.PeerExpelled():
-            return f"{event.name} was expelled after step {event.step}: its results differ from those of its replicas"
-        case ev.MemberRemoved():
-            return f"{event.name} was removed by the run's owner"
-        case ev.PeerLeft():
-            return f"{event.name} left in order after step {event.step}"
-        case ev.LineageLeft():
-            apart = event.step - event.forked_at + 1
-            return (
-                f"{event.peer}: a partition since step {event.forked_at} healed; this peer drops {plural(apart, 'step')} of its own side, "
-                f"and takes the other side's state after step {event.to_step}"
-            )
-        case ev.FaultInjected():
-            return f"chaos: {event.planned} hits {', '.join(event.who)} after step {event.step}"
-        case ev.CheckpointWritten():
-            cost = f"{format_bytes(event.bytes)}, {format_duration(event.seconds)}"
-            return f"checkpoint of step {event.step}: {event.path} ({cost})"
-        case ev.CheckpointFailed():
-            return f"the checkpoint of step {event.step} failed: {event.reason}"
-        case ev.SteppedBack():
-            return _stepped_back(event, view)
-        case ev.Evaluated():
-            return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
-        case ev.ClientBegan():
-            size = f"{format_count(event.params)} parameters"
-            return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"
-        case ev.ClientFinished():
-            return f"{event.peer} ended after {format_duration(event.seconds)}: {event.reason}"
-        case ev.ClientLost():
-            return replace(event, reason=essence(event.reason)).message
-        case ev.Note() | ev.Notice():
-            return event.message
-        case _:
-            return None

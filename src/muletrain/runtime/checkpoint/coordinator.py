@@ -135,7 +135,8 @@ class Coordinator:
             try:
                 await ctx.clock.deadline(self._do_ours(opened), self._left_s(opened), "its parts")
             except (NetworkError, ProtocolError, CheckpointError) as e:
-                ctx.emit(TransferFailed(what=f"a part of checkpoint {key.step}", reason=str(e)))
+                if opened.ended is None:  # otherwise the coordinator has all parts, and the holders may have gone
+                    ctx.emit(TransferFailed(what=f"a part of checkpoint {key.step}", reason=str(e)))
             if complete:
                 return
             if opened.ended is not None:

@@ -282,7 +282,7 @@ class FailureDetector:
         again."""
         self.clear(peer)
         if self._peer.roster.dead(peer, declines=declines):
-            self._peer.emit(PeerSuspected(peer_id=peer, reason=reason))
+            self._peer.emit(PeerSuspected(peer_id=peer, reason=reason, name=self._peer.roster.name(peer)))
             self.give_up(peer, reason)
             if not reached:
                 self._peer.net.give_up(peer)

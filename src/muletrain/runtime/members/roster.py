@@ -231,6 +231,10 @@ class Roster:
         """``peer`` said that nobody should count on it, and was not heard of since."""
         return self._dead.get(peer, False)
 
+    def down(self) -> list[Member]:
+        """Returns the members that do not answer, the latest last."""
+        return [self._members[p] for p, declines in self._dead.items() if not declines]
+
     def alive(self, peer: str) -> bool:
         """``peer`` was heard of, perhaps after it left, since it was needed after all; only ``FailureDetector`` calls
         this. Returns True if it was not counted on before."""

@@ -111,7 +111,7 @@ class Trainer:
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
             owners = sorted({self._ctx.roster.name(self._claimant(i, turn - 1)) for i in theirs})
-            self._ctx.emit(OrphansTaken(step=self._step, owners=", ".join(owners), microbatches=len(theirs)))
+            self._ctx.emit(OrphansTaken(step=self._step + 1, owners=", ".join(owners), microbatches=len(theirs)))
             await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, sender: PeerId, gap: Gap) -> None:
@@ -215,7 +215,7 @@ class Trainer:
                     accumulate, loss = await self._still_missing(index, accumulate)
                     self._dispatcher.refresh()
         raise MuletrainError(
-            f"step {self._step}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
+            f"step {self._step + 1}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:

@@ -14,6 +14,8 @@ from muletrain.runtime.peer.messages import Report
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: it may be ahead of us, and steps
 after a rollback are done again."""
+SHOWN_DOWN = 8
+"""Peers that do not answer which 'muletrain status' shows; in a long run many go."""
 
 
 if TYPE_CHECKING:
@@ -129,6 +131,7 @@ class Reporting:
         if ctx.helpers is not None:
             status["clients"] = ctx.helpers()
         status |= {"step": step, "steps": plan.steps, "left": left}
+        status["down"] = [{"id": m.id, "name": m.name, "stage": m.stage} for m in self._ctx.roster.down()[-SHOWN_DOWN:]]
         if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
             status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
         return status

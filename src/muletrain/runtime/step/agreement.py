@@ -174,7 +174,7 @@ class RoundAgreement:
     async def look_on(self) -> None:
         """Abstain while others run our part again. Ends when they are lost; waiting raises when they hold a round."""
         announced = self._state.announced
-        self._ctx.emit(LeftBehind(step=self._state.step))
+        self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()
         self._reruns.drop()

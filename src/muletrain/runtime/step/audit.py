@@ -56,8 +56,8 @@ class _LeftOut:
 def computes_falsely(step: int) -> Expelled:
     """The error that ends a peer whose gradients up to ``step`` were false."""
     return Expelled(
-        f"step {step}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator may be faulty: "
-        f"test them before it joins again"
+        f"step {step + 1}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator "
+        f"may be faulty: test them before it joins again"
     )
 
 
@@ -95,7 +95,7 @@ class Audit:
             return
         if not np.isfinite(unpacked(await self.sketch())).all():
             self._reconsidered = True
-            self._ctx.emit(InputsNotFinite(step=self._state.step))
+            self._ctx.emit(InputsNotFinite(step=self._state.step + 1))
             self._reruns.drop()
 
     def cover(self, seals: Mapping[PeerId, Seal]) -> tuple[dict[PeerId, frozenset[int]], Cover]:
@@ -126,7 +126,7 @@ class Audit:
         self._ever_left_out.update(suspects)
         for member in suspects:
             who = "it" if len(seals) == 1 else "another replica"
-            self._ctx.emit(GradientStandsOut(step=self._state.step, name=self._ctx.roster.name(member), who=who))
+            self._ctx.emit(GradientStandsOut(step=self._state.step + 1, name=self._ctx.roster.name(member), who=who))
 
     def _obey(self, seals: Mapping[PeerId, Seal], out: set[PeerId]) -> None:
         """If this peer's accumulator is left out, empty it, and accept nothing while another replica can."""
@@ -151,7 +151,7 @@ class Audit:
         if alike(before.claim, second):
             return
         for member in before.members:
-            self._ctx.emit(ResultsDiffer(step=self._state.step, name=self._ctx.roster.name(member)))
+            self._ctx.emit(ResultsDiffer(step=self._state.step + 1, name=self._ctx.roster.name(member)))
             if member in seals and seals[member].gave_up and not seals[member].excused:
                 steps = self._standing.offences.get(member, ())
                 self._standing.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]

@@ -137,7 +137,7 @@ class Company:
                 steps = min(APART_MAX, 2 * apart.get(peer, (0, APART // 2))[1])
                 apart[peer] = step + steps, steps
                 name = self._ctx.roster.name(peer)
-                self._ctx.emit(ReplicaApart(step=step, name=name, steps=steps))
+                self._ctx.emit(ReplicaApart(step=step + 1, name=name, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
         """Compare the weights that replicas began the step with: devices that differ in the last bit, or a donor that
@@ -155,12 +155,12 @@ class Company:
         differing = {m for m, s in seals.items() if s.weights != right}
         if me in differing and self._standing.differed == step - 1:
             raise MuletrainError(
-                f"step {step}: this peer's weights differ from its replicas' in every step, so it leaves. Replicas must agree "
+                f"step {step + 1}: this peer's weights differ from its replicas' in every step, so it leaves. Replicas must agree "
                 f"to the last bit: use devices of one kind in a stage, or optimizer.state_device = 'cpu' for the run"
             )
         if me in differing:
             self._standing.differed = step
-            raise Behind(f"step {step}: the weights here are not those of the other replicas", weights_hold=False)
+            raise Behind(f"step {step + 1}: the weights here are not those of the other replicas", weights_hold=False)
         for member in sorted(differing):
-            ctx.emit(WeightsDiffer(step=step, name=ctx.roster.name(member)))
+            ctx.emit(WeightsDiffer(step=step + 1, name=ctx.roster.name(member)))
         self._differing |= differing

@@ -192,7 +192,7 @@ class Exchange:
             went_on = await self.went_on(peer)
             if not went_on or (state.gradient is not None and self._recorded()):
                 return progress  # we lacked the others' notices only
-            raise Behind(f"step {state.step}: {ctx.roster.name(peer)} is at step {progress.step}")
+            raise Behind(f"step {state.step + 1}: {ctx.roster.name(peer)} is at step {progress.step + 1}")
         if progress.current and self._work.complete(progress.completed, progress.losses):
             ctx.news.touched()
         if not progress.current or (progress.step < state.step and self._work.all_completed):

@@ -230,9 +230,9 @@ async def fetch_gradient(
                 return await _while_there(ctx, givers, entry, _take(ctx, downloader, entry, manifest, givers))
             except ProtocolError as e:
                 for peer in givers:
-                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step}: {e}")
+                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step + 1}: {e}")
             except NetworkError as e:
-                ctx.emit(TransferFailed(what=f"the gradient of step {entry.step}", reason=str(e)))
+                ctx.emit(TransferFailed(what=f"the gradient of step {entry.step + 1}", reason=str(e)))
     return None
 
 
@@ -248,7 +248,7 @@ async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry) -> bytes:
     except Refused:  # it is at another step, and well
         return b""
     except NetworkError as e:
-        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step}: {e}")
+        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step + 1}: {e}")
         return b""
 
 

@@ -147,14 +147,14 @@ class Reduction:
         if self._position.interrupted is not None:
             raise self._position.interrupted
         if self._reducing is not None and state.latest_attempt(self._reducing.members) > self._reducing.attempt:
-            raise RoundFailed(f"averaging step {state.step}: another attempt has begun")
+            raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
         if state.gradient is not None:
             self._attest(state.gradient.entry)
         if state.builder.record() is not None:
             entry = state.builder.agreed()[roster.own.stage]
             if state.gradient is None or not same_facts(state.gradient.entry, entry):
                 raise Behind(
-                    f"step {state.step}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
+                    f"step {state.step + 1}: the run agreed on a gradient of stage {roster.own.stage} that this peer does not hold"
                 )
         if state.gradient is None and state.held_by_a_replica():
             lost = self._reducing is not None and not all(map(roster.is_alive, self._reducing.members))
@@ -196,7 +196,7 @@ class Reduction:
         me, live = ctx.net.peer_id, ctx.roster.stage(ctx.roster.own.stage)
         without_us = [m for m, view in self._company.views().items() if m in live and me not in view.members]
         if 2 * sum(not state.is_committed(m) for m in without_us) > len(live):
-            ctx.emit(RoundGivenUp(step=state.step))
+            ctx.emit(RoundGivenUp(step=state.step + 1))
             work.gave_way = True
             self._reruns.drop()
             work.ledger.seal()
@@ -264,7 +264,7 @@ class Reduction:
                     continue
                 return await self._average(round_)
             except RoundFailed as e:
-                ctx.emit(AveragingFailed(step=step, attempt=attempt, reason=str(e)))
+                ctx.emit(AveragingFailed(step=step + 1, attempt=attempt, reason=str(e)))
                 self._work.ledger.reopen(keep=True)
                 self._company.silent(averager.silent())
                 self._company.untrue(averager.absent())
@@ -275,7 +275,7 @@ class Reduction:
             except LeftOut:
                 await self._agreement.look_on()
         raise MuletrainError(
-            f"step {step}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why"
+            f"step {step + 1}: {MAX_ATTEMPTS} attempts to average the stage failed; see the events for why"
         )
 
     async def _pause(self, seconds: float) -> None:

@@ -99,7 +99,7 @@ class Reruns:
         else:
             self.drop()
         gaps = frozenset(cover.gaps)
-        ctx.emit(MicrobatchesRerun(step=state.step, stage=ctx.roster.own.stage, microbatches=len(gaps)))
+        ctx.emit(MicrobatchesRerun(step=state.step + 1, stage=ctx.roster.own.stage, microbatches=len(gaps)))
         await self._run(gaps, attempt, left_out)
 
     async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
@@ -126,7 +126,9 @@ class Reruns:
         """Raises Behind if a replica has gone on."""
         for peer, progress in answers.items():
             if progress.beyond(self._state.step) and await self._exchange.went_on(peer):
-                raise Behind(f"step {self._state.step}: {self._ctx.roster.name(peer)} is at step {progress.step}")
+                raise Behind(
+                    f"step {self._state.step + 1}: {self._ctx.roster.name(peer)} is at step {progress.step + 1}"
+                )
 
     async def _pause(self, times: int) -> None:
         """Pause before the next question. Raises LeftOut: replicas that go on without us may hold the microbatches."""
@@ -152,7 +154,7 @@ class Reruns:
                     break
                 await self._exchange.ask_everyone()
         raise MuletrainError(
-            f"step {self._state.step}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
+            f"step {self._state.step + 1}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )
 
     async def _ask_replicas(self) -> dict[PeerId, Progress]:

@@ -133,14 +133,14 @@ class Attendance:
         return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
 
     def _judge(self, member: PeerId, progress: Progress) -> None:
-        now, who = self._ctx.clock.now(), f"averaging step {self._round.step}: {member[-6:]}"
+        now, who = self._ctx.clock.now(), f"averaging step {self._round.step + 1}: {member[-6:]}"
         before, since = self._moved.get(member, (-1, now))
         self._moved[member] = progress.moved, now if progress.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]
         if (not progress.current or progress.round != self._round.id) and late_s > ELSEWHERE_S:
             self.absent = () if progress.current else (member,)
             raise RoundFailed(
-                f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step}'}"
+                f"{who} is alive, but {'not in this round' if progress.current else f'at step {progress.step + 1}'}"
             )
         if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")

@@ -110,7 +110,7 @@ class StepRunner:
             return
         others = [h for h in answers if h.step == step and h.lineage not in (b"", applied)]
         if len(others) > sum(h.current for h in answers if h.lineage == applied):
-            raise Behind(f"step {step}: the replicas have another history", weights_hold=False)
+            raise Behind(f"step {step + 1}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
         """Run the step until its update is applied. Raises Behind, and MuletrainError if it cannot be completed."""
