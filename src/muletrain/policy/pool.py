@@ -18,7 +18,7 @@ from muletrain.policy.deadline import Usual
 
 OWN = ""
 """The worker that is the server's own device."""
-LATE, FLOOR_S, UNMEASURED_S = 4.0, 1.0, 60.0
+LATE, FLOOR_S, UNMEASURED_S = 4.0, 1.0, 30.0
 """A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
 nor before any measurement within the second [s]."""
 LEFT_S = 10.0

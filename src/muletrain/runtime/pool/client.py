@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 ROOM = 2
 """Parts that a client takes at once: one to compute, one on its way."""
-ALIVE_S = 5.0
+ALIVE_S = 3.0
 """Seconds between two calls by which it shows its server that it lives."""
 CALL_S, SEND_S = 10.0, 60.0
 """Seconds for a call, and within which a server takes what is sent to it."""

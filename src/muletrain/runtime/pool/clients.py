@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 MAX_CLIENTS = 4096
 MAX_UNABLE = 8
 """Parts in a row that a client may fail to compute before its server does without it."""
-SILENT_S = 20.0
-"""Seconds without a word, after which a client is believed gone; each shows every 5 s that it lives."""
+SILENT_S = 10.0
+"""Seconds without a word, after which a client is believed gone; each shows every 3 s that it lives."""
 SEND_S, FAREWELL_S = 60.0, 5.0
 """Seconds within which a client takes a notice, and the last one."""
 TAKERS = 32
