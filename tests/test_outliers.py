@@ -317,10 +317,10 @@ def not_finite(patch: pytest.MonkeyPatch, stage: int, *, activations: bool = Fal
 
     def spoiled_forward(self: StageArithmetic, mb: Any, inputs: Any, stash: bool) -> Any:
         kept, output = forward(self, mb, inputs, stash)
-        return kept, output * math.nan if activations and mb == (1, 3) and self.stage == stage else output
+        return kept, output * math.nan if activations and mb[:2] == (1, 3) and self.stage == stage else output
 
     def spoiled(self: StageArithmetic, mb: Any, output: Any, leaf: Any, seed: Any, accumulate: bool) -> Any:
-        bad = mb == (1, 3) and not activations and self.stage == stage
+        bad = mb[:2] == (1, 3) and not activations and self.stage == stage
         return differentiate(self, mb, output, leaf, seed * factor if bad else seed, accumulate)
 
     def spoiled_mean(self: SingleProcess, step: int, inputs: Any, targets: Any) -> Any:

@@ -21,7 +21,6 @@ from muletrain.planning.hub_task import HubTask
 from muletrain.planning.splits import ENDING_DELAYS
 from muletrain.sim.plan.question import Bytes, fullest, matrices, traffic, with_haste
 from muletrain.sim.setting import flops_of, offer_of, run_cost
-from muletrain.strategies import find
 from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
@@ -36,7 +35,11 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Chain, Cut
     from muletrain.sim.plan.question import Question
 
-NOTES = ("filling and draining are not counted (HYBRID eq. 2)", "delayed updates hide averaging behind the next step")
+NOTES = (
+    "filling and draining are not counted (HYBRID eq. 2)",
+    "delayed updates hide averaging behind the next step; a hub runs today, but without them",
+)
+"""So predictions are not of what runs, and none is recommended."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _servers(question: Question) -> str:
 
 
 def _problem(why: str) -> Prediction:
-    return Prediction(strategy="hub", runnable=find("hub").runs, problem=why)
+    return Prediction(strategy="hub", runnable=False, problem=why)
 
 
 def task_of(question: Question, run: RunConfig) -> HubTask:
@@ -191,7 +194,7 @@ def _told(a: Allocated) -> Prediction:
     links = [[question.fleet.between_kinds(x.index, y.index) for y in firsts] for x in firsts]
     return Prediction(
         strategy="hub",
-        runnable=find("hub").runs,
+        runnable=False,
         microbatch=a.run.train.microbatch,
         microbatches=(a.task.microbatches,),
         stages=stages,
