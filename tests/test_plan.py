@@ -254,7 +254,8 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
     assert found.recommended is not None
     chosen = found.strategies[found.recommended]
     assert chosen.tokens_per_s == max(p.tokens_per_s for p in found.strategies if p.runnable)
-    assert {p.strategy for p in found.strategies if p.runnable} == {s.name for s in STRATEGIES if s.runs}
+    # a hub runs, too, but without the delayed updates of its prediction
+    assert {p.strategy for p in found.strategies if p.runnable} == {s.name for s in STRATEGIES if s.runs} - {"hub"}
 
 
 def test_a_strategy_that_nothing_predicts_is_in_the_plan_with_what_is_missing() -> None:
