@@ -54,6 +54,11 @@ def _given_weights(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(calm(s) if kinds or len(stay) < len(s.stages) else s, given_weights=True)
 
 
+def _fp16(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Without clients: parts of a microbatch overflow less often than the whole, which a single process skips."""
+    return None if s.clients else _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE)(s, rng)
+
+
 def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
     rule: Literal["paper", "throughput"] = rng.choice(["paper", "throughput"])
     return replace(s, rebalance=rule, rebalance_s=rng.uniform(1.0, 5.0))
@@ -63,7 +68,7 @@ KINDS: dict[str, Kind] = {
     "codecs": _codecs,
     "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"),
     "no clipping": _with("optimizer.clip=none"),
-    "fp16": _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE),
+    "fp16": _fp16,
     "growing": _growing,
     "given weights": _given_weights,
     "rebalancing": _rebalancing,
