@@ -114,9 +114,10 @@ class Network(Protocol):
         """Tell ``handler`` (remote id or address, reason) when something wrong arrived and was refused."""
         ...
 
-    def on_lost(self, handler: LossHandler) -> None:
+    def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
         """Tell ``handler`` (peer, channel) of each stream with a peer that ended, also if this side closed it after a
-        wrong frame. The peer may be gone, or only begin another stream; what was under way on this one is lost."""
+        wrong frame. The peer may be gone, or only begin another stream; what was under way on this one is lost.
+        ``handler`` takes the place of an earlier one for the same peers (``whose``)."""
         ...
 
     def heard_s(self, peer: PeerId) -> float:

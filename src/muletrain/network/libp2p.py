@@ -154,8 +154,8 @@ class Libp2pNetwork:
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._delivery.refused = handler
 
-    def on_lost(self, handler: LossHandler) -> None:
-        self._traffic.lost = handler
+    def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
+        self._traffic.losses[whose] = handler
 
     def heard_s(self, peer: PeerId) -> float:
         return self._traffic.heard_s(peer)

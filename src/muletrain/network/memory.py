@@ -157,7 +157,7 @@ class MemoryNetwork:
         self._moved = 0
         """Bytes of tensors that came."""
         self._carried: Counter[PeerId] = Counter()
-        self._on_lost: LossHandler = lambda peer, channel: None
+        self._losses: dict[str, LossHandler] = {}
         self._jobs = Jobs()
         hub.peers[peer_id] = self
 
@@ -317,8 +317,12 @@ class MemoryNetwork:
     def moved(self) -> int:
         return self._moved + self.streams.came + self.streams.pacer.moved
 
-    def on_lost(self, handler: LossHandler) -> None:
-        self._on_lost = handler
+    def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
+        self._losses[whose] = handler
+
+    def _on_lost(self, peer: PeerId, channel: Channel) -> None:
+        for handler in self._losses.values():
+            handler(peer, channel)
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
         self.delivery.receive(handler, kinds, bounds)

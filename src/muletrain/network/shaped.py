@@ -256,8 +256,8 @@ class ShapedNetwork:
     def on_refusal(self, handler: RefusalHandler) -> None:
         self._inner.on_refusal(handler)
 
-    def on_lost(self, handler: LossHandler) -> None:
-        self._inner.on_lost(handler)
+    def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
+        self._inner.on_lost(handler, whose)
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         await self._inner.announce(key, value, ttl_s)

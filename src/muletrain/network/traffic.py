@@ -30,7 +30,7 @@ class Traffic:
     def __init__(self, p2p: GatedP2P, own: PeerId, delivery: Delivery, max_frame_bytes: int) -> None:
         self._p2p, self._own_id, self._delivery = p2p, own, delivery
         self.counters, self.pacer = Counters(), Pacer()
-        self.lost: LossHandler = lambda peer, channel: None
+        self.losses: dict[str, LossHandler] = {}
         """See ``Network.on_lost``."""
         self._incoming = Incoming(max_frame_bytes)
         self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
@@ -95,7 +95,8 @@ class Traffic:
 
     def _ended(self, peer: PeerId, channel: Channel) -> None:
         if not self._jobs.over:
-            self.lost(peer, channel)
+            for handler in self.losses.values():
+                handler(peer, channel)
 
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive until the stream ends or brings something wrong; a correct peer opens another."""

@@ -14,6 +14,7 @@ from muletrain.runtime.pool.messages import (
     FROM_SERVER,
     MAX_ROOM,
     AccumulatorChunk,
+    AreYouThere,
     AskAccumulator,
     Begun,
     Contents,
@@ -106,6 +107,7 @@ class Client:
         self._out: dict[int, asyncio.Task[None]] = {}
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
+        net.serve(AreYouThere.KIND, self._on_question)
 
     def stop(self) -> None:
         """Leave in order."""
@@ -289,7 +291,7 @@ class Client:
         expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
         if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
             raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
-        if last == (type(message) is not GiveBoth):
+        if last and type(message) is not GiveBoth:  # it computes forward and backward together
             raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
         for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
             if tensor.shape != shape or tensor.codec not in codecs:
@@ -318,6 +320,10 @@ class Client:
                 await self._accumulator.settle(message.number, counts=False)
             case AskAccumulator():
                 self._tasks.spawn(self._hand_over(message, self._enlistment), "accumulator")
+
+    async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
+        AreYouThere.unpack(payload)
+        return b""
 
     # Parts ------------------------------------------------------------------------------------------------------------
 

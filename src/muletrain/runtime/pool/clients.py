@@ -15,6 +15,7 @@ from muletrain.policy.pool import Pass
 from muletrain.runtime.pool.messages import (
     FROM_CLIENT,
     AccumulatorChunk,
+    AreYouThere,
     Begun,
     Contents,
     Ended,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.events import Event
-    from muletrain.network.base import Frame, Network, PeerId
+    from muletrain.network.base import Channel, Frame, Network, PeerId
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
@@ -54,6 +55,8 @@ MAX_UNABLE = 8
 """Parts in a row that a client may fail to compute before its server does without it."""
 SILENT_S = 10.0
 """Seconds without a word, after which a client is believed gone; each shows every 3 s that it lives."""
+THERE_S = 3.0
+"""Seconds that a client has to say that it is there, after a stream with it ended."""
 SEND_S, FAREWELL_S = 60.0, 5.0
 """Seconds within which a client takes a notice, and the last one."""
 TAKERS = 32
@@ -152,6 +155,7 @@ class Clients:
         net.serve(GetState.KIND, self._on_get_state)
         net.serve(StillThere.KIND, self._on_still_there)
         net.receive(self._on_frame, tuple(FROM_CLIENT), self)
+        net.on_lost(self._on_lost, "clients")
 
     # Who is there -----------------------------------------------------------------------------------------------------
 
@@ -217,6 +221,19 @@ class Clients:
             if client in self._clients:
                 self._tally.count(self._clients[client].name, "late")
                 self._emit(ClientLate(peer_id=client, name=self._clients[client].name))
+
+    def _on_lost(self, peer: PeerId, channel: Channel) -> None:
+        """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
+        if peer in self._clients:
+            self._tasks.spawn(self._look_after(peer), "look after a client")
+
+    async def _look_after(self, client: PeerId) -> None:
+        known = self._clients.get(client)
+        try:
+            await self._net.call(client, AreYouThere.KIND, AreYouThere().pack(), timeout_s=THERE_S)
+        except NetworkError as e:
+            if known is not None and self._clients.get(client) is known:
+                self._desk.lose(client, str(e))
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long."""

@@ -64,6 +64,12 @@ class StillThere(Message):
     KIND: ClassVar[str] = "hub.still_there"
 
 
+class AreYouThere(Message):
+    """A server asks a client whether it lives. The answer is empty."""
+
+    KIND: ClassVar[str] = "hub.are_you_there"
+
+
 class Begun(Message):
     """The server has new weights (see ``Enlisted``)."""
 
