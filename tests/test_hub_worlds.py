@@ -58,6 +58,10 @@ def test_the_weights_are_those_of_a_single_process(faults: tuple[Fault, ...]) ->
     assert sum(end == "finished" for end in outcome.ends.values()) >= 3
 
 
+def test_a_microbatch_that_is_given_up_while_the_server_computes_it() -> None:
+    assert play(draws.draw(209, "hub")).violations == []
+
+
 @pytest.mark.parametrize("sequences", [1, 5])
 def test_microbatches_of_any_size_are_cut(sequences: int) -> None:
     assert play(world(sequences=sequences)).violations == []

@@ -214,10 +214,13 @@ class PooledCompute(WrappedCompute):
             if part.what is Pass.AGAIN:
                 self._parts.of(part.step).forward_lost(OWN, part)
             loss, values = await computed_part(self.inner, mb, part, kept, accumulate=accumulate)
-        except MuletrainError as e:
+        except (
+            MuletrainError,
+            KeyError,
+        ) as e:  # KeyError: the microbatch was given up meanwhile, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
             if (call := self._calls.get((part.what, part.step, part.index))) is not None:
-                call.fail(e)
+                call.fail(MuletrainError(str(e)))
             self.feed()
             return
         self._came_back(OWN, given.number, part, accumulate, loss, values)
