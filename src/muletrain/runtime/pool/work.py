@@ -75,10 +75,13 @@ class Accumulator:
                 while len(self._uncounted) >= UNCOUNTED:
                     self._room.clear()
                     await self._room.wait()
+            self.check(generation)
         except TimeoutError:
-            self._computing.discard(mb)
+            self.free(mb)
             raise MuletrainError("the server does not say which results count") from None
-        self.check(generation)
+        except BaseException:
+            self.free(mb)
+            raise
 
     def check(self, generation: int) -> None:
         """Raises MuletrainError if ``generation`` is over."""
