@@ -152,7 +152,7 @@ class Session:
             )
 
     def _dismiss(self, alive: list[str]) -> None:
-        """Once only clients are left, end them: those that have not heard of the end look for a server for minutes."""
+        """End the clients once no other process is left: a client that missed the end looks for a server for minutes."""
         if not self._clients.issuperset(alive):
             return
         self._dismissed = self._dismissed or time.monotonic()

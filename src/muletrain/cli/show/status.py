@@ -41,7 +41,7 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableT
 
 
 def gone(peers: Sequence[Announced]) -> list[Down]:
-    """Those that do not answer the furthest member, and announce themselves no more."""
+    """Peers that do not answer the furthest member and no longer announce themselves."""
     announced = {p.id for p in peers}
     return [d for d in furthest(peers).down if d.id not in announced] if peers else []
 

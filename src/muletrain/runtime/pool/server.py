@@ -17,12 +17,7 @@ from muletrain.policy.pool import OWN, Given, Part, Pass, Pool
 from muletrain.runtime.pool.accumulators import Accumulators, Lost
 from muletrain.runtime.pool.calls import Call
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.messages import (
-    Counted,
-    Finished,
-    Output,
-    Withdraw,
-)
+from muletrain.runtime.pool.messages import Counted, Finished, Output, Withdraw
 from muletrain.runtime.pool.parts import KeptPart, PartsBySteps, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode, encode_ids
 
