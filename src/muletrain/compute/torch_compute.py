@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from muletrain.compute.arithmetic import Counters, Gradients, StageSetup
     from muletrain.compute.base import Microbatch, Update
     from muletrain.model.spec import ModelSpec
+    from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
 
 R = TypeVar("R")
@@ -121,6 +122,9 @@ class TorchCompute:
 
     def count(self, mb: Microbatch) -> None:
         self._add(self._uncounted.pop(mb), mb.step)
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        return await self._compute(self.arithmetic.sketch, self._uncounted[mb], mb.step, seed)
 
     def _check_shape(self, inputs: Tensor) -> None:
         if self.stage == 0:
