@@ -101,7 +101,7 @@ class HubConfig(Section):
         ge=0,
         le=1,
         description="share of the parts that clients compute which another worker computes again, to find clients that compute falsely; "
-        "results that stand out are always checked; 0: nothing is",
+        "results that stand out are always checked; 0: nothing is [1]",
     )
 
 
