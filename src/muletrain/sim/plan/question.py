@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet_file import FleetPeer, Link
     from muletrain.config.plan_file import Prediction
     from muletrain.config.schema import RunConfig
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
     from muletrain.sim.setting import Setting
 
@@ -62,7 +62,7 @@ class Question:
 
     fleet: Fleet
     run: RunConfig
-    spec: ModelSpec
+    spec: Model
     stages: int | None = None
     microbatch: int | None = None
     costs: Costs = field(default_factory=Costs)
