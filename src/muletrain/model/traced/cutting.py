@@ -260,7 +260,7 @@ class _Function:
         site = site if self.sites == 0 else graph.call_function(operator.add, (site, self.sites))
         args = fx.map_arg(node.args, new)
         if node.target is aten.dropout.default:
-            if not args[2]:
+            if not args[2] or args[1] == 0:
                 return args[0]  # type: ignore[return-value]
             self.sites += 1
             return graph.call_function(operators.dropout, (args[0], args[1], masks, site, sequences))
