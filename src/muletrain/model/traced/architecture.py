@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 1024
 """More are refused: a configuration that another machine sent must not keep this one busy."""
+MOST_BUFFER_BYTES = 1 << 30
+"""Of one module: tables are made when the model is, on every machine."""
 _FOREIGN = ("auto_map", "custom_pipelines", "quantization_config", "kernel_config")
 """Entries that have ``transformers`` run other code than its own, or change what a weight is."""
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_local_experts", "num_experts")
@@ -52,7 +54,14 @@ def checked(config: Mapping[str, Any]) -> dict[str, Any]:
         count = config.get(name)
         if isinstance(count, int) and count > MOST_LAYERS:
             raise ConfigError(f"model.from: {name} = {count}; at most {MOST_LAYERS} are taken")
-    dropped = ("transformers_version", "torch_dtype", "dtype", "use_cache", "attn_implementation")
+    dropped = (
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "attn_implementation",
+        "experts_implementation",
+    )
     return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
 
 
@@ -100,6 +109,8 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
         own = dict(module.named_buffers(recurse=False))
         if not own:
             continue
+        if (size := sum(b.numel() * b.element_size() for b in own.values())) > MOST_BUFFER_BYTES:
+            raise ConfigError(f"model.from: {path} has {size} bytes of tables; at most {MOST_BUFFER_BYTES} are made")
         for name, buffer in own.items():
             fill = float("nan") if buffer.is_floating_point() else 0
             module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)

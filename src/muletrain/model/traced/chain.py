@@ -34,6 +34,15 @@ class TracedModel(Model):
     share_layers = False
 
     def __post_init__(self) -> None:
+        try:
+            fits = isinstance(self.config["vocab_size"], int)
+        except (TypeError, ValueError, KeyError):
+            fits = False
+        if not fits:
+            raise ConfigError(
+                "model.from: config.json names no vocab_size, so it describes no model of text alone; take one that predicts "
+                "the next token"
+            )
         if self.context < 2:
             raise ConfigError("model.context: a traced model needs sequences of at least 2 tokens")
 

@@ -7,7 +7,10 @@ the graph runs anywhere.
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ from torch.export.graph_signature import InputKind
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 aten = torch.ops.aten
 
@@ -64,10 +67,13 @@ def trace(module: nn.Module, context: int) -> Traced:
     tokens = torch.zeros(TRACED_SHAPE[0], min(TRACED_SHAPE[1], context), dtype=torch.int64, device="meta")
     dynamic = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC if context > 1 else None},)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _silenced():
             program = torch.export.export(module, (tokens,), dynamic_shapes=dynamic, strict=False)
     except Exception as e:  # whatever the model's own code, or torch's tracer, raises
-        raise ConfigError(f"model.from: the model cannot be traced{_where(e)}: {_first_line(e)}") from e
+        raise ConfigError(
+            f"model.from: the model cannot be traced{_where(e)}: {_first_line(e)}; change what config.json says of that "
+            f"part, or take another model"
+        ) from e
     if program.graph_signature.buffers_to_mutate:
         name = next(iter(program.graph_signature.buffers_to_mutate.values()))
         raise ConfigError(
@@ -174,6 +180,19 @@ class _Flattening:
         copy = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copy.meta = {**node.meta, "nn_module_stack": stack}
         return copy
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Without the whole graph that torch prints when tracing fails: the error names the place."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 def path_of(node: fx.Node) -> str:
