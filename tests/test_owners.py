@@ -176,6 +176,7 @@ def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
     (trap / "secret.txt").write_text("credentials\n\n" * 50)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own-cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # torch sets it when it traces
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"paragraph {k} of some text, of which there are many" for k in range(400)))
     sizes = ["model.width=16", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=300"]

@@ -7,7 +7,6 @@ has, and says how large they are; nothing in it is imported, evaluated or downlo
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +132,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remarks that ``transformers`` makes on its own behalf, and without its progress bars."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    """Without the remarks that ``transformers`` makes on its own behalf."""
     logger = logging.getLogger("transformers")
     before = logger.level
     logger.setLevel(logging.ERROR)
