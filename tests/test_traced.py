@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from muletrain.cli.main import app
 from muletrain.config.load import load_config
 from muletrain.config.schema import ModelConfig
 from muletrain.errors import CheckpointError, ConfigError
@@ -21,6 +24,7 @@ from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.cutting import cut
 from muletrain.model.traced.export import trace
 from muletrain.model.traced.folder import import_traced, load_traced
+from muletrain.model.traced.source import class_names, source_of
 from muletrain.model.traced.stage import TracedStage, numbers, pack, unpack
 from muletrain.runs.assemble import resolve_start
 from tests.traced_models import (
@@ -210,6 +214,45 @@ def test_dropout_of_the_configuration_can_be_replaced(tmp_path: Path) -> None:
     kept = json.loads(config.model.architecture or "")
     assert {kept[name] for name in NO_DROPOUT} == {0.5}
     assert resolve_start(config) == config
+
+
+@pytest.mark.parametrize("name", [p for p in EACH if p.values[0] in ("gpt2", "gemma3", "qwen3")])
+def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Loaded as a module, with the model's weights: logits and gradients as ``transformers`` has them."""
+    model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
+    chain = chain_of(model)
+    (tmp_path / "blocks.py").write_text(source_of(chain))
+    spec = importlib.util.spec_from_file_location("blocks", tmp_path / "blocks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tokens = torch.randint(0, VOCAB, (2, 12))
+    made = module.tables(*chain.constants.values(), 2, 12, tokens.device)
+    tables = dict(zip(chain.tables, made, strict=True))
+    state, x, used = dict(model.named_parameters()), tokens, []
+    for class_, part in zip(class_names(chain), chain.parts, strict=True):
+        block = getattr(module, class_)()
+        for parameter, weight in zip(block.parameters(), part.weights, strict=True):
+            parameter.data.copy_(state[weight].detach())
+            used.append((parameter, state[weight]))
+        x = block(x, *(tables[t] for t in part.tables))
+    expected = model(input_ids=tokens, use_cache=False).logits
+    assert off(x, expected) <= 1e-6
+    ours = torch.autograd.grad(x.square().mean(), [a for a, _ in used])
+    theirs = torch.autograd.grad(expected.square().mean(), [b for _, b in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_trace_writes_a_models_blocks_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2")))
+    answer = CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(tmp_path / "out"), "--json"])
+    assert answer.exit_code == 0, answer.output
+    about = json.loads((tmp_path / "out" / "blocks.json").read_text())
+    assert json.loads(answer.stdout) == about
+    assert [row["class"] for row in about["parts"]] == ["Embedding", "Block", "Block", "Block", "Head"]
+    assert about["parameters"] == sum(row["parameters"] for row in about["parts"])
+    assert "class Block(nn.Module)" in (tmp_path / "out" / "blocks.py").read_text()
 
 
 # What is refused ------------------------------------------------------------------------------------------------------

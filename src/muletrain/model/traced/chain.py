@@ -14,7 +14,7 @@ from muletrain.model.chain import Model
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, fx
 
     from muletrain.config.schema import ModelConfig
     from muletrain.model.module import StageModule
@@ -112,6 +112,25 @@ class TracedModel(Model):
     def parts(self) -> tuple[Part, ...]:
         """What comes before the first block, the blocks, what comes after the last one."""
         return self._chain.parts
+
+    @property
+    def costs(self) -> tuple[Cost, ...]:
+        """Of each of ``parts``."""
+        return self._made.costs
+
+    @property
+    def table_function(self) -> fx.GraphModule:
+        """(constants, sequences, tokens, device) -> tables"""
+        return self._chain.tables
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        return self._chain.table_names
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """What the tables follow from, in their function's order."""
+        return {name: self._made.constants[name] for name in self._chain.constants}
 
     # Stages -------------------------------------------------------------------------------------------------------
 

@@ -230,10 +230,12 @@ class _Function:
         for kind, nodes in (("weight", self._weights), ("x", self._values), ("table", self._tables)):
             for number, node in enumerate(nodes):
                 env[node] = graph.placeholder(f"{kind}_{number}")
+                env[node].meta.update(node.meta)
         env[self._traced.device] = graph.placeholder("where")
         masks, first, sequences = (graph.placeholder(name) for name in ("masks", "site", "sequences"))
         for node in self._nodes:
             env[node] = self._copied(graph, node, lambda n: env[n], (masks, first, sequences))
+            env[node].meta.update(node.meta)  # for those who read the code
         graph.output(tuple(env[n] for n in outputs))
         module = fx.GraphModule(nn.Module(), graph)
         shared = functions.setdefault(str(module.code), module)
@@ -289,6 +291,7 @@ def _tables(
             env[node] = sizes[int(node.args[1])]
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].meta.update(node.meta)
     by_name = {node.name: copy for node, copy in env.items()}
     graph.output(tuple(by_name[name] for name in wanted))
     graph.eliminate_dead_code()

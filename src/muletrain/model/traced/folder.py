@@ -29,6 +29,15 @@ def import_traced(
     """The chain of the model in ``folder``. ``context`` limits the sequence length; ``dropout`` replaces every dropout
     probability of its configuration. Raises CheckpointError for weights that are not the architecture's, and ConfigError
     for a model that cannot be built, traced or cut."""
+    model = traced_in(folder, context=context, dropout=dropout, untie=untie)
+    load_traced(folder, model)
+    return model
+
+
+def traced_in(
+    folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
+) -> TracedModel:
+    """The chain that ``config.json`` in ``folder`` describes, whatever its weights. See ``import_traced``."""
     from muletrain.model.traced.architecture import checked
 
     source = read_json(folder / "config.json")
@@ -42,9 +51,7 @@ def import_traced(
         raise ConfigError(f"model.context: {folder}/config.json names no longest sequence; set model.context=N")
     if context is not None and longest is not None and context > longest:
         raise CheckpointError(f"{folder} was made for {longest} tokens; model.context = {context} is longer")
-    model = TracedModel(json.dumps(config, sort_keys=True), int(context or longest or 0))
-    load_traced(folder, model)
-    return model
+    return TracedModel(json.dumps(config, sort_keys=True), int(context or longest or 0))
 
 
 def _is_dropout(name: str, value: object) -> bool:
