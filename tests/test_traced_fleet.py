@@ -35,6 +35,7 @@ SETTINGS = [
     "train.batch=8",
     "train.microbatch=2",
     "optimizer.warmup=2",
+    "optimizer.lr=3e-3",
     "optimizer.clip=0.5",
     # a bias of keys changes no attention: its gradient is rounding error, which Adam would turn into whole steps
     "optimizer.eps=1e-5",

@@ -188,13 +188,19 @@ def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
     return lambda fields: lamb if fields.get("name") == "lamb" else adamw
 
 
+FINE_TUNING_LR = 2e-5
+"""Peak learning rate of AdamW with ``model.from``: what is usual for training all weights of a language model further."""
+
+
 class OptimizerConfig(Section):
     """AdamW, or LAMB with SWARM's settings (app. G), with warm-up, decay, and clipping by the global norm over all
     stages."""
 
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="update rule")
     lr: float = Field(
-        default_factory=_by_rule(3e-3, 1e-3), gt=0, description="peak learning rate; default: 0.003, lamb 0.001 [1]"
+        default_factory=_by_rule(3e-3, 1e-3),
+        gt=0,
+        description="peak learning rate; default: 0.003, lamb 0.001, with model.from 2e-05 [1]",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.95), description="decay of the first and the second moment per step [1]"
