@@ -389,3 +389,8 @@ def test_memory_and_cuts_are_planned_from_the_chain() -> None:
     assert needs[2] > needs[0] == pytest.approx(needs[1])
     costs = chain.chain(2, 16, parameter_bytes=16, token_bytes=64).work
     assert all(a > 0 for a in costs)
+
+
+def test_a_model_with_tied_weights_is_planned_in_one_stage() -> None:
+    chain = TracedModel(json.dumps(config_of("qwen2", tie_word_embeddings=True)), CONTEXT)
+    assert (chain.most_stages, chain_of(new_model("qwen2")).most_stages) == (1, 3)

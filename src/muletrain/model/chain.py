@@ -78,6 +78,11 @@ class Model(ABC):
     def head_kept_bytes(self, size: int) -> float:
         """The same of the part after the last block."""
 
+    @property
+    def most_stages(self) -> int:
+        """Stages that the chain can be cut into at most."""
+        return self.layers
+
     def check_cut(self, cut: Cut) -> None:  # noqa: B027 # most chains can be cut anywhere
         """Raises ConfigError if the chain cannot be cut there."""
 

@@ -185,7 +185,7 @@ def _flat_size(codec: Codec, elements: int) -> int:
 def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
     """Find the fewest stages that every kind can hold, or else that each fit some machine. Raises CapacityError."""
     peers = first_of_each(fleet)
-    possible = range(1, min(spec.layers, len(fleet.peers())) + 1)
+    possible = range(1, min(spec.most_stages, len(fleet.peers())) + 1)
     for enough in (all, any):
         for stages in possible:
             needs = stage_needs(config, spec, spec.cut(stages))

@@ -134,6 +134,12 @@ class TracedModel(Model):
 
     # Stages -------------------------------------------------------------------------------------------------------
 
+    @property
+    def most_stages(self) -> int:
+        """One, if the same parameter is used in two parts (tied weights)."""
+        used = [name for part in self._chain.parts for name in part.weights]
+        return self.layers if len(used) == len(set(used)) else 1
+
     def check_cut(self, cut: Cut) -> None:
         """Raises ConfigError if stages would share a parameter."""
         owner: dict[str, int] = {}

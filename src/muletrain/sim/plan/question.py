@@ -115,7 +115,7 @@ class Question:
             return [stages_for(self.fleet, self.run, self.spec)]
         layers = self.spec.layers
         counts = {math.ceil(layers / most) for most in range(1, layers + 1)}
-        return sorted(c for c in counts if c <= len(self.fleet.peers()))
+        return sorted(c for c in counts if c <= min(self.spec.most_stages, len(self.fleet.peers())))
 
     def microbatches(self) -> list[int]:
         """Sizes worth a look [sequences]."""
