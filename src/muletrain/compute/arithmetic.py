@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.stash import Checkpointing
     from muletrain.config.schema import OptimizerConfig
-    from muletrain.model.stage import Stage
+    from muletrain.model.module import StageModule
     from muletrain.optim.sketch import Sketch
 
 Gradients = tuple[Tensor, ...]
@@ -81,7 +81,7 @@ class StageArithmetic:
     """
 
     def __init__(
-        self, stage: int, versions: list[Stage], setup: StageSetup, source: Callable[[str], Tensor] | None
+        self, stage: int, versions: list[StageModule], setup: StageSetup, source: Callable[[str], Tensor] | None
     ) -> None:
         """``source`` gives initial weights by name; None: they are drawn from the seed. Raises CheckpointError when
         ``source`` gives other shapes."""
@@ -100,7 +100,7 @@ class StageArithmetic:
         self.scale = LossScale(fp16=setup.precision is Precision.FP16, versions=len(versions))
         self._lock = threading.Lock()
 
-    def module(self, step: int) -> Stage:
+    def module(self, step: int) -> StageModule:
         """The stage with the weights that ``step`` computes with."""
         return self._versions[step % len(self._versions)]
 

@@ -25,7 +25,7 @@ from muletrain.compute.slot import AT_ONCE, Slot, Turn
 from muletrain.compute.stash import Stash
 from muletrain.compute.threads import Threads
 from muletrain.errors import ProtocolError
-from muletrain.model.stage import Stage
+from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from muletrain.compute.arithmetic import Counters, Gradients, StageSetup
     from muletrain.compute.base import Microbatch, Update
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
     from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
 
@@ -48,7 +49,7 @@ class TorchCompute:
     """
 
     def __init__(
-        self, spec: ModelSpec, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
+        self, spec: Model, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
     ) -> None:
         self.stage, self.stages = stage, len(cut)
         self.delayed = setup.optimizer.delayed
@@ -66,9 +67,9 @@ class TorchCompute:
         self._uncounted: dict[Microbatch, Gradients] = {}
         """Gradients of parts, until they count."""
 
-    def _empty(self, spec: ModelSpec, cut: Cut) -> Stage:
+    def _empty(self, spec: Model, cut: Cut) -> StageModule:
         """The stage, without storage."""
-        return Stage(spec, self.stage, cut)
+        return make_stage(spec, self.stage, cut)
 
     @property
     def counters(self) -> Counters:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.sim.fleet.accounts import Outcome
     from muletrain.sim.fleet.advice import Change, Suggestion
     from muletrain.sim.fleet.flow import Weather
@@ -122,7 +122,7 @@ class _Question:
         return _stages_given(self.config, self.given)
 
     @cached_property
-    def run(self) -> tuple[RunConfig, ModelSpec]:
+    def run(self) -> tuple[RunConfig, Model]:
         return _run(self.fleet, self.config, self.given)
 
     def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
@@ -135,7 +135,7 @@ class _Question:
         return suggestions(self.scene, churn) if outcome.throughput and not outcome.gave_up else []
 
 
-def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, ModelSpec]:
+def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, Model]:
     """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
     ConfigError for another strategy than swarm."""
     run, spec = load_run(config, given)
