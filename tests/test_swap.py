@@ -19,7 +19,7 @@ from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer, stage_memory
 from muletrain.compute.swap.backing import Disk, Memory
-from muletrain.compute.swap.fit import SwapMemory
+from muletrain.compute.swap.fit import swap_memory
 from muletrain.compute.swap.state import State
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
@@ -66,9 +66,10 @@ class Made:
         made = []
         for s in range(stages):
             tokens, lamb = setup.sequences * spec.context, setup.optimizer.name == "lamb"
-            memory = SwapMemory.of(spec, spec.cut(stages), s, tokens, setup.precision, lamb=lamb, durable=disk)
+            memory = swap_memory(spec, spec.cut(stages), s, tokens, setup.precision, lamb=lamb, disk=disk)
             folder = self._folder / f"swap-{len(self.opened)}-{s}" if disk else None
-            swap = Swap(Offer(budget or memory.least), folder, most)
+            offer = Offer(budget or memory.least, None if disk else 1 << 30)
+            swap = Swap(offer, folder, most)
             made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))
         self.opened += made
         return made
@@ -272,7 +273,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_way_out(tmp_path: Path) ->
 
     with pytest.raises(CapacityError, match=r"its largest block.*1 MiB may be used.*smaller train\.microbatch"):
         built(Offer(1 << 20), tmp_path / "small")
-    with pytest.raises(CapacityError, match=r"beside the GPU, and 1 MiB may be used.*swap\.backing = 'disk'"):
+    with pytest.raises(CapacityError, match=r"beside a GPU, and 1 MiB may be used.*swap\.backing = 'disk'"):
         built(Offer(1 << 30, host=1 << 20), None)
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -364,6 +365,18 @@ def test_of_a_round_only_those_that_resumed_count(made: Made) -> None:
 
     found, wanted = run(compared())
     assert float((found - wanted).norm() / wanted.norm()) <= 1e-5
+
+
+def test_each_took_its_share_of_the_time(made: Made) -> None:
+    (swapped,) = made.swapped(1)
+
+    async def shares() -> list[int]:
+        await asyncio.gather(*(through([swapped], Microbatch(0, i)) for i in range(3)))
+        return [swapped.together(Microbatch(0, i)) for i in range(4)]
+
+    assert run(shares()) == [3, 3, 3, 1]
+    swapped.discard(Microbatch(0, 0))
+    assert swapped.together(Microbatch(0, 0)) == 1
 
 
 def test_what_a_step_left_behind_is_cleared(made: Made) -> None:

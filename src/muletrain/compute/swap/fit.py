@@ -7,16 +7,14 @@ smallest number of microbatches with which loading is hidden, as far as the prof
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import COPIES, stash_bytes
+from muletrain.compute.estimate import SwapMemory, stash_bytes
 from muletrain.compute.swap.backing import WINDOW
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.swapping import Layer, held_bytes, hidden
-from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,59 +62,25 @@ def blocks_of(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Pre
     return found
 
 
-@dataclass(frozen=True)
-class SwapMemory:
-    """What a swapped stage needs [bytes]."""
-
-    beside: int
-    """On the device beside the sub-models: what comes in and goes on, and windows of the update."""
-    update: int
-    """On the device while weights are updated; nothing else is there then."""
-    least: int
-    """On the device, with one block at a time."""
-    state: int
-    """In backing memory: weights, moments, and two gradients; twice the first two where they are durable."""
-    results: int
-    """In backing memory: the reduced gradient, the last step's, and copies for checkpoints and newcomers."""
-
-    @classmethod
-    def of(
-        cls, spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision, *, lamb: bool, durable: bool
-    ) -> SwapMemory:
-        """Memory of ``stage``. ``lamb``: the optimizer needs whole tensors; ``durable``: backing memory is a disk."""
-        params = spec.stage_params(cut, stage)
-        blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
-        beside = 4 * 4 * tokens * spec.width + 4 * WINDOWS * WINDOW
-        largest = max(spec.width * spec.ffn, spec.embedding_params if stage in (0, len(cut) - 1) else 0)
-        update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)
-        alone = tuple((i, i + 1) for i in range(len(blocks)))
-        return cls(
-            beside=beside,
-            update=update,
-            least=max(update, beside + int(held_bytes(blocks, alone))),
-            state=(24 if durable else 12) * params + 8 * params,
-            results=8 * params + COPIES * 12 * params,
-        )
-
-    @property
-    def backing(self) -> int:
-        return self.state + self.results
-
-    def fits(self, offer: Offer) -> bool:
-        """Can a machine with this offer swap the stage? Of a disk nothing is known here."""
-        return self.least <= offer.device and (offer.host is None or self.backing <= offer.host)
-
-    def problem(self, offer: Offer) -> str:
-        """Why the offer does not do, and what would."""
-        if self.least > offer.device:
-            return (
-                f"even swapped, the stage needs {format_memory(self.least)} for its largest block, the next one and a microbatch, and "
-                f"{format_memory(offer.device)} may be used: give more memory (compute.memory), or take a smaller train.microbatch"
-            )
-        return (
-            f"swapped, the stage needs {format_memory(self.backing)} of the machine's memory beside the GPU, and "
-            f"{format_memory(offer.host or 0)} may be used: take swap.backing = 'disk', or begin the run with more stages"
-        )
+def swap_memory(
+    spec: ModelSpec,
+    cut: Cut,
+    stage: int,
+    tokens: int,
+    precision: Precision,
+    *,
+    lamb: bool,
+    disk: bool | None = None,
+) -> SwapMemory:
+    """Memory of ``stage`` with microbatches of ``tokens``. ``lamb``: the optimizer needs whole tensors; ``disk``: see
+    ``SwapMemory``."""
+    params = spec.stage_params(cut, stage)
+    blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
+    beside = 4 * 4 * tokens * spec.width + 4 * WINDOWS * WINDOW
+    largest = max(spec.width * spec.ffn, spec.embedding_params if stage in (0, len(cut) - 1) else 0)
+    update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)  # nothing else is there then
+    alone = tuple((i, i + 1) for i in range(len(blocks)))
+    return SwapMemory(beside, max(update, beside + int(held_bytes(blocks, alone))), 12 * params, 16 * params, disk)
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -21,11 +21,12 @@ from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
 from muletrain.compute.swap.backing import WINDOW, Disk, Memory
 from muletrain.compute.swap.chain import chain_of, sub_models
-from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, SwapMemory, blocks_of, fitted
+from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.rounds import Rounds
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import Threads
 from muletrain.errors import ProtocolError
+from muletrain.events import SwapWorked
 from muletrain.model.stage import Stage, initial_weight
 from muletrain.optim.flat import FlatLayout
 
@@ -61,6 +62,23 @@ class Swap:
     least: int | None = None
 
 
+class _Counts(NamedTuple):
+    """What was counted up to now."""
+
+    loads: int = 0
+    loaded_bytes: int = 0
+    rounds: int = 0
+    microbatches: int = 0
+    load_s: float = 0.0
+    wait_s: float = 0.0
+
+    @classmethod
+    def of(cls, traffic: Traffic, rounds: Rounds) -> _Counts:
+        return cls(
+            traffic.loads, traffic.loaded_bytes, rounds.rounds, rounds.microbatches, traffic.load_s, traffic.wait_s
+        )
+
+
 class SwappedCompute:
     """The ``Compute`` protocol for a stage that does not fit into its device. ``source``: see ``TorchCompute``.
 
@@ -80,15 +98,15 @@ class SwappedCompute:
     ) -> None:
         self.stage, self.stages, self._spec, self._setup = stage, len(cut), spec, setup
         tokens = setup.sequences * spec.context
-        lamb, durable = setup.optimizer.name == "lamb", swap.folder is not None
-        memory = SwapMemory.of(spec, cut, stage, tokens, setup.precision, lamb=lamb, durable=durable)
+        lamb = setup.optimizer.name == "lamb"
+        memory = swap_memory(spec, cut, stage, tokens, setup.precision, lamb=lamb, disk=swap.folder is not None)
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
         self._backing: Backing = (
             Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
         )
-        self._backing.check(memory.backing)
+        self._backing.check(memory.in_files)
         shapes = Stage(spec, stage, cut).shapes()
         layout = FlatLayout.of(shapes)
         self.n_params = layout.size
@@ -98,18 +116,37 @@ class SwappedCompute:
         state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
         rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model)
         self.plan = fitted(blocks, memory, swap.offer, rate, swap.most)
+        self.parts = len(self.plan.runs)
         models = sub_models(chain_of(spec, cut, stage), self.plan.runs, layout)
         self.arithmetic = SwappedArithmetic(
             (stage, len(cut)), spec.width, models, setup, state, self._backing, self.jobs
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
+        self._told = _Counts()
+        self._together: dict[Microbatch, int] = {}
+        """Microbatches of the last round of each, until it is discarded or its step is over."""
         self._closed = False
 
     @property
     def counters(self) -> Counters:
         """Times and recomputations, since the start."""
         return self.arithmetic.counters
+
+    def worked(self, step: int) -> SwapWorked:
+        """What was done since the last call, at the end of ``step``."""
+        now, before = _Counts.of(self.traffic, self.rounds), self._told
+        self._told = now
+        return SwapWorked(
+            step=step,
+            stage=self.stage,
+            loads=now.loads - before.loads,
+            loaded_bytes=now.loaded_bytes - before.loaded_bytes,
+            rounds=now.rounds - before.rounds,
+            microbatches=now.microbatches - before.microbatches,
+            load_s=now.load_s - before.load_s,
+            load_wait_s=now.wait_s - before.wait_s,
+        )
 
     @property
     def traffic(self) -> Traffic:
@@ -126,7 +163,7 @@ class SwappedCompute:
         except BaseException:
             self._freed(passage)
             raise
-        self.discard(mb)
+        self._forget(mb)
         self._kept[mb] = passage
         assert passage.output is not None  # computed
         output, passage.output = passage.output, None
@@ -168,7 +205,14 @@ class SwappedCompute:
         else:
             checks.check_activation_shape(inputs, self._spec, self._setup.sequences)
 
+    def together(self, mb: Microbatch) -> int:
+        return self._together.get(mb, 1)
+
     def discard(self, mb: Microbatch) -> None:
+        self._together.pop(mb, None)
+        self._forget(mb)
+
+    def _forget(self, mb: Microbatch) -> None:
         if (passage := self._kept.pop(mb, None)) is not None:
             self._freed(passage)
 
@@ -184,6 +228,7 @@ class SwappedCompute:
 
     def _on_device(self, fn: Callable[..., None]) -> Callable[[Sequence[Passage]], Awaitable[None]]:
         async def work(passages: Sequence[Passage]) -> None:
+            self._together |= {p.mb: len(passages) for p in passages}
             await asyncio.get_running_loop().run_in_executor(self.threads.compute, fn, passages)
 
         return work
@@ -222,9 +267,9 @@ class SwappedCompute:
         await self.rounds.settled()
         return await self._compute(self.arithmetic.accumulated)
 
-    def room(self, numbers: int) -> Tensor:
-        """In backing memory."""
-        return self._backing.region(numbers).values
+    async def room(self, numbers: int) -> Tensor:
+        """In backing memory. Raises CapacityError if the disk is full."""
+        return (await self.offload(self._backing.region, numbers)).values
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
@@ -236,6 +281,7 @@ class SwappedCompute:
             await self._compute(self.arithmetic.apply, gradient, update)
 
         await self.rounds.call("apply", turn, work)
+        self._together = {mb: n for mb, n in self._together.items() if mb.step > update.step}
 
     # The state --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, 
 from muletrain.planning.swapping import Layer, hidden
 from muletrain.sim.plan.question import Bytes, stated, traffic
 from muletrain.sim.setting import flops_of, offer_of, run_cost
-from muletrain.strategies import find
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def predict(question: Question) -> Prediction:
 
 
 def _problem(why: str) -> Prediction:
-    return Prediction(strategy="swap", runnable=find("swap").runs, problem=why)
+    return Prediction(strategy="swap", runnable=False, problem=why)
 
 
 def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: ModelSpec) -> Whole:
@@ -178,7 +177,7 @@ def _told(question: Question, run: RunConfig, able: list[Whole]) -> Prediction:
     most = max(able, key=lambda w: len(w.swapper.runs))
     return Prediction(
         strategy="swap",
-        runnable=find("swap").runs,
+        runnable=False,
         microbatch=run.train.microbatch,
         microbatches=shared_out(run.microbatches, [s.accumulate / s.round_s for s in swappers]),
         accumulate=max(s.accumulate for s in swappers),
