@@ -15,14 +15,24 @@ import torch
 from muletrain.cli.actions.planned import follows
 from muletrain.compute.estimate import Offer
 from muletrain.config.load import load_config
-from muletrain.errors import ConfigError
-from muletrain.events import Event, FaultInjected, PeerJoined, StepDone, SwapWorked, read_events
+from muletrain.errors import CapacityError, ConfigError
+from muletrain.events import (
+    Event,
+    FaultInjected,
+    PeerJoined,
+    StepApplied,
+    StepDone,
+    SwapWorked,
+    WeightsDiffer,
+    read_events,
+)
+from muletrain.runs.join.limits import check_stage
 from muletrain.strategies import strategy_of
 from muletrain.strategies.swap import Swap
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
-from .test_equivalence import EXACT, facts_of, relative_difference
+from .test_equivalence import EXACT, check_every_microbatch_once, facts_of, relative_difference
 from .test_survival import command
 
 if TYPE_CHECKING:
@@ -122,3 +132,33 @@ def test_a_configuration_says_why_it_cannot_swap() -> None:
         follows(load_config(None, ["optimizer.delayed=true"]), "swap", local=True)
     with pytest.raises(ConfigError, match="swap\\.whole"):
         follows(asked, "swarm", local=True)
+
+
+def test_a_peer_that_is_too_small_for_its_stage_swaps_it_and_serves(tmp_path: Path) -> None:
+    """Two stages, four peers, of which one in each may use less than half of what its stage needs: the numbers are those of one
+    process, it takes part, and replicas agree bit by bit after each step, whether they swap or not."""
+    facts, cache = facts_of(tmp_path, "fleet.peers=4", "train.steps=8")
+    stages, small = (0, 1, 0, 1), {"peer-3": {"memory_gib": 0.006}, "peer-2": {"memory_gib": 0.006}}
+    assert all(not need.resident(Offer(int(0.006 * 2**30))) for need in facts.needs())
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    events = run_fleet(facts.config, tmp_path / "run", stages=stages, each=lambda name: small.get(name, {}))
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_every_microbatch_once(events, facts)
+    assert {e.name for e in events if isinstance(e, PeerJoined) and e.swapped} == set(small)
+    assert not [e for e in events if isinstance(e, WeightsDiffer)]
+    served = {
+        name: sum(e.microbatches for e in events if isinstance(e, StepApplied) and e.peer == name) for name in small
+    }
+    assert min(served.values()) >= 4, served
+
+
+def test_where_swapping_is_off_it_is_turned_away(tmp_path: Path) -> None:
+    for backing, told in (("off", "does not serve it. Give"), ("ram", "machine's memory beside a GPU, and none is")):
+        facts, _ = facts_of(tmp_path, f"swap.backing={backing}")
+        with pytest.raises(CapacityError, match=told):
+            check_stage(facts, 0, Offer(int(0.006 * 2**30)))
+    check_stage(facts_of(tmp_path)[0], 0, Offer(int(0.006 * 2**30)))
+    with pytest.raises(CapacityError, match="even swapped it needs"):
+        check_stage(facts_of(tmp_path)[0], 0, Offer(1 << 20))
