@@ -19,7 +19,7 @@ from muletrain.compute.block import block_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
-from muletrain.compute.swap.backing import WINDOW, Disk, Memory
+from muletrain.compute.swap.backing import WINDOW, Disk, Memory, return_memory_at_once
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.rounds import Rounds
@@ -107,6 +107,8 @@ class SwappedCompute:
             Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
         )
         self._backing.check(memory.in_files)
+        if setup.device.type == "cpu":
+            return_memory_at_once()
         shapes = Stage(spec, stage, cut).shapes()
         layout = FlatLayout.of(shapes)
         self.n_params = layout.size
