@@ -97,7 +97,7 @@ def resident_bytes() -> int:
             LARGE,
             {},
             CapacityError,
-            r"stage 0 needs .* this machine may use 256 MiB: it does not serve it. Give more \(--memory",
+            r"stage 0 needs .* this machine may use 256 MiB: it does not serve it; even swapped it needs .*\. Give more \(--memory",
         ),
         (0.25, LARGE, {"running": True, "name": "a"}, CapacityError, "this machine may use"),
         (2.0, SMALL, {"stage": 7}, AdmissionError, r"serve stage 7 of a run with stages 0..1; nothing was taken"),

@@ -21,7 +21,9 @@ from muletrain.runs.join.messages import JoinRequest, Welcome
 from muletrain.runs.join.seating import Seating
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
+from muletrain.strategies import strategy_of
 from muletrain.strategies.pipeline import Pipeline
+from muletrain.strategies.swap import Swap
 from muletrain.strategies.swarm import Swarm
 
 if TYPE_CHECKING:
@@ -85,6 +87,16 @@ def test_of_a_hub_the_plan_says_the_stages_and_nobody_has_a_place(tmp_path: Path
         planned(load_config(None, [*SMALL, "hub.clients=1"]), path, "swarm")
 
 
+def test_of_a_swap_the_plan_says_what_goes_together(tmp_path: Path) -> None:
+    whole = (Stage(layers=(0, 3), machines=("east", "west")),)
+    swap = Prediction(strategy="swap", runnable=False, microbatch=2, microbatches=(2, 2), stages=whole, accumulate=3)
+    config = planned(load_config(None, SMALL), written(tmp_path, strategies=(swap,), recommended=0))
+    assert strategy_of(config) == Swap(3)
+    assert (config.fleet.stages, config.fleet.peers) == (1, 2)
+    with pytest.raises(ConfigError, match=r"swap\.whole: swarm of .* has stages|fleet\.stages"):
+        planned(load_config(None, [*SMALL, "swap.whole=true", "fleet.stages=1"]), written(tmp_path), "swarm")
+
+
 def test_machines_that_the_plan_leaves_out_are_not_started(tmp_path: Path) -> None:
     alone = PIPELINE.model_copy(
         update={"stages": (Stage(layers=(0, 3), machines=("west",)),), "spares": (), "left_out": ("east", "cellar")}
@@ -126,10 +138,10 @@ def test_machines_of_the_plan_are_those_of_the_profile(tmp_path: Path) -> None:
         ({"recommended": 9}, [], None, "recommended: 9, .*3 strategies"),
         ({"version": 7}, [], None, "version 7"),
         (
-            {"strategies": (PIPELINE.model_copy(update={"strategy": "swap"}),), "recommended": 0},
+            {"strategies": (PIPELINE.model_copy(update={"strategy": "swap", "accumulate": 4}),), "recommended": 0},
             [],
             None,
-            "strategy swap ",
+            "swap.whole: .*fleet.stages = 2",
         ),
         (
             {"strategies": (PIPELINE.model_copy(update={"spares": ("west",)}),), "recommended": 0},

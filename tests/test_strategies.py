@@ -19,6 +19,7 @@ SEATS = 'pipeline.seats=[["a","b"],["c","d"]]'
 CONFIG = load_config(None, ["train.batch=32", "train.microbatch=4", "fleet.stages=2"])
 PLANNED = load_config(None, ["train.batch=32", "train.microbatch=4", "fleet.stages=2", SEATS])
 HUB = load_config(None, ["train.batch=32", "train.microbatch=4", "fleet.stages=2", "hub.clients=2"])
+SWAP = load_config(None, ["train.batch=32", "train.microbatch=4", "fleet.stages=1", "swap.whole=true"])
 WORK = (1.0, 1.0)
 THERE = {"a": Load(0, name="a"), "b": Load(0, name="b"), "c": Load(1, name="c"), "d": Load(1, name="d")}
 RUNNING = pytest.mark.parametrize("listed", [s for s in STRATEGIES if s.runs], ids=lambda s: s.name)
@@ -27,7 +28,7 @@ RUNNING = pytest.mark.parametrize("listed", [s for s in STRATEGIES if s.runs], i
 def made(listed: Listed) -> Strategy:
     """The strategy of the first configuration here that it does not decline."""
     assert listed.of is not None
-    found = listed.of(CONFIG) or listed.of(PLANNED) or listed.of(HUB)
+    found = listed.of(CONFIG) or listed.of(PLANNED) or listed.of(HUB) or listed.of(SWAP)
     assert found is not None
     return found
 
@@ -112,3 +113,4 @@ def test_a_configuration_has_the_strategy_that_it_plans() -> None:
     assert strategy_of(CONFIG) == made(find("swarm"))
     assert strategy_of(PLANNED) == made(find("pipeline"))
     assert strategy_of(HUB) == made(find("hub"))
+    assert strategy_of(SWAP) == made(find("swap"))

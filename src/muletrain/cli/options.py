@@ -43,7 +43,9 @@ StrategyChoice = Annotated[
     Choice | None,
     typer.Option(
         help="Use this strategy of the plan. Default: the one that the plan recommends. Without --plan: 'swarm' (the "
-        "default), or 'hub': reliable peers serve the stages, and clients compute for them."
+        "default); 'hub': reliable peers serve the stages, and clients compute for them; or 'swap': every peer serves the "
+        "whole model, whose blocks pass in turn through a device that is smaller (set compute.memory to what a peer may "
+        "use)."
     ),
 ]
 Where = Annotated[

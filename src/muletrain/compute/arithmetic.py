@@ -27,6 +27,7 @@ from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.stash import Checkpointing
@@ -227,12 +228,16 @@ class StageArithmetic:
         with self._lock, torch.no_grad():
             yield
 
-    @contextmanager
-    def _timed(self, counter: str) -> Iterator[None]:
-        """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not
-        later. Copies of earlier results, on a stream of their own, are not waited for."""
-        begin = time.perf_counter()
-        yield
-        if self.setup.device.type == "cuda":
-            torch.cuda.current_stream(self.setup.device).synchronize()
-        setattr(self.counters, counter, getattr(self.counters, counter) + time.perf_counter() - begin)
+    def _timed(self, counter: str) -> AbstractContextManager[None]:
+        return timed(self.counters, counter, self.setup.device)
+
+
+@contextmanager
+def timed(counters: Counters, counter: str, device: torch.device) -> Iterator[None]:
+    """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not later.
+    Copies of earlier results, on a stream of their own, are not waited for."""
+    begin = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    setattr(counters, counter, getattr(counters, counter) + time.perf_counter() - begin)

@@ -76,6 +76,8 @@ class Compute(Protocol):
     """Updates are delayed: ``apply`` runs beside the next step. Otherwise nothing computes during ``apply``."""
     n_params: int
     """P: length of the flat gradient."""
+    parts: int
+    """Parts of the stage that take turns on the device; 1: it stays there as a whole."""
     jobs: Jobs
     """The operations that run now, and how long each usually takes."""
 
@@ -96,6 +98,11 @@ class Compute(Protocol):
     ) -> tuple[float, Result | None]:
         """Compute and differentiate the last stage. Returns the mean cross-entropy [nats/token] of ``targets`` int64
         [B, T], and d loss / d inputs (None if it is also stage 0). Accumulates as ``backward`` does."""
+        ...
+
+    def together(self, mb: Microbatch) -> int:
+        """Returns how many microbatches the last call for ``mb``, which has returned, was computed with; itself
+        included. Each took its share of the time."""
         ...
 
     def discard(self, mb: Microbatch) -> None:
@@ -123,6 +130,11 @@ class Compute(Protocol):
     async def gradient(self, step: int) -> Tensor:
         """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. The
         caller must not change it, nor use it after ``apply`` or ``clear`` of that step."""
+        ...
+
+    async def room(self, numbers: int) -> Tensor:
+        """Returns fp32 [numbers] on the CPU, with any values, for a gradient: in backing memory if the stage lives
+        there."""
         ...
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:

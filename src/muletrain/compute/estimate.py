@@ -40,6 +40,54 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class SwapMemory:
+    """What a swapped stage needs [bytes]. ``disk``: its backing memory is one; None: it is for a device without other
+    memory beside it (the CPU)."""
+
+    beside: int
+    """On the device beside the sub-models: what comes in and goes on, and windows of the update."""
+    least: int
+    """On the device, with one block at a time."""
+    state: int
+    """In backing memory: weights and moments."""
+    gradients: int
+    """In backing memory: two accumulators, the reduced gradient, and the last step's."""
+    disk: bool | None = None
+
+    def on_disk(self, offer: Offer) -> bool:
+        """Is the backing memory of a machine with this offer a disk?"""
+        return offer.host is None if self.disk is None else self.disk
+
+    @property
+    def on_host(self) -> int:
+        """In the machine's memory beside a GPU."""
+        return (1 + COPIES) * self.state + self.gradients
+
+    @property
+    def in_files(self) -> int:
+        """On a disk, where the state has two versions."""
+        return (2 + COPIES) * self.state + self.gradients
+
+    def fits(self, offer: Offer) -> bool:
+        """Can a machine with this offer swap the stage? Of its disk nothing is known here."""
+        beside = self.on_disk(offer) or (offer.host is not None and self.on_host <= offer.host)
+        return self.least <= offer.device and beside
+
+    def problem(self, offer: Offer) -> str:
+        """Why the offer does not do, and what would."""
+        if self.least > offer.device:
+            return (
+                f"even swapped it needs {format_memory(self.least)}, for its largest block, the next one and a microbatch, and "
+                f"{format_memory(offer.device)} may be used: give more memory (compute.memory), or take a smaller train.microbatch"
+            )
+        has = "none is" if offer.host is None else f"{format_memory(offer.host)} may be used"
+        return (
+            f"swapped it needs {format_memory(self.on_host)} of the machine's memory beside a GPU, and {has}: take swap.backing = 'disk', "
+            f"or begin the run with more stages"
+        )
+
+
+@dataclass(frozen=True)
 class StageMemory:
     """The memory that one stage needs [bytes]."""
 
@@ -59,6 +107,8 @@ class StageMemory:
     """Memory needed in the machine beside an accelerator."""
     delayed: int
     """The part that delayed updates need."""
+    swapped: SwapMemory | None = None
+    """What it needs where the stage is swapped (``compute.swap``); None: it cannot be."""
 
     @property
     def total(self) -> int:
@@ -70,7 +120,11 @@ class StageMemory:
         return self.total if offer.host is None else self.on_device
 
     def fits(self, offer: Offer) -> bool:
-        """Does the stage fit into the offered memory?"""
+        """Can a machine with this offer serve the stage, resident or swapped?"""
+        return self.resident(offer) or (self.swapped is not None and self.swapped.fits(offer))
+
+    def resident(self, offer: Offer) -> bool:
+        """Does the stage fit into the offered memory as a whole?"""
         return self.of_device(offer) <= offer.device and (offer.host is None or self.on_host <= offer.host)
 
     def spare(self, offer: Offer) -> int:
@@ -82,6 +136,10 @@ class StageMemory:
         if offer is None or offer.host is None:
             return format_memory(self.total)
         return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"
+
+    def swapping(self, offer: Offer) -> str:
+        """Why the stage cannot be swapped there either, as the end of a sentence; empty: it is not to be."""
+        return "" if self.swapped is None else f"; {self.swapped.problem(offer)}"
 
     def __str__(self) -> str:
         delayed = (

@@ -48,6 +48,8 @@ class TorchCompute:
     Raises CheckpointError when ``source`` gives other shapes.
     """
 
+    parts = 1
+
     def __init__(
         self, spec: Model, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
     ) -> None:
@@ -117,6 +119,9 @@ class TorchCompute:
             self._commit(mb, gradients)
         return loss, None if inputs_gradient is None else Result(inputs_gradient, self._to_host)
 
+    def together(self, mb: Microbatch) -> int:
+        return 1
+
     def discard(self, mb: Microbatch) -> None:
         self._stash.discard(mb)
         self._uncounted.pop(mb, None)
@@ -161,6 +166,9 @@ class TorchCompute:
         if self._staging is not None:
             self._staging.follow()
         return await self._to_host(self.arithmetic.weights.accumulator(step))
+
+    async def room(self, numbers: int) -> Tensor:
+        return torch.empty(numbers)
 
     async def _to_host(self, values: Tensor) -> Tensor:
         """Copies contiguous fp32 ``values`` in pieces, so that a result never waits for a whole gradient."""

@@ -125,7 +125,7 @@ class StageWeights:
         Raises CheckpointError on missing names or other shapes.
         """
         step = _step_of(state)
-        sources = {kind: self._collect(state, kind) for kind in self._buffers()}
+        sources = {kind: checked_state(self.layout, state, kind) for kind in self._buffers()}
         self.next, newest = step, self._working[self._version(step + 1)]
         if self._direct:
             self.masters = newest
@@ -136,22 +136,24 @@ class StageWeights:
                 self.layout.views(flat)[name].copy_(value)
         newest.copy_(self.masters)
 
-    def _collect(self, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-        """The tensors of one kind by parameter name, checked; empty for absent moments."""
-        if kind != "model" and not any(key.startswith(f"{kind}/") for key in state):
-            return {}
-        found = {}
-        for name, shape in zip(self.layout.names, self.layout.shapes, strict=True):
-            value = state.get(f"{kind}/{name}")
-            if value is None or tuple(value.shape) != shape:
-                what = "is missing" if value is None else f"has shape {tuple(value.shape)} instead of {shape}"
-                raise CheckpointError(f"{kind}/{name} {what}: a state of another model or another cut")
-            found[name] = value
-        return found
-
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}
         return buffers if len(self._working) == 1 else {**buffers, "delayed": self._working[self._version(self.next)]}
+
+
+def checked_state(layout: FlatLayout, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """The tensors of one kind by parameter name; empty for absent moments. Raises CheckpointError for missing names and
+    other shapes."""
+    if kind != "model" and not any(key.startswith(f"{kind}/") for key in state):
+        return {}
+    found = {}
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        value = state.get(f"{kind}/{name}")
+        if value is None or tuple(value.shape) != shape:
+            what = "is missing" if value is None else f"has shape {tuple(value.shape)} instead of {shape}"
+            raise CheckpointError(f"{kind}/{name} {what}: a state of another model or another cut")
+        found[name] = value
+    return found
 
 
 def _step_of(state: dict[str, Tensor]) -> int:

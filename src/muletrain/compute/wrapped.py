@@ -23,8 +23,11 @@ class WrappedCompute:
 
     def __init__(self, inner: Compute) -> None:
         self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
-        self.delayed, self.jobs = inner.delayed, inner.jobs
+        self.delayed, self.jobs, self.parts = inner.delayed, inner.jobs, inner.parts
         self.inner = inner
+
+    def together(self, mb: Microbatch) -> int:
+        return self.inner.together(mb)
 
     def discard(self, mb: Microbatch) -> None:
         self.inner.discard(mb)
@@ -43,6 +46,9 @@ class WrappedCompute:
 
     async def gradient(self, step: int) -> Tensor:
         return await self.inner.gradient(step)
+
+    async def room(self, numbers: int) -> Tensor:
+        return await self.inner.room(numbers)
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         await self.inner.apply(gradient, update, turn)

@@ -105,6 +105,31 @@ class HubConfig(Section):
     )
 
 
+class SwapConfig(Section):
+    """Stages that are larger than a peer's device: their blocks pass through it in turn. Strategy 'swap': every peer
+    serves the whole model so."""
+
+    whole: bool = Field(
+        default=False,
+        description="every peer serves the whole model (strategy 'swap'), whatever memory it has; needs fleet.stages = 1",
+    )
+    backing: Literal["auto", "ram", "disk", "off"] = Field(
+        default="auto",
+        description="where a peer keeps a stage that is larger than its device; 'auto': the machine's memory beside a GPU, a disk beside "
+        "a CPU; 'off': the peer is turned away",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="folder on a disk for such stages, of this machine's peers; default: the run folder",
+        examples=["/scratch/muletrain"],
+    )
+    together: PositiveInt | None = Field(
+        default=None,
+        description="a load of weights waits for this many microbatches (ATOM's C); default: as many as hide the loading [microbatches]",
+        examples=[4],
+    )
+
+
 class NetworkConfig(Section):
     """Where a peer listens."""
 
@@ -169,6 +194,24 @@ def check_hub(h: HubConfig, p: PipelineConfig, *, delayed: bool) -> None:
         raise ValueError(
             f"hub.clients: {h.clients} with optimizer.delayed, but clients compute with the current weights only; use "
             f"optimizer.delayed = false"
+        )
+
+
+def check_swap(s: SwapConfig, stages: int, p: PipelineConfig, h: HubConfig, *, delayed: bool) -> None:
+    """``stages``: ``fleet.stages``; ``delayed``: ``optimizer.delayed``."""
+    if not s.whole:
+        return
+    if stages != 1:
+        raise ValueError(f"swap.whole: every peer serves the whole model, but fleet.stages = {stages}; use one stage")
+    if p.seats or h.clients is not None:
+        raise ValueError(
+            "swap.whole: beside pipeline.seats or hub.clients, which ask for another strategy; leave one out"
+        )
+    if s.backing == "off":
+        raise ValueError("swap.whole: with swap.backing = 'off' nothing is swapped; use another backing")
+    if delayed:
+        raise ValueError(
+            "swap.whole: with optimizer.delayed, but a swapped model has no second copy of its weights; use optimizer.delayed = false"
         )
 
 

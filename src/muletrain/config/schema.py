@@ -17,10 +17,12 @@ from muletrain.config.peer_sections import (
     HubConfig,
     NetworkConfig,
     PipelineConfig,
+    SwapConfig,
     check_fleet,
     check_hub,
     check_network,
     check_pipeline,
+    check_swap,
 )
 from muletrain.config.section import Fraction, PositiveInt, Section
 
@@ -288,6 +290,7 @@ class RunConfig(Section):
     fleet: FleetConfig = FleetConfig()
     pipeline: PipelineConfig = PipelineConfig()
     hub: HubConfig = HubConfig()
+    swap: SwapConfig = SwapConfig()
     wire: WireConfig = WireConfig()
     compute: ComputeConfig = ComputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -304,6 +307,7 @@ class RunConfig(Section):
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
         check_hub(self.hub, self.pipeline, delayed=self.optimizer.delayed)
+        check_swap(self.swap, self.fleet.stages, self.pipeline, self.hub, delayed=self.optimizer.delayed)
         check_network(self.network)
         if self.data.share and self.fleet.trainers == 1:
             raise ValueError(

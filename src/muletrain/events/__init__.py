@@ -43,6 +43,7 @@ from muletrain.events.facts import (
     StepApplied,
     StepDone,
     SteppedBack,
+    SwapWorked,
     TrafficClass,
     Waiting,
 )
@@ -161,6 +162,7 @@ __all__ = [
     "StepDone",
     "StepSkipped",
     "SteppedBack",
+    "SwapWorked",
     "TrafficClass",
     "TrainerAdded",
     "TransferFailed",

@@ -48,6 +48,8 @@ class PeerJoined(Event):
     threads: int
     chip: str = ""
     """Product name of the device."""
+    swapped: int = 0
+    """Parts of its stage that take turns on the device; 0: the stage stays there."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,25 @@ class PoolWorked(Event):
     clients: dict[str, dict[PoolCount, int]]
     """By name, the 256 with the most parts: 'parts' that counted, how often it was 'late', and parts 'redone' because they
     were lost with it."""
+
+
+@dataclass(frozen=True)
+class SwapWorked(Event):
+    """A peer applied a step with a swapped stage. Counts are since its last one."""
+
+    step: int
+    stage: int
+    loads: int
+    """Parts of the stage that were loaded."""
+    loaded_bytes: int
+    rounds: int
+    """Times that the stage was passed through, forward, backward, or both."""
+    microbatches: int
+    """Number that passed in these rounds."""
+    load_s: Number
+    """Time that loading took, most of it beside the computation."""
+    load_wait_s: Number
+    """Time in which computing waited for weights, or for gradients to leave."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,8 @@ class FlatLayout:
         """Name -> view of ``flat`` [P] in the parameter's shape."""
         pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each parameter in the flat buffer, in the order of ``names``."""
+        ends = list(itertools.accumulate(map(math.prod, self.shapes)))
+        return zip([0, *ends[:-1]], ends, strict=True)

@@ -24,27 +24,41 @@ class Rule(Protocol):
 
     moment1: Tensor
     moment2: Tensor
+    by_tensor: bool
+    """``update`` needs whole tensors; otherwise it may be given any range."""
 
     def step(self, weights: Tensor, gradient: Tensor, step: int) -> None:
         """Change ``weights`` and the moments by the update number ``step`` (from 0). May overwrite ``gradient``."""
         ...
 
+    def update(
+        self, weights: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, step: int, *, decayed: bool
+    ) -> None:
+        """``step`` for a range of the stage, flat, with its moments. ``decayed``: it belongs to matrices, to which
+        weight decay applies."""
+        ...
 
-def make_rule(config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device) -> Rule:
-    """The rule that ``config.name`` asks for, with zero moments on ``device``."""
+
+def make_rule(
+    config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device, *, moments: bool = True
+) -> Rule:
+    """The rule that ``config.name`` asks for, with zero moments on ``device``. Without ``moments`` it has ``update``
+    only."""
     rule = AdamW if config.name == "adamw" else Lamb
-    return rule(config, total_steps, layout, device)
+    return rule(config, total_steps, layout, device, layout.size if moments else 0)
 
 
 class _Moments:
     """The moments of both rules."""
 
-    def __init__(self, config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device) -> None:
+    def __init__(
+        self, config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device, size: int
+    ) -> None:
         self._config = config
         self._total_steps = total_steps
         self._layout = layout
-        self.moment1 = torch.zeros(layout.size, device=device)
-        self.moment2 = torch.zeros(layout.size, device=device)
+        self.moment1 = torch.zeros(size, device=device)
+        self.moment2 = torch.zeros(size, device=device)
 
 
 class AdamW(_Moments):
@@ -52,27 +66,35 @@ class AdamW(_Moments):
     buffer.
     """
 
+    by_tensor = False
+
     def step(self, weights: Tensor, gradient: Tensor, step: int) -> None:
-        config, end = self._config, self._layout.decayed
-        number = torch.tensor(float(step + 1), device=weights.device)
-        for run, decay in ((slice(0, end), config.weight_decay), (slice(end, None), 0.0)):
-            if weights[run].numel() == 0:
-                continue
-            torch._fused_adamw_(
-                [weights[run]],
-                [gradient[run]],
-                [self.moment1[run]],
-                [self.moment2[run]],
-                [],
-                [number],
-                lr=learning_rate(config, step, self._total_steps),
-                beta1=config.betas[0],
-                beta2=config.betas[1],
-                weight_decay=decay,
-                eps=config.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+        end = self._layout.decayed
+        for run, decayed in ((slice(0, end), True), (slice(end, None), False)):
+            buffers = (weights[run], gradient[run], self.moment1[run], self.moment2[run])
+            self.update(*buffers, step, decayed=decayed)
+
+    def update(
+        self, weights: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, step: int, *, decayed: bool
+    ) -> None:
+        config = self._config
+        if weights.numel() == 0:
+            return
+        torch._fused_adamw_(
+            [weights],
+            [gradient],
+            [moment1],
+            [moment2],
+            [],
+            [torch.tensor(float(step + 1), device=weights.device)],
+            lr=learning_rate(config, step, self._total_steps),
+            beta1=config.betas[0],
+            beta2=config.betas[1],
+            weight_decay=config.weight_decay if decayed else 0.0,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 class Lamb(_Moments):
@@ -83,17 +105,21 @@ class Lamb(_Moments):
     Tensor by tensor: the temporaries are as large as the largest of them, and the result does not depend on the cut.
     """
 
+    by_tensor = True
+
     def step(self, weights: Tensor, gradient: Tensor, step: int) -> None:
-        buffers = (weights, gradient, self.moment1, self.moment2)
-        views = [self._layout.views(buffer) for buffer in buffers]
-        lr = learning_rate(self._config, step, self._total_steps)
-        for name in self._layout.names:
-            weight, grad, moment1, moment2 = (view[name] for view in views)
-            direction = self._direction(grad, moment1, moment2, step + 1)
-            if weight.dim() >= 2:
-                direction.add_(weight, alpha=self._config.weight_decay)
-                direction.mul_(_trust(weight, direction))
-            weight.sub_(direction, alpha=lr)
+        for a, b in self._layout.ranges():
+            buffers = (weights[a:b], gradient[a:b], self.moment1[a:b], self.moment2[a:b])
+            self.update(*buffers, step, decayed=b <= self._layout.decayed)
+
+    def update(
+        self, weights: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, step: int, *, decayed: bool
+    ) -> None:
+        direction = self._direction(gradient, moment1, moment2, step + 1)
+        if decayed:
+            direction.add_(weights, alpha=self._config.weight_decay)
+            direction.mul_(_trust(weights, direction))
+        weights.sub_(direction, alpha=learning_rate(self._config, step, self._total_steps))
 
     def _direction(self, grad: Tensor, moment1: Tensor, moment2: Tensor, number: int) -> Tensor:
         """Update both moments; m / (1 - beta1^n) / (sqrt(v / (1 - beta2^n)) + eps)."""

@@ -1,14 +1,15 @@
-"""Plan how layers are swapped between a machine's memory and its GPU: which are loaded together, and how many
+"""Plan how layers are swapped between a machine's memory and its device: which are loaded together, and how many
 minibatches hide the loading.
 
 ATOM (Wu et al. 2024) sec. III-C, III-D and the constraints of fig. 13. The model is a chain of layers, cut into
 consecutive sub-models. While one computes C minibatches, the next one is loaded, so that
 
-- memory: the computing sub-model and the loading one fit into the GPU together (fig. 13 asks it of each by itself);
+- memory: the computing sub-model and the loading one fit into the device together (fig. 13 asks it of each by itself);
 - time: C x what a sub-model computes for a minibatch >= what loading its successor takes, forward and backward.
 
-All cuts between blocks of a decoder send equally much, so the cut with the fewest sub-models is the cheapest (fig. 13's
-objective). The last sub-model stays for its backward, and the first one for the next forward (fig. 12).
+Among these cuts, fig. 13 wants the one across which the fewest bytes go. The last sub-model stays for its backward, and
+the first one for the next forward (fig. 12). Algorithm 1 of the paper is exhaustive. Both constraints concern
+neighbours only, so ``swapping`` finds the optimum by dynamic programming over pairs of neighbours, in O(layers^3).
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from muletrain.errors import CapacityError
-from muletrain.planning.partition import partition
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from muletrain.planning.partition import Cut
+
+EQUAL = 1e-12
+"""Relative difference below which two waiting times count as equal: sums of the same times in another order."""
 
 
 @dataclass(frozen=True)
@@ -39,33 +46,68 @@ class Layer:
     """Bytes of the weights in the precision they compute in."""
     work_bytes: float
     """Bytes beside the weights while it computes: a minibatch's graph, gradients."""
+    cut_bytes: float = 1.0
+    """Bytes that go on to the next layer; by default all cuts are equal."""
 
 
 @dataclass(frozen=True)
 class Swapping:
-    """How a model goes through one GPU."""
+    """How a model goes through one device, C minibatches for each load."""
 
     runs: Cut
     """Sub-models: (first layer, end layer). One: the model stays where it is."""
+    minibatches: int
+    """C."""
     accumulate: float
-    """C as a real number: so many minibatches hide all loading."""
+    """The smallest C, as a real number, with which these sub-models hide all loading."""
     device_bytes: float
-    """Bytes that the GPU holds at most."""
+    """Bytes that the device holds at most."""
+    waits_s: float
+    """Seconds of a round in which the device waits for weights."""
+    round_s: float
+    """Seconds for forward and backward of C minibatches."""
+
+    @property
+    def lost(self) -> float:
+        """Share of the time in which the device waits for weights; 0: all loading is hidden."""
+        return self.waits_s / self.round_s if self.round_s > 0 else 0.0
 
 
-def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float) -> Swapping:
-    """Find the fewest sub-models that fit, cut as evenly as possible. Raises CapacityError if single layers do not
-    fit."""
-    sizes = [layer.load_bytes + layer.work_bytes for layer in layers]
-    for count in range(1, len(layers) + 1):
-        runs = partition(sizes, count)
-        needs = held_bytes(layers, runs)
-        if needs <= memory_bytes:
-            return Swapping(runs, accumulation(layers, runs, load_bytes_per_s), needs)
-    raise CapacityError(
-        f"a layer that computes and the next one beside it need {format_memory(needs)}, and there are {format_memory(memory_bytes)}: take "
-        f"a machine with a larger GPU, a smaller microbatch or a narrower model"
+def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Swapping:
+    """Find the best sub-models for ``minibatches`` in a row: those for whose weights the device waits least, and among
+    these those with the fewest bytes across their cuts. Exact. Raises CapacityError if single layers do not fit."""
+    runs = _best(layers, memory_bytes, load_bytes_per_s, minibatches)
+    if runs is None:
+        alone = tuple((i, i + 1) for i in range(len(layers)))
+        needs = held_bytes(layers, alone)
+        raise CapacityError(
+            f"a layer that computes and the next one beside it need {format_memory(needs)}, and there are {format_memory(memory_bytes)}: "
+            f"take a machine with a larger device, a smaller microbatch or a narrower model"
+        )
+    takes_s = round_s(layers, runs, load_bytes_per_s, minibatches)
+    return Swapping(
+        runs=runs,
+        minibatches=minibatches,
+        accumulate=accumulation(layers, runs, load_bytes_per_s),
+        device_bytes=held_bytes(layers, runs),
+        waits_s=_waits_s(layers, runs, load_bytes_per_s, minibatches),
+        round_s=takes_s,
     )
+
+
+def hidden(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, most: int) -> Swapping:
+    """Find the smallest C with which some sub-models hide all loading, and the best of these; if ``most`` minibatches
+    do not hide it either, the best for ``most``. Raises CapacityError as ``swapping`` does."""
+    found = swapping(layers, memory_bytes, load_bytes_per_s, most)
+    low, high = 1, most  # more minibatches never hide less
+    while found.waits_s <= 0 and low < high:
+        middle = (low + high) // 2
+        tried = swapping(layers, memory_bytes, load_bytes_per_s, middle)
+        if tried.waits_s <= 0:
+            found, high = tried, middle
+        else:
+            low = middle + 1
+    return found
 
 
 def held_bytes(layers: Sequence[Layer], runs: Cut) -> float:
@@ -76,18 +118,19 @@ def held_bytes(layers: Sequence[Layer], runs: Cut) -> float:
 
 
 def accumulation(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> float:
-    """C: the smallest number of minibatches that keeps the GPU busy, as a real number; 0 if nothing is loaded."""
+    """C: the smallest number of minibatches that keeps the device busy, as a real number; 0 if nothing is loaded."""
     return max([load / spent for spent, load in _beside(layers, runs, load_bytes_per_s)], default=0.0)
 
 
 def round_s(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> float:
     """Seconds for forward and backward of ``minibatches`` in a row: each sub-model takes as long as its compute or
     its neighbour's loading."""
-    ends = [*layers[slice(*runs[-1])]], [*layers[slice(*runs[0])]]
-    alone_s = sum(layer.forward_s for layer in ends[0]) + sum(layer.backward_s for layer in ends[1])
-    return minibatches * alone_s + sum(
-        max(minibatches * s, load) for s, load in _beside(layers, runs, load_bytes_per_s)
-    )
+    busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    return minibatches * busy_s + _waits_s(layers, runs, load_bytes_per_s, minibatches)
+
+
+def _waits_s(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> float:
+    return sum(max(0.0, load - minibatches * spent) for spent, load in _beside(layers, runs, load_bytes_per_s))
 
 
 def _beside(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> list[tuple[float, float]]:
@@ -97,3 +140,52 @@ def _beside(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> list
     ahead = [sum(layer.forward_s for layer in layers[first:end]) for first, end in runs]
     back = [sum(layer.backward_s for layer in layers[first:end]) for first, end in runs]
     return [*zip(ahead[:-1], loads[1:], strict=True), *zip(back[1:], loads[:-1], strict=True)]
+
+
+def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Cut | None:
+    """The best cut, None if none fits. State [i, j]: the last sub-model so far is the layers from i to before j. What
+    comes after it depends on nothing else."""
+    count = len(layers)
+    ahead_s, back_s, load, work = (
+        np.array([0.0, *np.cumsum([getattr(layer, name) for layer in layers])])
+        for name in ("forward_s", "backward_s", "load_bytes", "work_bytes")
+    )
+    if load[count] + work[count] <= memory_bytes:
+        return ((0, count),)
+    ahead_s, back_s, load_s = minibatches * ahead_s, minibatches * back_s, load / load_bytes_per_s
+    waits_s = np.full((count, count + 1), np.inf)
+    crossed, before = np.zeros_like(waits_s), np.zeros(waits_s.shape, dtype=np.int64)
+    waits_s[0, 1:] = 0.0
+    slack_s = EQUAL * (ahead_s[count] + back_s[count] + load_s[count])
+    for i in range(1, count):
+        begins = np.flatnonzero((load[i] - load[:i] <= memory_bytes) & np.isfinite(waits_s[:i, i]))
+        ends = np.arange(i + 1, int(np.searchsorted(load - load[i], memory_bytes, side="right")))
+        if not len(begins) or not len(ends):
+            continue
+        cost = load_s[ends] - load_s[i] - (ahead_s[i] - ahead_s[begins])[:, None]  # beside forward
+        np.maximum(cost, 0.0, out=cost)
+        spent = (load_s[i] - load_s[begins])[:, None] - (back_s[ends] - back_s[i])  # beside backward
+        cost += np.maximum(spent, 0.0, out=spent)
+        cost += waits_s[begins, i][:, None]
+        held = np.maximum((work[i] - work[begins])[:, None], work[ends] - work[i], out=spent)
+        held += load[ends] - load[begins][:, None]
+        cost[held > memory_bytes] = np.inf
+        so_far = crossed[begins, i] + layers[i - 1].cut_bytes
+        least = cost.min(0)
+        best = np.where(cost <= least + slack_s, so_far[:, None], np.inf).argmin(0)
+        waits_s[i, ends] = cost[best, np.arange(len(ends))]
+        crossed[i, ends], before[i, ends] = so_far[best], begins[best]
+    least = waits_s[1:, count].min(initial=np.inf)
+    if not np.isfinite(least):
+        return None
+    able = np.where(waits_s[1:, count] <= least + slack_s, crossed[1:, count], np.inf)
+    return _traced(before, 1 + int(able.argmin()), count)
+
+
+def _traced(before: NDArray[np.int64], first: int, end: int) -> Cut:
+    """The cut whose last sub-model goes from ``first`` to ``end``."""
+    runs = [(first, end)]
+    while first > 0:
+        first, end = int(before[first, end]), first
+        runs.append((first, end))
+    return tuple(reversed(runs))

@@ -127,9 +127,12 @@ class _Worker:
         """Forward passes of a sequence per second."""
         return 1 / self._unit_s.seconds() if self.measured else self.hint
 
-    def due_s(self, cost: int) -> float:
-        """Seconds until it should have brought back parts of so much ``cost``."""
-        return max(FLOOR_S, LATE * self._unit_s.seconds() * cost) if self.measured else UNMEASURED_S
+    def due_s(self, cost: int, slowest: float) -> float:
+        """Seconds until it should have brought back parts of so much ``cost``. ``slowest``: speed of the slowest worker
+        that was measured; 0: none was."""
+        if self.measured:
+            return max(FLOOR_S, LATE * self._unit_s.seconds() * cost)
+        return max(FLOOR_S, LATE * LATE * cost / slowest) if slowest else UNMEASURED_S
 
     def came_back(self, part: Part, since: float, now: float) -> None:
         self._unit_s.measured(max(1e-6, now - max(since, self._free_at)) / part.cost)
@@ -197,6 +200,10 @@ class Pool:
     def speed(self) -> float:
         """Returns how many forward passes of a sequence the workers beside the server's own device do in a second."""
         return sum(w.speed for name, w in self._workers.items() if name != OWN and not w.late)
+
+    def _slowest(self) -> float:
+        """Returns the speed of the slowest worker that was measured; 0: none was."""
+        return min((w.speed for w in self._workers.values() if w.measured), default=0.0)
 
     # Passes and parts -------------------------------------------------------------------------------------------------
 
@@ -278,7 +285,7 @@ class Pool:
         self._numbers += 1
         number = self._numbers
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        self._givings[number] = _Giving(worker, part, now, now + taker.due_s(cost))
+        self._givings[number] = _Giving(worker, part, now, now + taker.due_s(cost, self._slowest()))
         taker.out.add(number)
         self._open[part].givings.add(number)
         return Given(number, part)

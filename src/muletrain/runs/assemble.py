@@ -17,6 +17,8 @@ from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.estimate import STASH_SHARE, client_memory, stage_memory
 from muletrain.compute.paced import PacedCompute
+from muletrain.compute.swap.fit import swap_memory
+from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
@@ -25,6 +27,7 @@ from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
 from muletrain.model.make import make_model, make_stage
+from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.folder import import_traced, load_traced
 from muletrain.optim.schedule import learning_rate
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.base import Compute
-    from muletrain.compute.estimate import StageMemory
+    from muletrain.compute.estimate import StageMemory, SwapMemory
     from muletrain.data.microbatch import TokenArray
     from muletrain.data.tokens import TokenCache
     from muletrain.model.chain import Model
@@ -132,7 +135,7 @@ class RunFacts:
         """Memory that each stage needs; in fp32 if every machine chooses its own precision."""
         c = self.config
         precision = Precision.FP32 if c.compute.precision is Precision.AUTO else c.compute.precision
-        return [
+        found = [
             stage_memory(
                 self.spec,
                 self.cut,
@@ -145,6 +148,16 @@ class RunFacts:
             )
             for s in range(c.fleet.stages)
         ]
+        spec = self.spec
+        if c.swap.backing == "off" or c.optimizer.delayed or self.strategy.pooled or not isinstance(spec, ModelSpec):
+            return found
+        return [dataclasses.replace(need, swapped=self._swapped(spec, s, precision)) for s, need in enumerate(found)]
+
+    def _swapped(self, spec: ModelSpec, stage: int, precision: Precision) -> SwapMemory:
+        c = self.config
+        disk = None if c.swap.backing == "auto" else c.swap.backing == "disk"
+        lamb = c.optimizer.name == "lamb"
+        return swap_memory(spec, self.cut, stage, self.tokens, precision, lamb=lamb, disk=disk)
 
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""
@@ -187,11 +200,13 @@ def build_compute(
     part: Path | None = None,
     *,
     updates: bool = True,
+    folder: Path | None = None,
 ) -> Compute:
     """Build the stage's compute, paced if the fleet profile declares service times. ``part``: the checkpoint part with
-    its weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. Raises
-    CheckpointError."""
-    config = facts.config
+    its weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``: of this
+    peer's own, for a stage that is larger than its device. Raises CheckpointError, and CapacityError if the stage can
+    only be swapped and backing memory is too small."""
+    config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage]
     setup = StageSetup(
         optimizer=config.optimizer,
         total_steps=config.train.steps,
@@ -200,12 +215,20 @@ def build_compute(
         device=machine.device,
         precision=machine.precision,
         checkpointing=config.compute.checkpointing,
-        stash_budget=_stash_budget((facts.needs() if updates else facts.client_needs())[stage], machine),
+        stash_budget=_stash_budget(need, machine),
         updates=updates,
     )
-    compute: Compute = TorchCompute(
-        facts.spec, facts.cut, stage, setup, initial_weights(facts, stage) if part is None else _weights_in(part)
-    )
+    source = initial_weights(facts, stage) if part is None else _weights_in(part)
+    compute: Compute
+    if need.resident(machine.offer) or need.swapped is None or not need.swapped.fits(machine.offer):
+        compute = TorchCompute(facts.spec, facts.cut, stage, setup, source)
+    else:
+        disk = need.swapped.on_disk(machine.offer)
+        assert folder is not None or not disk, "a stage on a disk needs a folder"
+        most = min(config.swap.together or facts.capacity, facts.capacity, config.microbatches)
+        swap = Swap(machine.offer, folder if disk else None, most, config.swap.together)
+        assert isinstance(facts.spec, ModelSpec)  # others need no swapped memory
+        compute = SwappedCompute(facts.spec, facts.cut, stage, setup, swap, source)
     if config.fleet.profile is not None and fleet_index is not None:
         peer = load_fleet(config.fleet.profile, peers=config.fleet.local_peers).peers()[fleet_index]
         if peer.forward_s and peer.backward_s:

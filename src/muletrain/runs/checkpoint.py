@@ -38,6 +38,7 @@ MAY_CHANGE = {
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "pipeline": None,
     "hub": None,
+    "swap": {"backing", "folder", "together"},
     "checkpoint": None,
     "compute": None,
     "network": None,

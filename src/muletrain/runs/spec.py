@@ -41,6 +41,8 @@ class WorkerSpec(BaseModel):
     place: str | None = None
     """The shared place for checkpoints that this machine's owner allows. This peer opens no other, whatever the run
     says."""
+    swap_folder: str | None = None
+    """Folder on this machine for a stage that is larger than the peer's device; default: ``folder``."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.compute.probe import chip
+from muletrain.compute.swap.swapped import SwappedCompute
+from muletrain.compute.wrapped import WrappedCompute
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
@@ -163,6 +165,11 @@ class Training:
 
     def applied(self, record: StepRecord, limit_s: float | None) -> bool:
         """Count a step. Returns True once the time limit of the run is over."""
+        compute = self._host.compute
+        while isinstance(compute, WrappedCompute):
+            compute = compute.inner
+        if isinstance(compute, SwappedCompute) and self.peer is not None:
+            self.peer.reporting.tell(compute.worked(record.step + 1))
         self.steps = record.step + 1
         if limit_s is None or self._host.clock.now() - self._begin <= limit_s:
             return False
@@ -214,4 +221,5 @@ def _joined(member: Member, compute: Compute, machine: Machine, threads: int) ->
         params=compute.n_params,
         threads=threads,
         chip=chip(machine.device),
+        swapped=0 if compute.parts == 1 else compute.parts,
     )

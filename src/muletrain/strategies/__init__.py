@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.strategies.hub import Hub
 from muletrain.strategies.pipeline import Pipeline
+from muletrain.strategies.swap import Swap
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Listed:
 STRATEGIES: tuple[Listed, ...] = (
     Listed("swarm", lambda config: SWARM, ("swarm",), lambda config, clients: config),
     Listed("pipeline", Pipeline.of, ("1f1b", "gpipe")),
-    Listed("swap"),
+    Listed("swap", Swap.of, ("swap",), Swap.asked),
     Listed("hub", Hub.of, ("hub",), Hub.asked, pooled=True),
 )
 CHOICES = tuple(choice for s in STRATEGIES for choice in s.choices)

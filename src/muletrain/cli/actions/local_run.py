@@ -111,6 +111,7 @@ def _workers(config: RunConfig, folder: Path, servers: list[str], clients: list[
             sharing=devices.count(device),
             precision=config.compute.precision.value,
             memory_gib=config.compute.memory,
+            swap_folder=config.swap.folder,
             host_memory=host,
             listen=config.network.listen,
             fleet_index=index,

@@ -90,6 +90,8 @@ def anchored(config: RunConfig) -> RunConfig:
         sections["fleet"] = config.fleet.model_copy(update={"profile": _absolute(profile)})
     if config.checkpoint.place is not None and "://" not in config.checkpoint.place:
         sections["checkpoint"] = config.checkpoint.model_copy(update={"place": _absolute(config.checkpoint.place)})
+    if config.swap.folder is not None:
+        sections["swap"] = config.swap.model_copy(update={"folder": _absolute(config.swap.folder)})
     return config.model_copy(update=sections)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from muletrain.config.fleet_file import load_fleet
-from muletrain.config.peer_sections import HubConfig, PipelineConfig
+from muletrain.config.peer_sections import HubConfig, PipelineConfig, SwapConfig
 from muletrain.config.plan_file import VERSION, Plan, Prediction
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.errors import ConfigError
@@ -71,13 +71,17 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
         "fleet": fleet,
         "hub": hub,
         "pipeline": _pipeline(chosen),
+        "swap": _swap(config.swap, chosen),
     }
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as e:
         raise ConfigError(f"{path}: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     if not asks_for(config, find(chosen.strategy)):
-        raise ConfigError(f"hub.clients: {title(chosen)} of {path} has no clients; leave it out, or add --strategy hub")
+        field, lacks = ("swap.whole", "stages") if config.swap.whole else ("hub.clients", "no clients")
+        raise ConfigError(
+            f"{field}: {title(chosen)} of {path} has {lacks}; leave it out, or choose another strategy (--strategy)"
+        )
     return config
 
 
@@ -141,6 +145,13 @@ def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
         )
 
 
+def _swap(own: SwapConfig, chosen: Prediction) -> SwapConfig:
+    """Peers that serve the whole model have a number of microbatches for each load."""
+    if not chosen.accumulate:
+        return own
+    return own.model_copy(update={"whole": True, "together": own.together or chosen.accumulate})
+
+
 def _pipeline(chosen: Prediction) -> PipelineConfig:
     if not chosen.schedule:
         return PipelineConfig()
@@ -191,7 +202,8 @@ def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
         raise ConfigError(f"--strategy {choice}: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     if not asks_for(asked, listed):
         raise ConfigError(
-            f"--strategy {choice}: the configuration asks for another one; leave out hub.clients and pipeline.seats, or --strategy"
+            f"--strategy {choice}: the configuration asks for another one; leave out hub.clients, pipeline.seats and swap.whole, or "
+            f"--strategy"
         )
     return asked
 

@@ -57,6 +57,7 @@ def start_run(
                 data="config",
                 place=config.checkpoint.place,
                 memory_gib=config.compute.memory,
+                swap_folder=config.swap.folder,
             )
             first = {
                 "role": "found",

@@ -34,6 +34,8 @@ def final_report(
         parts.append(_section("The model writes", _texts(samples)))
     if view.peers:
         parts += [_work(view), _links(view)]
+    if any(peer.rounds for peer in view.peers.values()):
+        parts.append(_swapped(view))
     if view.clients:
         parts.append(_clients(view))
     if len(view.faults):
@@ -112,6 +114,21 @@ def _links(view: RunView) -> RenderableType:
         last = sender
     sums = [sum(p.sent_bytes(c) for p in view.peers.values()) for c in classes]
     table.add_row("all", "", *(format_bytes(n) for n in (*sums, sum(sums))), style="bold")
+    return table
+
+
+def _swapped(view: RunView) -> RenderableType:
+    """Peers whose stage is larger than their device."""
+    table = report_table(
+        "Swapped stages",
+        ["stage", "peer"],
+        ["parts", "loads", "loaded", "micro-\nbatches\na pass", "waits for\nweights"],
+    )
+    for stage, peers in view.stages().items():
+        for p in (p for p in peers if p.rounds):
+            waits = f"{p.load_wait_s / p.total_s:.0%}" if p.total_s else "-"
+            loaded = (str(p.parts or "-"), str(p.loads), format_bytes(p.loaded_bytes))
+            table.add_row(str(stage), escape(p.name), *loaded, f"{p.passed / p.rounds:.1f}", waits)
     return table
 
 

@@ -77,6 +77,7 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
         case ev.PeerJoined():
             role = ", trainer" if event.trainer else ""
             size = f"{format_count(event.params)} parameters"
+            size += f" in {event.swapped} parts that take turns" if event.swapped else ""
             return f"{event.name} serves stage {event.stage} ({event.device}, {event.precision}, {size}{role})"
         case ev.Waiting():
             return f"waiting: {', '.join(event.missing)}" if event.missing else "nothing is missing any more"

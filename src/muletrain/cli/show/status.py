@@ -75,7 +75,8 @@ def _table(peers: Sequence[Announced], at: Announced) -> Table:
 
     for stage in range(at.stages):
         for p in (of_stage := [p for p in peers if p.stage == stage]):
-            role, seen = " (trainer)" if p.trainer else "", f"{p.age_s:.0f} s ago"
+            roles = [*(["trainer"] if p.trainer else []), *(["swapped"] if p.parts else [])]
+            role, seen = f" ({', '.join(roles)})" if roles else "", f"{p.age_s:.0f} s ago"
             clients = "" if p.clients is None else str(p.clients)
             row(stage, Text(p.name + role), p.id, state_of(p, peers), str(p.step), seen, clients=clients)
         if not of_stage:
@@ -116,6 +117,8 @@ class Announced(BaseModel):
     """``loss`` and ``tokens_per_s`` are of the run, as this member counts them."""
     clients: Annotated[int, Field(ge=0)] | None = None
     """Clients that compute for it; None: the run has none."""
+    parts: Annotated[int, Field(ge=2)] | None = None
+    """Parts of its stage that take turns on its device; None: the stage stays there."""
     left: bool = False
     """Whether it left in order."""
     down: Annotated[tuple[Down, ...], Field(max_length=64)] = ()

@@ -49,6 +49,14 @@ class PeerView:
     averaging_s: float = 0.0
     apply_s: float = 0.0
     wait_s: float = 0.0
+    parts: int = 0
+    """Parts of its stage that take turns on the device; 0: it stays there. The next four are of a swapped stage."""
+    loads: int = 0
+    loaded_bytes: int = 0
+    rounds: int = 0
+    passed: int = 0
+    """Microbatches that passed in its rounds."""
+    load_wait_s: float = 0.0
     sent: dict[str, Counter[str]] = field(default_factory=dict)
     """Bytes by receiver (name if known) and traffic class."""
 
@@ -207,6 +215,8 @@ class RunView:
                 self.probing = None
             case ev.StepApplied():
                 self._apply(event)
+            case ev.SwapWorked():
+                self._swap(event)
             case ev.StepDone():
                 return self._done(event)
             case ev.PeerSuspected():
@@ -253,7 +263,7 @@ class RunView:
         peer = self._by_id[event.peer_id] = self.peers.setdefault(teller, PeerView(event.name))
         for key in ("peer_id", "name", "stage", "device", "precision", "trainer", "params", "threads"):
             setattr(peer, key, getattr(event, key))
-        peer.state = "ready"
+        peer.state, peer.parts = "ready", event.swapped
         self._learn(peer.peer_id, peer.name)
         self.missing = []
 
@@ -282,6 +292,12 @@ class RunView:
         peer.wait_s += event.wait_s
         for receiver, classes in event.sent.items():
             peer.sent.setdefault(receiver, Counter()).update(classes)
+
+    def _swap(self, event: ev.SwapWorked) -> None:
+        peer = self.peers.setdefault(event.peer, PeerView(event.peer))
+        peer.loads, peer.loaded_bytes = peer.loads + event.loads, peer.loaded_bytes + event.loaded_bytes
+        peer.rounds, peer.passed = peer.rounds + event.rounds, peer.passed + event.microbatches
+        peer.load_wait_s += event.load_wait_s
 
     def _done(self, event: ev.StepDone) -> bool:
         if (event.step, event.lineage) in self._seen:  # two peers may both report it

@@ -57,8 +57,8 @@ def check_stage(facts: RunFacts, stage: int, offer: Offer, *, client: bool = Fal
     if not need.fits(offer):
         does = "compute for" if client else "serve"
         raise CapacityError(
-            f"stage {stage} needs {need.need(offer)} ({need}), and this machine may use {offer}: it does not {does} it. "
-            f"Give more (--memory or compute.memory says how much it may use), or begin the run with more stages"
+            f"stage {stage} needs {need.need(offer)} ({need}), and this machine may use {offer}: it does not {does} it"
+            f"{need.swapping(offer)}. Give more (--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
 
 

@@ -57,8 +57,8 @@ class Seating:
             return stage
         least = min(needs if stage is None else [needs[stage]], key=lambda n: n.total)
         raise CapacityError(
-            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}: give it "
-            f"more memory (--memory or compute.memory says how much it may use), or begin the run with more stages"
+            f"the smallest stage on offer needs {least.need(offer)} ({least}), this machine may use {offer}{least.swapping(offer)}: "
+            f"give it more memory (--memory or compute.memory says how much it may use), or begin the run with more stages"
         )
 
     def _view(self, newcomer: JoinRequest, kinds: list[list[str]]) -> View:

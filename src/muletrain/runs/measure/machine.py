@@ -98,6 +98,6 @@ def check_local(needs: Sequence[StageMemory], dealt: Sequence[str], memory_gib: 
         largest = max(offers, key=lambda o: o.device)
         shared = f" ({plural(len(dealt), 'peer')} share this machine)" if len(dealt) > 1 and memory_gib is None else ""
         raise CapacityError(
-            f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need}. Nothing was "
-            f"started; {ADVICE}. If {format_memory(largest.device)} is wrong, set compute.memory"
+            f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need}"
+            f"{need.swapping(largest)}. Nothing was started; {ADVICE}. If {format_memory(largest.device)} is wrong, set compute.memory"
         )

@@ -227,10 +227,10 @@ class StageServer:
     async def _compute_forward(self, job: _Job, inputs: Tensor) -> Encoded:
         ctx = self.ctx
         outputs = await ctx.compute.forward(job.microbatch, inputs, self._turn(self._forward, job, "forward"))
-        took = ctx.clock.now() - job.begun
+        took = self._took_s(job)
         ctx.worked("compute", "forward", job.begun, job.message.step, job.message.index)
         ctx.meter.stats.forward_s += took
-        ctx.meter.pulse.beat(job.begun + took)
+        ctx.meter.pulse.beat(ctx.clock.now())
         job.busy_s += took
         job.computed_s = took
         return await ctx.compute.offload(encode, await outputs, ctx.plan.activations)
@@ -272,8 +272,12 @@ class StageServer:
             ctx.worked("compute", "forward and backward", job.begun, job.message.step, job.message.index)
         return loss, await self._encode_gradient(job, inputs_gradient)
 
+    def _took_s(self, job: _Job) -> float:
+        """Its share of the time since its turn began."""
+        return (self.ctx.clock.now() - job.begun) / self.ctx.compute.together(job.microbatch)
+
     def _count(self, job: _Job, accumulation: _Accumulation) -> None:
-        took = self.ctx.clock.now() - job.begun
+        took = self._took_s(job)
         accumulation.done = True
         if accumulation.granted and job.excused:
             job.work.ledger.excuse(job.message.index)

@@ -8,7 +8,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, NetworkError, ProtocolError
-from muletrain.events import Event, EventError, PeerJoined, PoolWorked, StepApplied, StepDone, StepSkipped
+from muletrain.events import (
+    Event,
+    EventError,
+    PeerJoined,
+    PoolWorked,
+    StepApplied,
+    StepDone,
+    StepSkipped,
+    SwapWorked,
+)
 from muletrain.runtime.peer.messages import Report
 
 REPORTS, REPORTS_A_STEP = 256, 4
@@ -84,7 +93,7 @@ class Reporting:
                 ctx.emit(StepSkipped(step=record.step + 1))
         ctx.meter.begin(now)
 
-    def tell(self, event: StepApplied | PeerJoined | PoolWorked) -> None:
+    def tell(self, event: StepApplied | PeerJoined | PoolWorked | SwapWorked) -> None:
         """Write ``event`` to our log, and send it to the coordinator if that is on another machine."""
         self._ctx.emit(event)
         if self._apart:
@@ -115,7 +124,7 @@ class Reporting:
         match event:
             case PeerJoined():
                 own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)
-            case StepApplied() | PoolWorked():
+            case StepApplied() | PoolWorked() | SwapWorked():
                 own = event.stage == member.stage
             case _:
                 own = False
@@ -130,6 +139,8 @@ class Reporting:
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
         if ctx.helpers is not None:
             status["clients"] = ctx.helpers()
+        if ctx.compute.parts > 1:
+            status["parts"] = ctx.compute.parts
         status |= {"step": step, "steps": plan.steps, "left": left}
         status["down"] = [{"id": m.id, "name": m.name, "stage": m.stage} for m in self._ctx.roster.down()[-SHOWN_DOWN:]]
         if last is not None and math.isfinite(last.loss) and last.duration_s > 0:

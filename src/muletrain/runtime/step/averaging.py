@@ -202,7 +202,7 @@ class Averager:
 
         ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
         """
-        result = torch.empty(plan.n_params)
+        result = await self._ctx.compute.room(plan.n_params)
         me = self._ctx.net.peer_id
         self._attendance = Attendance(self._ctx, plan, self, self._holders)
         try:

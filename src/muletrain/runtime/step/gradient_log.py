@@ -263,7 +263,7 @@ async def _take(
         raise ProtocolError("the pieces of a gradient that no stage has")
     partial = PartialDownload.of(blake3(packed).digest(), manifest)
     await downloader.fetch(partial, donors)
-    gradient, codec = torch.empty(n_params), travels_as(entry, ctx.plan.gradients)
+    gradient, codec = await ctx.compute.room(n_params), travels_as(entry, ctx.plan.gradients)
     for name, piece in partial.state().items():
         into = gradient[int(name) : int(name) + PIECE]
         into.copy_(decode(Encoded(codec.value, tuple(into.shape), [piece.numpy().data]), copy=False))

@@ -36,6 +36,8 @@ class HollowCompute:
     """Computes nothing, and never waits for its slot; see ``Compute``. Every microbatch has the same gradient.
     ``ending_s``: see ``StageCost``."""
 
+    parts = 1
+
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
         self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed
         self.jobs = Jobs(clock.now)
@@ -55,6 +57,9 @@ class HollowCompute:
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         return 1.0, await self.backward(mb, inputs, turn, accumulate=accumulate)
+
+    def together(self, mb: Microbatch) -> int:
+        return 1
 
     def discard(self, mb: Microbatch) -> None:
         pass
@@ -79,6 +84,9 @@ class HollowCompute:
 
     async def gradient(self, step: int) -> Tensor:
         return torch.full((PARAMS,), float(self._sums[step]))
+
+    async def room(self, numbers: int) -> Tensor:
+        return torch.empty(numbers)
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         turn.begins()

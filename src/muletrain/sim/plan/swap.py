@@ -12,10 +12,9 @@ from muletrain.config.plan_file import Memory, Prediction, Stage
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
-from muletrain.planning.swapping import Layer, swapping
+from muletrain.planning.swapping import Layer, hidden
 from muletrain.sim.plan.question import Bytes, stated, traffic
 from muletrain.sim.setting import flops_of, offer_of, run_cost
-from muletrain.strategies import find
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def predict(question: Question) -> Prediction:
 
 
 def _problem(why: str) -> Prediction:
-    return Prediction(strategy="swap", runnable=find("swap").runs, problem=why)
+    return Prediction(strategy="swap", runnable=False, problem=why)
 
 
 def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: Model) -> Whole:
@@ -88,7 +87,7 @@ def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: Model) -> W
         return Whole(n, swapper, _row(name, need, need.total, 0, None, offer.device, 0))
     boundaries = 2 * 4 * tokens * spec.width  # what comes into a layer, and what goes on
     try:
-        found = swapping(layers, offer.device - boundaries, peer.load_bytes_per_s)
+        found = hidden(layers, offer.device - boundaries, peer.load_bytes_per_s, run.microbatches)
     except CapacityError as e:
         raise CapacityError(f"machines[{n}].memory_gib: '{name}': {e}") from e
     size = 4 if precision is Precision.FP32 else 2
@@ -103,7 +102,7 @@ def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: Model) -> W
         _kept(layers) if resident else layers,
         found.runs,
         peer.load_bytes_per_s,
-        max(1, min(math.ceil(found.accumulate), run.microbatches)),
+        1 if resident else found.minibatches,
     )
     beside = 0 if resident else int(max(sum(x.load_bytes for x in layers[a:b]) for a, b in found.runs))
     on_device = int(found.device_bytes) + boundaries
@@ -178,7 +177,7 @@ def _told(question: Question, run: RunConfig, able: list[Whole]) -> Prediction:
     most = max(able, key=lambda w: len(w.swapper.runs))
     return Prediction(
         strategy="swap",
-        runnable=find("swap").runs,
+        runnable=False,
         microbatch=run.train.microbatch,
         microbatches=shared_out(run.microbatches, [s.accumulate / s.round_s for s in swappers]),
         accumulate=max(s.accumulate for s in swappers),

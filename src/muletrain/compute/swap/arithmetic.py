@@ -1,0 +1,295 @@
+"""``SwappedArithmetic`` computes rounds: microbatches that pass each sub-model one after the other while it is on the
+device (ATOM sec. III-C, fig. 12). It decides nothing about order, threads or cancellation.
+
+Shapes: B sequences, T tokens, D width, P parameters of the stage, S of a sub-model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muletrain.compute.arithmetic import Counters, timed
+from muletrain.compute.probe import precision_dtype
+from muletrain.compute.scaling import LossScale
+from muletrain.compute.swap.loading import Drain, Loader
+from muletrain.config.schema import Precision
+from muletrain.optim.rules import make_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from muletrain.compute.arithmetic import StageSetup
+    from muletrain.compute.base import Microbatch, Update
+    from muletrain.compute.jobs import Jobs
+    from muletrain.compute.swap.backing import Backing, Region
+    from muletrain.compute.swap.chain import SubModel
+    from muletrain.compute.swap.state import State
+    from muletrain.model.dropout import Masks
+
+
+@dataclass(eq=False)
+class Passage:
+    """One microbatch on its way through the stage. ``targets``: at the last stage; ``grad``: at the others, once there
+    is one."""
+
+    mb: Microbatch
+    inputs: Tensor
+    targets: Tensor | None = None
+    grad: Tensor | None = None
+    accumulate: bool = False
+    between: Region | None = None
+    """What goes into each sub-model but the first, and later its gradient, fp32 [sub-models - 1, B, T, D]."""
+    loss: float = 0.0
+    output: Tensor | None = None
+    inputs_gradient: Tensor | None = None
+    shape: tuple[int, ...] = ()
+    """The output's."""
+    dropped: bool = False
+    """Nobody waits for it any more."""
+
+
+@dataclass
+class _Accumulator:
+    """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count."""
+
+    region: Region
+    empty: bool = True
+
+
+@dataclass
+class _Spare:
+    """Regions for ``Passage.between`` that are not in use, by size."""
+
+    regions: list[Region] = field(default_factory=list)
+
+    def take(self, numbers: int, backing: Backing) -> Region:
+        found = next((r for r in self.regions if r.values.numel() >= numbers), None)
+        if found is None:
+            return backing.region(numbers)
+        self.regions.remove(found)
+        return found
+
+
+class SwappedArithmetic:
+    """Owns the stage's accumulator, loss scale and counters. Its state may be read by other threads."""
+
+    def __init__(
+        self,
+        where: tuple[int, int],
+        width: int,
+        models: Sequence[SubModel],
+        setup: StageSetup,
+        state: State,
+        backing: Backing,
+        jobs: Jobs,
+    ) -> None:
+        """``where``: the stage, and their number; ``width``: D."""
+        self.stage, self._last = where[0], where[0] == where[1] - 1
+        self._width, self.models = width, models
+        self.setup, self.state, self._backing, self._jobs = setup, state, backing, jobs
+        self.counters = Counters()
+        dtype = precision_dtype(setup.precision)
+        self.loader = Loader(models, state, setup.device, dtype, jobs, inline=setup.inline)
+        self.drain = Drain(self.loader.traffic, setup.device, jobs, inline=setup.inline)
+        self.scale = LossScale(fp16=setup.precision is Precision.FP16)
+        self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
+        self._sum, self._round = (_Accumulator(backing.region(state.layout.size)) for _ in range(2))
+        self._spare = _Spare()
+
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    def forward(self, passages: Sequence[Passage]) -> None:
+        """Compute the outputs of a stage before the last."""
+        self._ahead(passages, len(self.models))
+
+    def backward(self, passages: Sequence[Passage]) -> None:
+        """Differentiate a stage before the last, whose ``forward`` is done."""
+        self._back(passages, len(self.models) - 1)
+
+    def loss(self, passages: Sequence[Passage]) -> None:
+        """Compute and differentiate the last stage."""
+        last = len(self.models) - 1
+        self._ahead(passages, last)
+        back = [p for p in passages if self._wanted(p)]
+        model, parameters = self.models[last], self.loader.get(last, last - 1 if last > 0 and back else None)
+        for p in self._alive(passages):
+            with self._jobs.at("loss"), self._timed("forward_s"), torch.set_grad_enabled(p in back):
+                leaf = self._leaf(p, last)
+                logits = model(leaf, self._masks(p)).float()
+                assert p.targets is not None  # at the last stage
+                loss = F.cross_entropy(logits.flatten(0, 1), p.targets.to(logits.device).flatten())
+                p.loss = float(loss.detach())
+            if p in back:
+                seed = torch.full_like(loss, self.scale.of(p.mb.step))
+                self._differentiate(p, last, loss, leaf, parameters, seed)
+            del logits, loss
+        self._end_of(last, back)
+        if last > 0:
+            self._back(back, last - 1)
+
+    def again(self, passages: Sequence[Passage]) -> None:
+        """Compute the gradients of a round anew: some of its microbatches do not count."""
+        if self._last:
+            self.loss(passages)
+        else:
+            self.forward(passages)
+            self.backward(passages)
+        for p in passages:
+            self.free(p)
+
+    def _ahead(self, passages: Sequence[Passage], end: int) -> None:
+        """Forward through the sub-models before ``end``, without graphs."""
+        count = len(self.models)
+        for k in range(end):
+            self.loader.get(k, k + 1 if k + 1 < count else None)
+            for p in self._alive(passages):
+                with self._jobs.at("forward"), self._timed("forward_s"), torch.no_grad():
+                    output = self.models[k](self._leaf(p, k), self._masks(p)).float()
+                    if k + 1 < count:
+                        self._between(p, k + 1, output).copy_(output)
+                    else:
+                        p.output = output.to("cpu", copy=True)
+
+    def _back(self, passages: Sequence[Passage], begin: int) -> None:
+        """Backward through the sub-models from ``begin`` to the first."""
+        passages = [p for p in passages if self._wanted(p)]
+        for k in range(begin, -1, -1) if passages else ():
+            if k == 0 and not any(p.accumulate for p in passages) and self.stage == 0:
+                break
+            parameters = self.loader.get(k, k - 1 if k > 0 else min(1, len(self.models) - 1))
+            for p in self._alive(passages):
+                with self._jobs.at("backward"), torch.enable_grad():
+                    with self._timed("recompute_s"):
+                        leaf = self._leaf(p, k)
+                        output = self.models[k](leaf, self._masks(p)).float()
+                    self.counters.recomputed += k == 0
+                    self._differentiate(p, k, output, leaf, parameters, self._seed(p, k, output))
+                del output
+            self._end_of(k, passages)
+
+    def _differentiate(
+        self, p: Passage, k: int, output: Tensor, leaf: Tensor, parameters: list[Tensor], seed: Tensor
+    ) -> None:
+        """Gradients of sub-model ``k``: the parameters' into the sum, the inputs' to where the next one finds it."""
+        with self._timed("backward_s"):
+            wanted = [leaf] if leaf.requires_grad else []
+            gradients = torch.autograd.grad(output, wanted + (parameters if p.accumulate else []), seed)
+            if leaf.requires_grad and k > 0:
+                self._between(p, k, gradients[0]).copy_(gradients[0])
+            elif leaf.requires_grad:
+                p.inputs_gradient = (gradients[0].float() / self.scale.of(p.mb.step)).to("cpu", copy=True).contiguous()
+            if p.accumulate:
+                self.drain.add(self.models[k], gradients[len(wanted) :], 1 / self.scale.of(p.mb.step))
+
+    def _end_of(self, k: int, passages: Sequence[Passage]) -> None:
+        """Sub-model ``k`` is done: its gradient leaves."""
+        if any(p.accumulate for p in passages):
+            self.drain.send(self.models[k], self._round.region)
+            self._round.empty = False
+
+    def _wanted(self, p: Passage) -> bool:
+        """Is any gradient wanted?"""
+        return p.accumulate or self.stage > 0
+
+    def _alive(self, passages: Sequence[Passage]) -> list[Passage]:
+        return [p for p in passages if not p.dropped]
+
+    def _leaf(self, p: Passage, k: int) -> Tensor:
+        """What goes into sub-model ``k``, on the device; a leaf if its gradient is wanted."""
+        if k == 0 and self.stage == 0:
+            return p.inputs.to(self.setup.device)
+        x = p.inputs if k == 0 else self._between(p, k, p.inputs)
+        return x.detach().to(self.setup.device).requires_grad_(torch.is_grad_enabled())
+
+    def _seed(self, p: Passage, k: int, output: Tensor) -> Tensor:
+        """d loss / d output of sub-model ``k``, scaled."""
+        if k + 1 < len(self.models):
+            return self._between(p, k + 1, output).to(self.setup.device)
+        assert p.grad is not None  # at a stage before the last
+        return p.grad.to(self.setup.device) * self.scale.of(p.mb.step)
+
+    def _masks(self, p: Passage) -> Masks:
+        return self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
+
+    def _between(self, p: Passage, k: int, like: Tensor) -> Tensor:
+        """Where what goes into sub-model ``k`` > 0 is kept, fp32 [B, T, D]."""
+        size = like.shape[0] * like.shape[1] * self._width
+        if p.between is None:
+            p.between = self._spare.take((len(self.models) - 1) * size, self._backing)
+        place = p.between.values[(k - 1) * size : k * size]
+        return place.view(like.shape[0], like.shape[1], self._width)
+
+    def free(self, p: Passage) -> None:
+        """Its backward is through, or nobody wants it."""
+        if p.between is not None:
+            p.between.release(0, p.between.values.numel())
+            self._spare.regions.append(p.between)
+            p.between = None
+
+    # The accumulator and the step -------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Add the gradient of the last round to the accumulator."""
+        self.drain.finish()
+        if not self._round.empty and self._sum.empty:
+            self._sum, self._round = self._round, self._sum
+        elif not self._round.empty:
+            self._add(self._round.region.values)
+        self._round.empty = True
+
+    def drop_round(self) -> None:
+        """Forget the gradient of the last round."""
+        self.drain.drop()
+        self.drain.finish()
+        self._round.empty = True
+
+    def add(self, gradient: Tensor) -> None:
+        """Add ``gradient``, fp32 [P], to the accumulator."""
+        self.accumulated()
+        self._add(gradient)
+
+    def _add(self, gradient: Tensor) -> None:
+        for a, b in self._sum.region.windows():
+            self._sum.region.values[a:b].add_(gradient[a:b])
+        self._sum.empty = False
+
+    def clear(self) -> None:
+        """Empty the accumulator."""
+        self._sum.empty = True
+
+    def accumulated(self) -> Tensor:
+        """The accumulator, flat fp32 [P]."""
+        if self._sum.empty:
+            for a, b in self._sum.region.windows():
+                self._sum.region.values[a:b].zero_()
+            self._sum.empty = False
+        return self._sum.region.values
+
+    def apply(self, gradient: Tensor, update: Update) -> None:
+        """Optimizer step with ``gradient``, fp32 [P]."""
+        with self._jobs.at("apply"), self._timed("apply_s"):
+            self.loader.forget()  # its memory is the update's
+            if update.skip:
+                self.state.skip(update.step)
+            else:
+                self.state.update(self._rule, gradient, update.scale, update.step)
+            self.scale.update(update.step, skipped=update.skip)
+            self.clear()
+
+    def change(self, fn: Callable[..., None], *args: object) -> None:
+        """Change the state: nothing on the device is valid any more."""
+        fn(*args)
+        self.loader.forget()
+
+    def close(self) -> None:
+        self.loader.close()
+        self.drain.close()
+
+    def _timed(self, counter: str) -> AbstractContextManager[None]:
+        return timed(self.counters, counter, self.setup.device)

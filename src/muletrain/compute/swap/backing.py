@@ -1,0 +1,216 @@
+"""Backing memory holds what the device has no room for: pinned memory of the machine beside a GPU, or memory-mapped
+files.
+
+Both are tensors of fp32 numbers on the CPU. Pages of a file that are not in use can leave memory (``release``); the
+kernel writes them back. A file's room is taken when it is made, so that a full disk is an error then, and no crash
+later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+
+from muletrain.errors import CapacityError, no_room
+from muletrain.units import format_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+WINDOW = 1 << 18
+"""Numbers that are passed over at a time (1 MiB): whoever reads or writes a whole region holds no more of it."""
+PAGE = mmap.PAGESIZE
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED_BYTES = -1, -3, 1 << 17
+"""Settings of glibc, and the smallest block that is given back at once [bytes]."""
+SPARE_BYTES = 1 << 30
+"""Bytes of a disk that stay free."""
+
+
+class Region:
+    """Flat fp32 numbers in backing memory. ``values``: all of them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def expect(self, begin: int, end: int) -> None:
+        """The numbers from ``begin`` to before ``end`` are needed soon: fetch them meanwhile."""
+
+    def release(self, begin: int, end: int) -> None:
+        """The numbers from ``begin`` to before ``end`` are not needed soon."""
+
+    def windows(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+        """Pass over the region: yields ranges in order, fetches the next one, and releases each that was used."""
+        end = self.values.numel() if end is None else end
+        for a in range(begin, end, WINDOW):
+            b = min(a + WINDOW, end)
+            self.expect(b, min(b + WINDOW, end))
+            yield a, b
+            self.release(a, b)
+
+    def copy(self) -> Tensor:
+        """A copy of the numbers as they are now, which does not change any more."""
+        return self.values.clone()
+
+
+class _File(Region):
+    """A region in a memory-mapped file."""
+
+    def __init__(self, path: Path, numbers: int, *, existing: bool) -> None:
+        """Make the file, of zeros, or open the ``existing`` one. Raises CapacityError if the disk is full."""
+        self._path, nbytes = path, _size(numbers)
+        flags = os.O_RDWR if existing else os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        try:
+            if not existing:
+                _take_room(self._fd, path, nbytes)
+            self._map = mmap.mmap(self._fd, nbytes)
+        except BaseException:
+            os.close(self._fd)
+            if not existing:
+                path.unlink(missing_ok=True)
+            raise
+        super().__init__(torch.frombuffer(self._map, dtype=torch.float32, count=numbers) if numbers else torch.empty(0))
+
+    def expect(self, begin: int, end: int) -> None:
+        self._advise(mmap.MADV_WILLNEED, begin, end)
+
+    def release(self, begin: int, end: int) -> None:
+        self._advise(mmap.MADV_DONTNEED, begin, end)  # of a shared file: pages leave this process, nothing is lost
+
+    def _advise(self, advice: int, begin: int, end: int) -> None:
+        first = 4 * begin // PAGE * PAGE
+        if end > begin:
+            self._map.madvise(advice, first, 4 * end - first)
+
+    def copy(self) -> Tensor:
+        """The copy is a file without a name, and takes no memory."""
+        image = _File(self._path.with_name(f"{self._path.name}.copy"), self.values.numel(), existing=False)
+        image.forget()
+        _copy_file(self._fd, image._fd, _size(self.values.numel()))
+        return image.values
+
+    def forget(self) -> None:
+        """Remove the file's name: the disk's room is free once nobody uses the numbers."""
+        self._path.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._fd)  # the mapping stays as long as a tensor uses it
+
+
+class Memory:
+    """Backing memory in the machine's RAM; ``pinned``: a GPU copies from it directly."""
+
+    durable = False
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+
+    def check(self, nbytes: int) -> None:
+        """The offer says what there is (``SwapMemory.fits``)."""
+
+    def region(self, numbers: int) -> Region:
+        """Zeros."""
+        return Region(torch.zeros(numbers, pin_memory=self._pinned))
+
+    def named(self, name: str, numbers: int) -> Region:
+        return self.region(numbers)
+
+    def close(self) -> None:
+        """Nothing stays behind."""
+
+
+class Disk:
+    """Backing memory in files of a folder, which is this object's own."""
+
+    durable = True
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CapacityError if the folder cannot be made."""
+        self.folder, self._count = folder, 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise CapacityError(f"swap.folder: {folder} cannot be used ({e.strerror}); name another folder") from e
+
+    def check(self, nbytes: int) -> None:
+        """Raises CapacityError if the disk has no room for ``nbytes`` in all."""
+        free = shutil.disk_usage(self.folder).free
+        if nbytes + SPARE_BYTES > free:
+            raise CapacityError(_full(self.folder, nbytes, free))
+
+    def region(self, numbers: int) -> Region:
+        """Zeros, in a file without a name: it ends with the process. Raises CapacityError if the disk is full."""
+        self._count += 1
+        file = _File(self.folder / f"region-{self._count}", numbers, existing=False)
+        file.forget()
+        return file
+
+    def named(self, name: str, numbers: int) -> Region:
+        """The region of that name: what an earlier process left in it if it has the right size, else zeros. Raises
+        CapacityError if the disk is full."""
+        path = self.folder / name
+        existing = path.is_file() and path.stat().st_size == _size(numbers)
+        return _File(path, numbers, existing=existing)
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+Backing = Memory | Disk
+
+
+def return_memory_at_once() -> None:
+    """Have the C library give freed tensors back to the kernel. glibc keeps freed blocks of up to 32 MiB in a heap for
+    each thread, where they pile up: a stage that was to use 137 MB used 291 MB. Elsewhere nothing changes."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, 0)
+        libc.malloc_trim(0)
+
+
+def _size(numbers: int) -> int:
+    """Bytes of a file of so many numbers."""
+    return max(PAGE, 4 * numbers)
+
+
+def _take_room(fd: int, path: Path, nbytes: int) -> None:
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, nbytes)
+        else:  # macOS: room is not taken, and a disk that fills up later ends the process
+            os.ftruncate(fd, nbytes)
+    except OSError as e:
+        if no_room(e) is None:
+            raise
+        raise CapacityError(_full(path.parent, nbytes, shutil.disk_usage(path.parent).free)) from e
+
+
+def _full(folder: Path, nbytes: int, free: int) -> str:
+    return (
+        f"{folder}: {format_memory(nbytes)} are needed for a stage that does not fit into memory, and {format_memory(free)} are "
+        f"free ({format_memory(SPARE_BYTES)} stay so): free some space there, name a folder on a larger disk (swap.folder), or begin "
+        f"the run with more stages"
+    )
+
+
+def _copy_file(source: int, target: int, nbytes: int) -> None:
+    """Copy without this process's memory; where the file system can, without copying at all."""
+    done = 0
+    while done < nbytes:
+        try:
+            done += os.copy_file_range(source, target, nbytes - done, done, done)
+        except (AttributeError, OSError):  # not on this system, or not between these files
+            piece = os.pread(source, 4 * WINDOW, done)
+            done += os.pwrite(target, piece[: nbytes - done], done)

@@ -1,0 +1,106 @@
+"""A stage as a chain of blocks, and the sub-models into which it is cut.
+
+A block is an ``nn.Module`` without storage, called with (activations, dropout masks), whose parameters have the names
+of the whole model. The chain of the native decoder is its embedding, each of its layers, and its head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from muletrain.model.stage import Stage
+from muletrain.optim.flat import FlatLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from muletrain.model.dropout import Masks
+    from muletrain.model.spec import ModelSpec
+    from muletrain.planning.partition import Cut
+
+
+def chain_cut(spec: ModelSpec, cut: Cut, stage: int) -> tuple[Cut, range]:
+    """The whole model cut into blocks, and which of them are ``stage``'s. Layers that share weights are one block."""
+    runs = cut if spec.share_layers else tuple((layer, layer + 1) for layer in range(spec.layers))
+    blocks = ((0, 0), *runs, (spec.layers, spec.layers))
+    first, end = (stage, stage + 1) if spec.share_layers else cut[stage]
+    return blocks, range(0 if stage == 0 else first + 1, end + 2 if stage == len(cut) - 1 else end + 1)
+
+
+def chain_of(spec: ModelSpec, cut: Cut, stage: int) -> list[nn.Module]:
+    """The blocks of ``stage``, in order."""
+    blocks, own = chain_cut(spec, cut, stage)
+    return [Stage(spec, index, blocks) for index in own]
+
+
+@dataclass(frozen=True)
+class SubModel:
+    """Consecutive blocks that are on the device together. S: their parameters."""
+
+    blocks: tuple[nn.Module, ...]
+    layout: FlatLayout
+    """The blocks' parameters, [S], in the order that they have in the stage's flat buffer."""
+    segments: tuple[tuple[int, int], ...]
+    """Where they are in the stage's flat buffer: ranges in order, S numbers together."""
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return self.layout.size
+
+    def bind(self, weights: Tensor) -> list[Tensor]:
+        """Compute with ``weights``, [S]. Returns the parameters, in the order of ``layout``."""
+        views = self.layout.views(weights)
+        found: dict[str, Tensor] = {}
+        for block in self.blocks:
+            for name in [name for name, _ in block.named_parameters()]:
+                module, _, leaf = name.rpartition(".")
+                found[name] = parameter = nn.Parameter(views[name])
+                setattr(block.get_submodule(module), leaf, parameter)
+        return [found[name] for name in self.layout.names]
+
+    def unbind(self) -> None:
+        """Let go of the weights."""
+        for block in self.blocks:
+            for name, parameter in list(block.named_parameters()):
+                module, _, leaf = name.rpartition(".")
+                setattr(block.get_submodule(module), leaf, nn.Parameter(parameter.detach().to("meta")))
+
+    def __call__(self, x: Tensor, masks: Masks) -> Tensor:
+        for block in self.blocks:
+            x = block(x, masks)
+        return x
+
+    def pieces(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """The segments in pieces of at most ``size`` numbers: (begin, end) in the stage's buffer, and begin in [S]."""
+        at = 0
+        for begin, end in self.segments:
+            for a in range(begin, end, size):
+                b = min(a + size, end)
+                yield a, b, at
+                at += b - a
+
+
+def sub_models(chain: Sequence[nn.Module], runs: Cut, layout: FlatLayout) -> list[SubModel]:
+    """Cut ``chain`` into ``runs``. ``layout``: the stage's."""
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    where = dict(zip(layout.names, layout.ranges(), strict=True))
+    return [_sub_model(tuple(chain[a:b]), shapes, where) for a, b in runs]
+
+
+def _sub_model(
+    blocks: tuple[nn.Module, ...], shapes: Mapping[str, tuple[int, ...]], where: Mapping[str, tuple[int, int]]
+) -> SubModel:
+    own = {name for block in blocks for name, _ in block.named_parameters()}
+    layout = FlatLayout.of({name: shape for name, shape in shapes.items() if name in own})
+    segments: list[tuple[int, int]] = []
+    for begin, end in (where[name] for name in layout.names):
+        if segments and segments[-1][1] == begin:
+            begin = segments.pop()[0]
+        segments.append((begin, end))
+    return SubModel(blocks, layout, tuple(segments))

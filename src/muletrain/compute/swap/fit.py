@@ -1,0 +1,91 @@
+"""Which sub-models of a stage fit into how much memory, and how many microbatches a load is worth.
+
+The rules: everything inside a sub-model is computed again before its backward; what goes from one sub-model to the next
+is kept in backing memory; the gradient of a sub-model is summed on the device over the microbatches of a round. C is the
+smallest number of microbatches with which loading is hidden, as far as the profile goes (``planning.swapping.hidden``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.compute.estimate import SwapMemory, stash_bytes
+from muletrain.compute.swap.backing import WINDOW
+from muletrain.compute.swap.chain import chain_cut
+from muletrain.config.schema import Precision
+from muletrain.errors import CapacityError
+from muletrain.planning.swapping import Layer, held_bytes, hidden
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from muletrain.compute.estimate import Offer
+    from muletrain.model.spec import ModelSpec
+    from muletrain.planning.partition import Cut
+    from muletrain.planning.swapping import Swapping
+
+BACKWARD = 3.0
+"""Times of a forward that a backward takes, with the forward that is computed again before it."""
+WINDOWS = 4
+"""Windows of numbers in memory while weights are updated."""
+TENSORS = 5
+"""Temporaries of the size of a tensor while LAMB updates it."""
+NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
+"""Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
+
+
+def blocks_of(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision, flops: float) -> list[Layer]:
+    """Times and memory of each block of the stage's chain, with microbatches of ``tokens`` (B * T) on a device of
+    ``flops`` [FLOP/s]."""
+    size = 4 if precision is Precision.FP32 else 2
+    goes_on = 4.0 * tokens * spec.width
+
+    def block(params: int, forward_flops: float, graph: float) -> Layer:
+        forward_s = forward_flops * tokens / flops
+        return Layer(forward_s, BACKWARD * forward_s, float(size * params), (4 + size) * params + graph, goes_on)
+
+    def layers(count: int) -> Layer:
+        """One block of so many layers, which share their weights."""
+        graph = stash_bytes(spec, ((0, count), (count, count + 1)), 0, tokens, precision)
+        return block(spec.layer_params, count * spec.layer_flops(), graph)
+
+    runs, own = chain_cut(spec, cut, stage)
+    found = []
+    for index in own:
+        if index == 0:
+            found.append(block(spec.embedding_params, spec.embedding_flops, 1.25 * goes_on))
+        elif index == len(runs) - 1:
+            head = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
+            found.append(block(spec.head_params, spec.head_flops, head))
+        else:
+            found.append(layers(runs[index][1] - runs[index][0]))
+    return found
+
+
+def swap_memory(
+    spec: ModelSpec,
+    cut: Cut,
+    stage: int,
+    tokens: int,
+    precision: Precision,
+    *,
+    lamb: bool,
+    disk: bool | None = None,
+) -> SwapMemory:
+    """Memory of ``stage`` with microbatches of ``tokens``. ``lamb``: the optimizer needs whole tensors; ``disk``: see
+    ``SwapMemory``."""
+    params = spec.stage_params(cut, stage)
+    blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
+    beside = 4 * 4 * tokens * spec.width + 4 * WINDOWS * WINDOW
+    largest = max(spec.width * spec.ffn, spec.embedding_params if stage in (0, len(cut) - 1) else 0)
+    update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)  # nothing else is there then
+    alone = tuple((i, i + 1) for i in range(len(blocks)))
+    return SwapMemory(beside, max(update, beside + int(held_bytes(blocks, alone))), 12 * params, 16 * params, disk)
+
+
+def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:
+    """The best sub-models for a machine with this offer. ``most``: microbatches that may be computed together. Raises
+    CapacityError with the numbers."""
+    if not memory.fits(offer):
+        raise CapacityError(memory.problem(offer))
+    return hidden(blocks, offer.device - memory.beside, load_bytes_per_s, most)

@@ -1,0 +1,158 @@
+"""The state of a stage in backing memory: fp32 weights and both moments. P: parameters of the stage (flat).
+
+A durable backing holds two versions. An update reads one and writes the other, and a single number that is written last
+says which of them counts. So the end of the process in the middle of an update leaves the state before it whole, and a
+process that opens the same folder finds it (``step``). Loss of power is another matter: the kernel writes pages in any
+order. Pinned memory holds one version, since it ends with the process anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+from blake3 import blake3
+
+from muletrain.compute.weights import checked_state
+from muletrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from muletrain.compute.swap.backing import Backing, Region
+    from muletrain.optim.flat import FlatLayout
+    from muletrain.optim.rules import Rule
+
+KINDS = ("model", "moment1", "moment2")
+
+
+class State:
+    """Owns the newest weights and moments. A lock keeps updates, copies and digests apart."""
+
+    def __init__(self, layout: FlatLayout, backing: Backing) -> None:
+        """Raises CapacityError if the backing memory is too small."""
+        self.layout = layout
+        versions = 2 if backing.durable else 1
+        self._versions = [{kind: backing.named(f"{kind}-{v}", layout.size) for kind in KINDS} for v in range(versions)]
+        self._counts = backing.named("counts", 1)
+        self._lock = threading.Lock()
+
+    @property
+    def _mark(self) -> Tensor:
+        """[1]: 1 + 2 x steps + version, in one number that is written at once; 0: there is no state yet."""
+        return self._counts.values.view(torch.int32)
+
+    @property
+    def step(self) -> int | None:
+        """Updates that the state contains; None: there is none yet."""
+        mark = int(self._mark)
+        return None if mark == 0 else (mark - 1) // 2
+
+    @property
+    def model(self) -> Region:
+        """The newest weights, fp32 [P]."""
+        return self._current["model"]
+
+    @property
+    def _current(self) -> dict[str, Region]:
+        return self._versions[(max(0, int(self._mark) - 1)) % 2 % len(self._versions)]
+
+    @property
+    def _next(self) -> dict[str, Region]:
+        return self._versions[-1] if self._current is self._versions[0] else self._versions[0]
+
+    def _count(self, written: dict[str, Region], step: int) -> None:
+        """From now on ``written`` is the state."""
+        self._mark.fill_(1 + 2 * step + self._versions.index(written))
+
+    def begin(self, source: Callable[[str], Tensor]) -> None:
+        """Fill in first weights by name, and zero moments. Raises CheckpointError for other shapes."""
+        with self._lock:
+            state = self._next
+            for name, view in self.layout.views(state["model"].values).items():
+                value = source(name)
+                if value.shape != view.shape:
+                    raise CheckpointError(
+                        f"{name} has shape {tuple(value.shape)}, but the model needs {tuple(view.shape)}"
+                    )
+                view.copy_(value)
+            for kind in KINDS:
+                for a, b in state[kind].windows():
+                    if kind != "model":
+                        state[kind].values[a:b].zero_()
+            self._count(state, 0)
+
+    def update(self, rule: Rule, gradient: Tensor, scale: float, step: int) -> None:
+        """Update number ``step`` (from 0) with ``scale`` x ``gradient``, flat fp32 [P], which does not change."""
+        with self._lock, torch.no_grad():
+            old, new = self._current, self._next
+            for a, b in self._ranges(rule):
+                piece = gradient[a:b].mul(scale)
+                if new is not old:
+                    for kind in KINDS:
+                        new[kind].values[a:b].copy_(old[kind].values[a:b])
+                weights, first, second = (new[kind].values[a:b] for kind in KINDS)
+                rule.update(weights, piece, first, second, step, decayed=b <= self.layout.decayed)
+                for kind in KINDS:
+                    new[kind].release(a, b)
+                    old[kind].release(a, b)
+                    old[kind].expect(b, min(2 * b - a, self.layout.size))
+            self._count(new, step + 1)
+
+    def _ranges(self, rule: Rule) -> Iterator[tuple[int, int]]:
+        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``."""
+        if rule.by_tensor:
+            yield from self.layout.ranges()
+            return
+        model = self._versions[0]["model"]
+        yield from model.windows(0, self.layout.decayed)
+        yield from model.windows(self.layout.decayed, self.layout.size)
+
+    def skip(self, step: int) -> None:
+        """Count update number ``step`` without a change."""
+        with self._lock:
+            self._count(self._current, step + 1)
+
+    def digest(self) -> bytes:
+        """BLAKE3 over the weights."""
+        with self._lock:
+            hasher, model = blake3(), self.model
+            for a, b in model.windows():
+                hasher.update(model.values[a:b].numpy().data.cast("B"))
+            return hasher.digest()
+
+    def copied_weights(self) -> Tensor:
+        """A copy of the weights, [P], in memory."""
+        with self._lock:
+            return self.model.values.clone()
+
+    def copy(self) -> dict[str, Tensor]:
+        """'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more, in backing memory."""
+        with self._lock:
+            copies = {kind: region.copy() for kind, region in self._current.items()}
+        return {
+            f"{kind}/{name}": view for kind, flat in copies.items() for name, view in self.layout.views(flat).items()
+        }
+
+    def load(self, state: dict[str, Tensor], step: int) -> None:
+        """Load a ``copy``. Absent moments become zero. Raises CheckpointError, and changes nothing then."""
+        sources = {kind: checked_state(self.layout, state, kind) for kind in KINDS}
+        with self._lock, torch.no_grad():
+            new = self._next
+            for kind, region in new.items():
+                for (a, b), name in zip(self.layout.ranges(), self.layout.names, strict=True):
+                    if found := sources[kind]:
+                        region.values[a:b].copy_(found[name].reshape(-1))
+                    else:
+                        region.values[a:b].zero_()
+                    region.release(a, b)
+            self._count(new, step)
+
+    def load_weights(self, weights: Tensor) -> None:
+        """Replace the weights by ``weights``, flat fp32 [P]; the moments stay."""
+        with self._lock, torch.no_grad():
+            for a, b in self.model.windows():
+                self.model.values[a:b].copy_(weights[a:b])

@@ -1,0 +1,359 @@
+"""``SwappedCompute``: one stage whose weights, moments and gradients are in backing memory, computed by sub-models that
+take turns on the device. It knows nothing of the network.
+
+The device holds what ``fit`` said. The numbers are those of ``TorchCompute``: the same arithmetic on the same fp32
+masters; only the sums of gradients are taken in another order. Shapes: B sequences, T tokens, D width, P parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from muletrain.compute import checks
+from muletrain.compute.block import block_times
+from muletrain.compute.results import Result
+from muletrain.compute.slot import AT_ONCE, Turn
+from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
+from muletrain.compute.swap.backing import WINDOW, Disk, Memory, return_memory_at_once
+from muletrain.compute.swap.chain import chain_of, sub_models
+from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
+from muletrain.compute.swap.rounds import Rounds
+from muletrain.compute.swap.state import State
+from muletrain.compute.threads import Threads
+from muletrain.errors import ProtocolError
+from muletrain.events import SwapWorked
+from muletrain.model.stage import Stage, initial_weight
+from muletrain.optim.flat import FlatLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from muletrain.compute.arithmetic import Counters, StageSetup
+    from muletrain.compute.base import Microbatch, Update
+    from muletrain.compute.estimate import Offer
+    from muletrain.compute.swap.backing import Backing, Region
+    from muletrain.compute.swap.loading import Traffic
+    from muletrain.compute.swap.rounds import Round
+    from muletrain.model.spec import ModelSpec
+    from muletrain.optim.sketch import Sketch
+    from muletrain.planning.partition import Cut
+
+R = TypeVar("R")
+PROBED = 16 * WINDOW
+"""Numbers that are read to measure how fast weights are loaded."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How a stage is swapped. ``offer``: the memory that it may use; ``folder``: for backing memory on a disk, None:
+    pinned memory of the machine; ``most``: microbatches computed together at most; ``least``: C, None: as many as hide
+    the loading."""
+
+    offer: Offer
+    folder: Path | None
+    most: int
+    least: int | None = None
+
+
+class _Counts(NamedTuple):
+    """What was counted up to now."""
+
+    loads: int = 0
+    loaded_bytes: int = 0
+    rounds: int = 0
+    microbatches: int = 0
+    load_s: float = 0.0
+    wait_s: float = 0.0
+
+    @classmethod
+    def of(cls, traffic: Traffic, rounds: Rounds) -> _Counts:
+        return cls(
+            traffic.loads, traffic.loaded_bytes, rounds.rounds, rounds.microbatches, traffic.load_s, traffic.wait_s
+        )
+
+
+class SwappedCompute:
+    """The ``Compute`` protocol for a stage that does not fit into its device. ``source``: see ``TorchCompute``.
+
+    Raises CapacityError if device, memory or disk are too small, CheckpointError when ``source`` gives other shapes.
+    """
+
+    delayed = False
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cut: Cut,
+        stage: int,
+        setup: StageSetup,
+        swap: Swap,
+        source: Callable[[str], Tensor] | None = None,
+    ) -> None:
+        self.stage, self.stages, self._spec, self._setup = stage, len(cut), spec, setup
+        tokens = setup.sequences * spec.context
+        lamb = setup.optimizer.name == "lamb"
+        memory = swap_memory(spec, cut, stage, tokens, setup.precision, lamb=lamb, disk=swap.folder is not None)
+        flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
+        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
+        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
+        self._backing: Backing = (
+            Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
+        )
+        self._backing.check(memory.in_files)
+        if setup.device.type == "cpu":
+            return_memory_at_once()
+        shapes = Stage(spec, stage, cut).shapes()
+        layout = FlatLayout.of(shapes)
+        self.n_params = layout.size
+        self.threads = Threads(stage, delayed=False, inline=setup.inline)
+        self.jobs = self.threads.jobs
+        self.state_ = state = State(layout, self._backing)
+        state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
+        rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model)
+        self.plan = fitted(blocks, memory, swap.offer, rate, swap.most)
+        self.parts = len(self.plan.runs)
+        models = sub_models(chain_of(spec, cut, stage), self.plan.runs, layout)
+        self.arithmetic = SwappedArithmetic(
+            (stage, len(cut)), spec.width, models, setup, state, self._backing, self.jobs
+        )
+        self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
+        self._kept: dict[Microbatch, Passage] = {}
+        self._told = _Counts()
+        self._together: dict[Microbatch, int] = {}
+        """Microbatches of the last round of each, until it is discarded or its step is over."""
+        self._closed = False
+
+    @property
+    def counters(self) -> Counters:
+        """Times and recomputations, since the start."""
+        return self.arithmetic.counters
+
+    def worked(self, step: int) -> SwapWorked:
+        """What was done since the last call, at the end of ``step``."""
+        now, before = _Counts.of(self.traffic, self.rounds), self._told
+        self._told = now
+        return SwapWorked(
+            step=step,
+            stage=self.stage,
+            loads=now.loads - before.loads,
+            loaded_bytes=now.loaded_bytes - before.loaded_bytes,
+            rounds=now.rounds - before.rounds,
+            microbatches=now.microbatches - before.microbatches,
+            load_s=now.load_s - before.load_s,
+            load_wait_s=now.wait_s - before.wait_s,
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was loaded and drained, since the start."""
+        return self.arithmetic.loader.traffic
+
+    # Forward and backward ---------------------------------------------------------------------------------------------
+
+    async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+        self._check(mb, inputs)
+        passage = Passage(mb, inputs)
+        try:
+            await self.rounds.call("forward", turn, self._on_device(self.arithmetic.forward), passage)
+        except BaseException:
+            self._freed(passage)
+            raise
+        self._forget(mb)
+        self._kept[mb] = passage
+        assert passage.output is not None  # computed
+        output, passage.output = passage.output, None
+        passage.shape = tuple(output.shape)
+        return Result(output)
+
+    async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
+        checks.check_gradient_shape(grad, self._kept[mb].shape)
+        passage = self._kept.pop(mb)
+        passage.grad, passage.accumulate = grad, accumulate
+        try:
+            await self.rounds.call("backward", turn, self._on_device(self.arithmetic.backward), passage)
+        finally:
+            self._freed(passage)
+        return None if passage.inputs_gradient is None else Result(passage.inputs_gradient)
+
+    async def loss_backward(
+        self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
+    ) -> tuple[float, Result | None]:
+        self._check(mb, inputs)
+        checks.check_token_shape("targets", targets, self._spec, self._setup.sequences)
+        checks.check_token_values("targets", targets, self._spec.vocab)
+        if targets.shape != inputs.shape[:2]:
+            raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
+        passage = Passage(mb, inputs, targets, accumulate=accumulate)
+        try:
+            await self.rounds.call("loss", turn, self._on_device(self.arithmetic.loss), passage)
+        finally:
+            self._freed(passage)
+        gradient = passage.inputs_gradient
+        return passage.loss, None if gradient is None else Result(gradient)
+
+    def _check(self, mb: Microbatch, inputs: Tensor) -> None:
+        if mb.whole:
+            raise ProtocolError(f"microbatch {mb.step}/{mb.index}: a swapped stage computes no parts of microbatches")
+        if self.stage == 0:
+            checks.check_token_shape("inputs", inputs, self._spec, self._setup.sequences)
+            checks.check_token_values("inputs", inputs, self._spec.vocab)
+        else:
+            checks.check_activation_shape(inputs, self._spec, self._setup.sequences)
+
+    def together(self, mb: Microbatch) -> int:
+        return self._together.get(mb, 1)
+
+    def discard(self, mb: Microbatch) -> None:
+        self._together.pop(mb, None)
+        self._forget(mb)
+
+    def _forget(self, mb: Microbatch) -> None:
+        if (passage := self._kept.pop(mb, None)) is not None:
+            self._freed(passage)
+
+    def count(self, mb: Microbatch) -> None:
+        raise KeyError(mb)  # no parts are kept
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        raise KeyError(mb)  # no parts are kept
+
+    def _freed(self, passage: Passage) -> None:
+        """Its memory is free once the device is through with it."""
+        if not self._closed:
+            self._submit(self.arithmetic.free, passage)
+
+    # Rounds -----------------------------------------------------------------------------------------------------------
+
+    def _on_device(self, fn: Callable[..., None]) -> Callable[[Sequence[Passage]], Awaitable[None]]:
+        async def work(passages: Sequence[Passage]) -> None:
+            self._together |= {p.mb: len(passages) for p in passages}
+            await asyncio.get_running_loop().run_in_executor(self.threads.compute, fn, passages)
+
+        return work
+
+    def _settle(self, round_: Round) -> None:
+        """A round is over. If all callers counted, its gradient is the accumulator's; if some did, theirs is computed
+        again; else it is dropped."""
+        arithmetic = self.arithmetic
+        counting = [c.p for c in round_.counted if c.p is not None and c.p.accumulate]
+        wanted = [c.p for c in round_.calls if c.p is not None and c.p.accumulate]
+        if not wanted or self._closed:
+            return
+        if counting and len(counting) < len(wanted):
+            counting.sort(key=lambda p: p.mb)
+            self._submit(arithmetic.drop_round)
+            self._submit(arithmetic.again, counting)
+        self._submit(arithmetic.commit if counting else arithmetic.drop_round)
+
+    def _submit(self, fn: Callable[..., None], *args: object) -> None:
+        """Queue ``fn`` behind what the device computes; whatever is called later sees it."""
+        self.threads.compute.submit(fn, *args)
+
+    # The accumulator and the step -------------------------------------------------------------------------------------
+
+    def add(self, step: int, gradient: Tensor) -> None:
+        self._submit(self.arithmetic.add, gradient)
+
+    async def gather(self, step: int) -> None:
+        """Everything is here."""
+
+    def clear(self, step: int) -> None:
+        self._submit(self.arithmetic.clear)
+
+    async def gradient(self, step: int) -> Tensor:
+        """The accumulator itself, in backing memory, until the step is applied."""
+        await self.rounds.settled()
+        return await self._compute(self.arithmetic.accumulated)
+
+    async def room(self, numbers: int) -> Tensor:
+        """In backing memory. Raises CapacityError if the disk is full."""
+        return (await self.offload(self._backing.region, numbers)).values
+
+    async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
+        """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
+        completed.
+        """
+        checks.check_gradient_shape(gradient, (self.n_params,))
+
+        async def work(nobody: Sequence[Passage]) -> None:
+            await self._compute(self.arithmetic.apply, gradient, update)
+
+        await self.rounds.call("apply", turn, work)
+        self._together = {mb: n for mb, n in self._together.items() if mb.step > update.step}
+
+    # The state --------------------------------------------------------------------------------------------------------
+
+    async def digest(self) -> bytes:
+        return await self._read(self.state_.digest)
+
+    async def copied_weights(self) -> Tensor:
+        return await self._read(self.state_.copied_weights)
+
+    async def load_weights(self, weights: Tensor) -> None:
+        """Raises ProtocolError unless ``weights`` is fp32 [P]."""
+        checks.check_gradient_shape(weights, (self.n_params,))
+        await self._compute(self.arithmetic.change, self.state_.load_weights, weights)
+
+    async def state(self) -> dict[str, Tensor]:
+        """The copy is in backing memory: no memory is taken for it where that is a disk."""
+        copy = await self._read(self.state_.copy)
+        return {**copy, **self.arithmetic.scale.state()}
+
+    async def load_state(self, state: dict[str, Tensor]) -> None:
+        await self._compute(self.arithmetic.change, self._load, state)
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        self.state_.load(state, 0)
+        self.arithmetic.scale.load_state(state, 0)
+
+    async def _read(self, fn: Callable[[], R]) -> R:
+        """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""
+        await self._compute(_passed)
+        return await self.offload(fn)
+
+    # Threads ----------------------------------------------------------------------------------------------------------
+
+    async def offload(self, fn: Callable[..., R], *args: object) -> R:
+        return await self.threads.run(self.threads.aside, fn, *args)
+
+    async def _compute(self, fn: Callable[..., R], *args: object) -> R:
+        return await self.threads.run(self.threads.compute, fn, *args)
+
+    async def end(self, *, over: bool) -> None:
+        """Nobody needs to hear of it."""
+
+    def close(self) -> None:
+        """Files of the backing memory are removed; what is under way keeps its own."""
+        self._closed = True
+        self.rounds.close()
+        self.threads.close()
+        self.arithmetic.close()
+        self._kept.clear()
+        self._backing.close()
+
+
+def measured_flops(spec: ModelSpec, setup: StageSetup) -> float:
+    """Speed of the device at a block's forward [FLOP/s]."""
+    found = block_times(spec, setup.sequences, setup.device, setup.precision)
+    return spec.layer_flops() * found.sequences * found.tokens / found.forward_s
+
+
+def measured_rate(model: Region) -> float:
+    """How fast weights come from backing memory [bytes/s]."""
+    numbers = min(PROBED, model.values.numel())
+    target, begin = torch.empty(numbers), time.perf_counter()
+    for a, b in model.windows(0, numbers):
+        target[a:b].copy_(model.values[a:b])
+    return 4 * numbers / max(1e-9, time.perf_counter() - begin)
+
+
+def _passed() -> None:
+    """A job that is done when those before it are."""

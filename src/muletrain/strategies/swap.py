@@ -1,0 +1,36 @@
+"""Strategy ``swap`` (ATOM sec. III) has every peer serve the whole model. Its blocks pass through a device that is too small
+for all of them (``compute.swap``); peers average the whole model once a step's microbatches are through. With one stage,
+everything else is as under strategy ``swarm``: who computes a microbatch follows from measured speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from muletrain.strategies.base import capacity
+from muletrain.strategies.swarm import Swarm
+
+if TYPE_CHECKING:
+    from muletrain.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Swap(Swarm):
+    """The strategy. ``together``: microbatches that wait for each other at a peer; None: it decides."""
+
+    together: int | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Swap | None:
+        """Returns the strategy if the run's configuration has peers serve the whole model."""
+        return cls(config.swap.together) if config.swap.whole else None
+
+    @staticmethod
+    def asked(config: RunConfig, clients: int) -> RunConfig:
+        """Returns ``config`` with one stage, which every peer serves."""
+        fleet = config.fleet.model_copy(update={"stages": 1, "peers": config.fleet.peers})
+        return config.model_copy(update={"fleet": fleet, "swap": config.swap.model_copy(update={"whole": True})})
+
+    def capacity(self, stages: int) -> int:
+        """Twice what is computed together, so that the next ones are there when these are through."""
+        return max(capacity(stages), 2 * (self.together or 0))

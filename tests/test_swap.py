@@ -1,0 +1,449 @@
+"""``SwappedCompute`` against ``TorchCompute``: the same numbers in a fraction of the memory, whatever is cancelled, and
+a state that outlives the end of its process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from muletrain.compute.arithmetic import StageSetup
+from muletrain.compute.base import Microbatch, Update
+from muletrain.compute.estimate import Offer, stage_memory
+from muletrain.compute.swap.backing import Disk, Memory
+from muletrain.compute.swap.fit import swap_memory
+from muletrain.compute.swap.state import State
+from muletrain.compute.swap.swapped import Swap, SwappedCompute
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.config.schema import ModelConfig, OptimizerConfig, Precision
+from muletrain.errors import CapacityError, CheckpointError, ProtocolError
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
+from muletrain.optim.flat import FlatLayout
+from muletrain.optim.norms import square_norm
+from muletrain.optim.rules import make_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+SPEC = ModelSpec.from_config(
+    ModelConfig(layers=4, width=32, heads=4, kv_heads=2, ffn=48, vocab=61, context=16, dropout=0.2)
+)
+STEPS, MICROBATCHES, SEQUENCES = 20, 3, 2
+CLIP = 0.3
+ADAMW = OptimizerConfig(lr=0.01, warmup=2, clip=CLIP)
+LAMB = OptimizerConfig(name="lamb", lr=0.01, warmup=2, clip=CLIP)
+SETUP = StageSetup(ADAMW, STEPS, seed=9, sequences=SEQUENCES)
+LEAST = 1 << 23
+
+
+class Made:
+    """Stages of both kinds in one process, closed at the end of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.opened = folder, list[Any]()
+
+    def resident(self, stages: int, spec: ModelSpec = SPEC, **changes: Any) -> list[TorchCompute]:
+        setup = replace(SETUP, **changes)
+        made = [TorchCompute(spec, spec.cut(stages), s, setup) for s in range(stages)]
+        self.opened += made
+        return made
+
+    def swapped(
+        self, stages: int, spec: ModelSpec = SPEC, *, budget: int = 0, disk: bool = True, most: int = 4, **changes: Any
+    ) -> list[SwappedCompute]:
+        """``budget`` [bytes]; 0: the least with which the stage can be swapped at all."""
+        setup = replace(SETUP, **changes)
+        made = []
+        for s in range(stages):
+            tokens, lamb = setup.sequences * spec.context, setup.optimizer.name == "lamb"
+            memory = swap_memory(spec, spec.cut(stages), s, tokens, setup.precision, lamb=lamb, disk=disk)
+            folder = self._folder / f"swap-{len(self.opened)}-{s}" if disk else None
+            offer = Offer(budget or memory.least, None if disk else 1 << 30)
+            swap = Swap(offer, folder, most)
+            made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))
+        self.opened += made
+        return made
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    opened = Made(tmp_path)
+    yield opened
+    for compute in opened.opened:
+        compute.close()
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 100))
+
+
+def data(mb: Microbatch, spec: ModelSpec = SPEC) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(1000 * mb.step + mb.index)
+    ids = torch.randint(0, spec.vocab, (SEQUENCES, spec.context + 1), generator=draws)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+async def through(stages: list[Any], mb: Microbatch, *, accumulate: bool = True) -> float:
+    x, targets = data(mb)
+    for stage in stages[:-1]:
+        x = await (await stage.forward(mb, x))
+    loss, grad = await stages[-1].loss_backward(mb, x, targets, accumulate=accumulate)
+    for stage in reversed(stages[:-1]):
+        grad = await stage.backward(mb, await grad, accumulate=accumulate)
+    assert grad is None
+    return float(loss)
+
+
+async def train(stages: list[Any], steps: int = STEPS) -> tuple[list[float], int]:
+    """Losses, and the number of steps in which the norm of the whole gradient was clipped."""
+    losses, clipped = [], 0
+    for step in range(steps):
+        losses += await asyncio.gather(*(through(stages, Microbatch(step, i)) for i in range(MICROBATCHES)))
+        means = [await stage.gradient(step) / MICROBATCHES for stage in stages]
+        length = sum(square_norm(m) for m in means) ** 0.5
+        scale = min(1.0, CLIP / length)
+        clipped += scale < 1
+        for stage, mean in zip(stages, means, strict=True):
+            await stage.apply(mean, Update(step, scale, skip=False))
+    return losses, clipped
+
+
+async def states(stages: list[Any]) -> dict[str, torch.Tensor]:
+    return {name: t for stage in stages for name, t in (await stage.state()).items()}
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest norm of a difference over the tensor's norm."""
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - e).norm() / max(1e-30, float(e.norm()))) for n, e in expected.items())
+
+
+# The same numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [ADAMW, LAMB], ids=["adamw", "lamb"])
+def test_a_swapped_stage_trains_as_a_resident_one(made: Made, stages: int, optimizer: OptimizerConfig) -> None:
+    """Weights and moments of every tensor within 1e-5 after 20 steps with dropout and clipping that is hit."""
+    resident, swapped = made.resident(stages, optimizer=optimizer), made.swapped(stages, optimizer=optimizer)
+    assert all(len(c.plan.runs) > 1 for c in swapped), "it is cut"
+    expected, clipped = run(train(resident))
+    assert clipped > STEPS // 2
+    assert run(train(swapped))[0] == pytest.approx(expected, rel=1e-4)
+    assert worst(run(states(swapped)), run(states(resident))) <= 1e-5
+    assert swapped[0].rounds.microbatches > swapped[0].rounds.rounds, "several pass a load together"
+
+
+@pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory"])
+def test_microbatches_one_by_one_give_the_same_bits(made: Made, disk: bool) -> None:
+    """Then sums are taken in the same order, and digests of replicas agree, whichever swaps."""
+    resident, swapped = made.resident(2), made.swapped(2, disk=disk, most=1)
+
+    async def one_by_one(stages: list[Any]) -> None:
+        for step in range(4):
+            for index in range(MICROBATCHES):
+                await through(stages, Microbatch(step, index))
+            for stage in stages:
+                await stage.apply(await stage.gradient(step) / MICROBATCHES, Update(step, 0.5, skip=False))
+
+    run(one_by_one(resident))
+    run(one_by_one(swapped))
+    assert [run(c.digest()) for c in swapped] == [run(c.digest()) for c in resident]
+
+
+def test_an_update_from_one_gradient_gives_the_same_bits(made: Made) -> None:
+    """Replicas update with the same mean: what they swap must not be seen in their weights."""
+    odd = replace(SPEC, width=264, ffn=531, vocab=67)  # several windows, none of whole vectors
+    for optimizer in (ADAMW, LAMB):
+        pair = [*made.resident(1, odd, optimizer=optimizer), *made.swapped(1, odd, optimizer=optimizer)]
+        mean = torch.randn(pair[0].n_params, generator=torch.Generator().manual_seed(1))
+        for step in range(3):
+            for c in pair:
+                run(c.apply(mean, Update(step, 0.7, skip=step == 1)))
+        assert run(pair[0].digest()) == run(pair[1].digest()), optimizer.name
+
+
+def test_shared_layers_and_half_precision(made: Made) -> None:
+    shared = replace(SPEC, share_layers=True)
+    for spec, precision, tolerance in (
+        (shared, Precision.FP32, 1e-5),
+        (SPEC, Precision.BF16, 0.02),
+        (SPEC, Precision.FP16, 0.02),
+    ):
+        resident = made.resident(2, spec, precision=precision)
+        swapped = made.swapped(2, spec, precision=precision)
+        expected, _ = run(train(resident, 4))
+        assert run(train(swapped, 4))[0] == pytest.approx(expected, rel=tolerance)
+        weights = {n: t for n, t in run(states(resident)).items() if n.startswith("model/")}
+        found = {n: t for n, t in run(states(swapped)).items() if n.startswith("model/")}
+        assert worst(found, weights) <= tolerance
+
+
+def test_a_state_goes_from_one_kind_to_the_other(made: Made) -> None:
+    resident, swapped = made.resident(1), made.swapped(1)
+    run(train(resident, 3))
+    before = run(states(resident))
+    run(swapped[0].load_state(before))
+    assert worst(run(states(swapped)), before) == 0
+    (other,) = made.resident(1)
+    run(other.load_state(run(states(swapped))))
+    assert run(other.digest()) == run(swapped[0].digest()) == run(resident[0].digest())
+    kept = run(states(swapped))
+    first = {name: t.clone() for name, t in kept.items()}
+    run(train(swapped, 1))
+    assert worst(kept, first) == 0, "a copy does not change with the weights"
+    assert worst(run(states(swapped)), first) > 0
+    with pytest.raises(CheckpointError, match="another model"):
+        run(swapped[0].load_state({"model/x": torch.zeros(1)}))
+
+
+# Memory ---------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import asyncio, sys, threading, time, torch
+from pathlib import Path
+from tests.test_swap import *
+torch.set_num_threads(1)
+spec, budget = ModelSpec.from_json(sys.argv[1]), int(sys.argv[2])
+def anonymous():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(fields["RssAnon"].split()[0])
+small = Made(Path(sys.argv[3]) / "small")
+run(train(small.resident(1), 2))  # libraries load
+made, peak, over = Made(Path(sys.argv[3])), 0, False
+base = anonymous()
+def watch():
+    global peak
+    while not over:
+        peak = max(peak, anonymous() - base)
+        time.sleep(0.0005)
+threading.Thread(target=watch, daemon=True).start()
+import tests.test_swap as t
+t.SPEC = spec
+t.data = lambda mb, of=None, made=t.data: made(mb, spec)
+stages = made.resident(1, spec) if sys.argv[4] == "resident" else made.swapped(1, spec, budget=budget)
+async def steps():
+    for step in range(2):
+        await asyncio.gather(*(through(stages, Microbatch(step, i)) for i in range(MICROBATCHES)))
+        await stages[0].apply(await stages[0].gradient(step), Update(step, 0.5, skip=False))
+    await stages[0].digest()
+    return await stages[0].state()
+state = run(steps())
+over = True
+print(peak, len(getattr(stages[0], "plan").runs) if sys.argv[4] != "resident" else 1)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+def test_it_needs_the_memory_that_it_may_use_and_no_more(tmp_path: Path) -> None:
+    """A budget of a quarter of what the stage needs otherwise; counted by the kernel. The resident stage needs several
+    times as much, so the count can fail."""
+    spec = ModelSpec.from_config(ModelConfig(layers=8, width=256, heads=4, vocab=512, context=64, dropout=0.1))
+    need = stage_memory(spec, spec.cut(1), 0, tokens=SEQUENCES * spec.context, precision=Precision.FP32)
+    budget = need.total // 4
+
+    def measured(kind: str) -> tuple[int, int]:
+        command = [sys.executable, "-c", MEASURE, spec.to_json(), str(budget), str(tmp_path / kind), kind]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert ran.returncode == 0, ran.stderr
+        peak, runs = ran.stdout.split()
+        return int(peak), int(runs)
+
+    peak, runs = measured("swapped")
+    assert runs > 1
+    assert peak <= 1.1 * budget, (peak, budget)
+    assert measured("resident")[0] > 1.5 * budget
+
+
+def test_what_does_not_fit_is_told_with_numbers_and_a_way_out(tmp_path: Path) -> None:
+    def built(offer: Offer, folder: Path | None, spec: ModelSpec = SPEC) -> None:
+        SwappedCompute(spec, spec.cut(1), 0, replace(SETUP, inline=True), Swap(offer, folder, 4))
+
+    with pytest.raises(CapacityError, match=r"its largest block.*1 MiB may be used.*smaller train\.microbatch"):
+        built(Offer(1 << 20), tmp_path / "small")
+    with pytest.raises(CapacityError, match=r"beside a GPU, and 1 MiB may be used.*swap\.backing = 'disk'"):
+        built(Offer(1 << 30, host=1 << 20), None)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CapacityError, match=r"swap\.folder.*name another folder"):
+        built(Offer(1 << 30), blocked / "x")
+    large = replace(SPEC, width=8192, ffn=1 << 16, layers=400)  # 43 TB
+    with pytest.raises(CapacityError, match=r"TiB are needed.*are free.*larger disk \(swap\.folder\)"):
+        built(Offer(1 << 40), tmp_path / "large", large)
+    assert not list((tmp_path / "large").iterdir()), "nothing was written"
+
+
+def test_what_no_correct_peer_sends_is_refused(made: Made) -> None:
+    first, last = made.swapped(2)
+    x, targets = data(Microbatch(0, 0))
+    with pytest.raises(ProtocolError, match="inputs"):
+        run(first.forward(Microbatch(0, 0), x.int()))
+    with pytest.raises(ProtocolError, match="token ids"):
+        run(first.forward(Microbatch(0, 0), x + SPEC.vocab))
+    with pytest.raises(ProtocolError, match="no parts"):
+        run(first.forward(Microbatch(0, 0, 0, 2), x))
+    with pytest.raises(ProtocolError, match="targets"):
+        run(last.loss_backward(Microbatch(0, 0), torch.zeros(2, 16, 32), targets[:, :3], accumulate=True))
+    with pytest.raises(KeyError):
+        run(first.backward(Microbatch(0, 0), torch.zeros(2, 16, 32), accumulate=True))
+    with pytest.raises(ProtocolError, match="gradient"):
+        run(first.apply(torch.zeros(3), Update(0, 1.0, skip=False)))
+
+
+# Cancelled calls ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.04])
+def test_a_call_counts_exactly_if_it_returned(made: Made, stages: int, after_s: float) -> None:
+    """Three go together, and the middle one is cancelled at some time: before, while and after they are computed."""
+    swapped, resident = made.swapped(stages), made.resident(stages)
+
+    async def disturbed() -> list[int]:
+        tasks = [asyncio.create_task(through(swapped, Microbatch(0, i))) for i in range(3)]
+        await asyncio.sleep(after_s)
+        tasks[1].cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        return [i for i, result in enumerate(ended) if not isinstance(result, BaseException)]
+
+    async def expected(counting: list[int]) -> torch.Tensor:
+        for i in counting:
+            await through(resident, Microbatch(0, i))
+        return torch.cat([await c.gradient(0) for c in resident])
+
+    async def compared() -> tuple[torch.Tensor, torch.Tensor]:
+        counting = await disturbed()
+        assert {0, 2} <= set(counting)
+        found = torch.cat([(await c.gradient(0)).clone() for c in swapped])
+        if stages == 2 and len(counting) == 2:  # its later stage may have been through
+            await through(resident, Microbatch(0, 1), accumulate=False)
+        return found, await expected(counting)
+
+    found, wanted = run(compared())
+    if stages == 1:
+        assert float((found - wanted).norm() / wanted.norm()) <= 1e-5
+    first = swapped[0].n_params
+    assert float((found[:first] - wanted[:first]).norm() / wanted[:first].norm()) <= 1e-5
+
+
+def test_of_a_round_only_those_that_resumed_count(made: Made) -> None:
+    """Cancelled when the device is through, but before its caller resumed."""
+    (swapped,), (resident,) = made.swapped(1), made.resident(1)
+
+    async def disturbed() -> None:
+        computed = swapped.arithmetic.loss
+
+        def and_cancel(passages: Any) -> None:
+            computed(passages)
+            loop.call_soon_threadsafe(tasks[0].cancel)
+
+        loop = asyncio.get_running_loop()
+        swapped.arithmetic.loss = and_cancel  # type: ignore[method-assign]
+        tasks = [asyncio.create_task(through([swapped], Microbatch(0, i))) for i in range(3)]
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        swapped.arithmetic.loss = computed  # type: ignore[method-assign]
+        assert isinstance(ended[0], asyncio.CancelledError)
+        assert [type(e) for e in ended[1:]] == [float, float]
+
+    async def compared() -> tuple[torch.Tensor, torch.Tensor]:
+        await disturbed()
+        for i in (1, 2):
+            await through([resident], Microbatch(0, i))
+        return (await swapped.gradient(0)).clone(), await resident.gradient(0)
+
+    found, wanted = run(compared())
+    assert float((found - wanted).norm() / wanted.norm()) <= 1e-5
+
+
+def test_each_took_its_share_of_the_time(made: Made) -> None:
+    (swapped,) = made.swapped(1)
+
+    async def shares() -> list[int]:
+        await asyncio.gather(*(through([swapped], Microbatch(0, i)) for i in range(3)))
+        return [swapped.together(Microbatch(0, i)) for i in range(4)]
+
+    assert run(shares()) == [3, 3, 3, 1]
+    swapped.discard(Microbatch(0, 0))
+    assert swapped.together(Microbatch(0, 0)) == 1
+
+
+def test_what_a_step_left_behind_is_cleared(made: Made) -> None:
+    (swapped,) = made.swapped(1)
+    run(through([swapped], Microbatch(0, 0)))
+    assert float(run(swapped.gradient(0)).norm()) > 0
+    swapped.clear(0)
+    assert float(run(swapped.gradient(0)).norm()) == 0
+    swapped.add(0, torch.ones(swapped.n_params))
+    swapped.add(0, torch.ones(swapped.n_params))
+    assert torch.equal(run(swapped.gradient(0)), torch.full((swapped.n_params,), 2.0))
+    assert run(through([swapped], Microbatch(0, 0), accumulate=False)) > 0
+    assert torch.equal(run(swapped.gradient(0)), torch.full((swapped.n_params,), 2.0))
+
+
+# The state on a disk --------------------------------------------------------------------------------------------------
+
+DIE = """
+import os, sys, torch
+from pathlib import Path
+from tests.test_swap import *
+state, rule = opened(Path(sys.argv[1]), 1)
+if state.step is None:
+    state.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
+state.update(rule, torch.ones(state.layout.size), 1.0, state.step)
+print(state.step, state.digest().hex(), flush=True)
+writes = 0
+class Dying:
+    by_tensor = rule.by_tensor
+    def update(self, *tensors, **rest):
+        global writes
+        rule.update(*tensors, **rest)
+        writes += 1
+        if writes == 2:
+            os.kill(os.getpid(), 9)
+state.update(Dying(), torch.ones(state.layout.size), 1.0, state.step)
+"""
+BIG = replace(SPEC, width=256, ffn=512, vocab=128)
+
+
+def opened(folder: Path, total: int) -> tuple[State, Any]:
+    layout = FlatLayout.of(Stage(BIG, 0, BIG.cut(1)).shapes())
+    return State(layout, Disk(folder)), make_rule(ADAMW, STEPS, layout, torch.device("cpu"), moments=False)
+
+
+def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_whole(tmp_path: Path) -> None:
+    """Killed by the kernel after two of several windows were written; again and again, it goes on where it was."""
+    assert FlatLayout.of(Stage(BIG, 0, BIG.cut(1)).shapes()).size > 6 << 18
+    for steps in (1, 2, 3):
+        died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], capture_output=True, text=True, timeout=100)
+        assert died.returncode == -signal.SIGKILL, died.stderr
+        step, digest = died.stdout.split()
+        state, rule = opened(tmp_path, STEPS)
+        assert (state.step, int(step), state.digest().hex()) == (steps, steps, digest)
+    plain, rule = State(state.layout, Memory(pinned=False)), rule
+    plain.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
+    for step in range(3):
+        plain.update(rule, torch.ones(state.layout.size), 1.0, step)
+    assert plain.digest() == state.digest()
+
+
+def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
+    (swapped,) = made.swapped(1)
+    run(train([swapped], 1))
+    state = run(swapped.state())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files} == {
+        "counts",
+        *(f"{k}-{v}" for k in ("model", "moment1", "moment2") for v in "01"),
+    }
+    swapped.close()
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+    assert all(bool(torch.isfinite(t).all()) for t in state.values()), "a copy outlives it"
