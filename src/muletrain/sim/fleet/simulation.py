@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.fleet.accounts import GoesOn, Outcome
-    from muletrain.sim.fleet.protocol import Planned
+    from muletrain.sim.fleet.planned import Planned
     from muletrain.sim.setting import Setting
 
 Fidelity = Literal["flow", "protocol"]
