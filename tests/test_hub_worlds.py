@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from muletrain.policy.pool import Pool
-from muletrain.runtime.pool.accumulators import Lost
-from muletrain.runtime.pool.server import PooledCompute
+from muletrain.runtime.pool.accumulators import Accumulators, Lost
 from muletrain.runtime.pool.work import Accumulator
 from muletrain.sim.world import draws
 from muletrain.sim.world.play import play
@@ -108,15 +107,16 @@ def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
-    async def take_over(self: PooledCompute, worker: str, step: int) -> None:
+    async def take_over(self: Accumulators, client: str, step: int) -> None:
+        receiver = self._receiver
         try:
-            values, numbers = await self.accumulators.fetch(worker, self._generation, step)
-            self.inner.add(step, values)
+            values, numbers = await self.fetch(client, self.generation, step)
         except Lost:
-            numbers = self.holds(worker, step)
-        self._parts.of(step).arrived(worker, numbers)
+            values, numbers = torch.zeros(receiver.n_params), receiver.holders(step).get(client, set())
+        receiver.arrived(client, step, values, numbers)
+        self.news.set()
 
-    patch.setattr(PooledCompute, "_take_over", take_over)
+    patch.setattr(Accumulators, "_take_over", take_over)
 
 
 @pytest.mark.slow

@@ -12,17 +12,23 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.policy.deadline import Usual
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 OWN = ""
 """The worker that is the server's own device."""
-LATE, FLOOR_S, UNMEASURED_S = 4.0, 1.0, 30.0
+LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
 """A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
 nor before any measurement within the second [s]."""
+SLOWEST = 0.25
+"""Share of its clients' mean speed that a server's own device must have to compute beside them. A slower one would hold
+microbatches up."""
 LEFT_S = 10.0
-"""Seconds for which nobody took a part, after which the server's own device may take it although workers are there."""
+"""Seconds for which nobody took a part, after which also a slower device of the server takes it."""
 
 
 class Pass(StrEnum):
@@ -85,11 +91,12 @@ class _Giving:
 @dataclass
 class _Open:
     """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone."""
+    compute it; ``since``: when it became free for anyone; ``holder``: the worker that may still hand its gradient over."""
 
     givings: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     since: float = math.inf
+    holder: str | None = None
 
 
 class _Worker:
@@ -148,7 +155,7 @@ class Pool:
 
     def ready(self, worker: str, room: int, hint: float = 0.0) -> None:
         """``worker`` takes up to ``room`` parts at once, from now on."""
-        if (known := self._workers.get(worker)) is not None and not known.ready:
+        if (known := self._workers.get(worker)) is not None:
             known.room, known.hint = room, hint
 
     def rest(self, now: float) -> None:
@@ -191,12 +198,13 @@ class Pool:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
         self._uncut[what].append(_Uncut(what, step, index, 0, rows, now))
 
-    def put_part(self, part: Part, now: float, prefers: str | None = None) -> None:
+    def put_part(self, part: Part, now: float, prefers: str | None = None, holder: str | None = None) -> None:
         """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
-        late."""
+        late. ``holder``: the worker that may still hand its gradient over, and does not get it."""
         if part in self._open:
+            self._open[part].holder = holder
             return
-        self._open[part] = _Open()
+        self._open[part] = _Open(holder=holder)
         worker = self._workers.get(prefers) if prefers is not None else None
         if worker is None or worker.late or not worker.ready:
             self._release(part, now)
@@ -230,6 +238,12 @@ class Pool:
         for part in [p for p in self._open if p.what is Pass.AGAIN and p.step == step]:
             self._close(part)
 
+    def drop_parts(self, parts: Iterable[Part]) -> None:
+        """Forget these parts."""
+        for part in parts:
+            if part in self._open:
+                self._close(part)
+
     def _close(self, part: Part) -> None:
         """``part`` is no longer wanted. It takes a place of the workers that have it until they bring it back."""
         self._free.pop(part, None)
@@ -245,13 +259,13 @@ class Pool:
 
     def take(self, worker: str, now: float) -> Given | None:
         """Gives ``worker`` the part that it computes next: one whose forward it has, then one that nobody else has (any
-        more), then its share of the microbatch that waits for longest. The server's own device takes only what it has
-        the forward of, what a worker could not compute, and what nobody takes, while another worker is there. Returns
-        None if there is nothing for it, or it has no room."""
+        more), then its share of the microbatch that waits for longest. While others have room, or are much faster, the
+        server's own device takes only what it has the forward of, what a worker could not compute, and what nobody
+        takes. Returns None if there is nothing for it, or it has no room."""
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
-        idle = worker == OWN and self._helped()
+        idle = worker == OWN and (self._others_have_room() or self._holds_up(taker))
         part = self._of_its_own(taker) or self._first_of(self._free, worker, now, idle=idle)
         part = part or self._share(worker, now, idle=idle) or self._first_of(self._again, worker, now, idle=idle)
         if part is None:
@@ -259,15 +273,18 @@ class Pool:
         self._numbers += 1
         number = self._numbers
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        due = math.inf if worker == OWN else now + taker.due_s(cost)
-        self._givings[number] = _Giving(worker, part, now, due)
+        self._givings[number] = _Giving(worker, part, now, now + taker.due_s(cost))
         taker.out.add(number)
         self._open[part].givings.add(number)
         return Given(number, part)
 
-    def _helped(self) -> bool:
-        """Is there a worker, beside the server's own device, that computes?"""
-        return any(w.ready and not w.late for name, w in self._workers.items() if name != OWN)
+    def _others_have_room(self) -> bool:
+        return any(len(w.out) < w.room and not w.late for name, w in self._workers.items() if name != OWN)
+
+    def _holds_up(self, own: _Worker) -> bool:
+        """Is the server's own device much slower than its clients?"""
+        speeds = [w.speed for w in self._workers.values() if w is not own and w.ready and not w.late]
+        return bool(speeds and own.measured) and own.speed < SLOWEST * sum(speeds) / len(speeds)
 
     def _of_its_own(self, taker: _Worker) -> Part | None:
         while taker.reserved:
@@ -279,7 +296,11 @@ class Pool:
         """``idle``: take only what others could not, or do not, compute."""
         for part in free:
             wanted = self._open[part]
-            if worker in wanted.failed or any(self._givings[n].worker == worker for n in wanted.givings):
+            if (
+                worker == wanted.holder
+                or worker in wanted.failed
+                or any(self._givings[n].worker == worker for n in wanted.givings)
+            ):
                 continue
             if not idle or wanted.failed or now - wanted.since >= LEFT_S:
                 del free[part]
@@ -290,7 +311,9 @@ class Pool:
         for waiting in self._uncut.values():
             if waiting and (not idle or now - waiting[0].since >= LEFT_S):
                 uncut = waiting[0]
-                rows = min(uncut.end - uncut.next, max(1, round(uncut.end * self._share_of(worker))))
+                unknown = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
+                share = 0.0 if unknown else self._share_of(worker)  # a device that may be very slow begins with little
+                rows = min(uncut.end - uncut.next, max(1, round(uncut.end * share)))
                 part = Part(uncut.what, uncut.step, uncut.index, uncut.next, rows)
                 self._open[part] = _Open()
                 uncut.next += rows
@@ -300,9 +323,21 @@ class Pool:
         return None
 
     def _share_of(self, worker: str) -> float:
-        """Returns the share of ``worker`` in the speed of all; of equal ones if the speed of any is unknown."""
-        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or (w.ready and not w.late and n != OWN)}
+        """Returns the share of ``worker`` in the speed of all that share; of equal ones if the speed of any is
+        unknown."""
+        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or self._shares(n, w)}
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
+
+    def _shares(self, name: str, worker: _Worker) -> bool:
+        """Does a worker get its share of each microbatch?"""
+        if not worker.ready or worker.late:
+            return False
+        return name != OWN or (worker.measured and not self._holds_up(worker))
+
+    def busy(self, worker: str) -> bool:
+        """Has ``worker`` parts that it should bring back soon?"""
+        known = self._workers.get(worker)
+        return known is not None and not known.late and bool(known.out or known.reserved)
 
     def part(self, worker: str, number: int) -> Part | None:
         """Returns what was given to ``worker`` under ``number``, and has not come back."""

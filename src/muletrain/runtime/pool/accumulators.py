@@ -1,4 +1,4 @@
-"""A client's accumulator comes to its server, in chunks."""
+"""What a server's clients have accumulated comes to it, in chunks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from muletrain.compute.checks import is_finite
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.policy.deadline import Usual
+from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import AccumulatorChunk, AskAccumulator, Contents
 from muletrain.wire.codec import Encoded, decode
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.core.tasks import Tasks
 
 TRANSFERS = 4
 """Clients that hand over at once: more of them would fill the server's download."""
@@ -41,13 +44,37 @@ class Lost(MuletrainError):
 
 
 class Receiver(Protocol):
-    """Who accumulators are for (``server.PooledCompute``)."""
+    """Who accumulators are for (``desk.PartsDesk``)."""
 
     n_params: int
     plan: Plan
 
-    def holds(self, client: PeerId, step: int) -> set[int]:
-        """Returns the numbers of the gradients of ``step`` that ``client`` should have."""
+    def holders(self, step: int) -> dict[PeerId, set[int]]:
+        """Returns the clients that should have gradients of ``step``, and the numbers of these."""
+        ...
+
+    def complete(self, step: int) -> bool:
+        """Is every gradient of ``step`` here?"""
+        ...
+
+    def busy(self, client: PeerId) -> bool:
+        """Does ``client`` compute parts that it should bring back soon?"""
+        ...
+
+    def arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
+        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
+        ...
+
+    def doubt(self, client: PeerId) -> None:
+        """``client`` takes unusually long: others may do what it has."""
+        ...
+
+    def trust(self, client: PeerId) -> None:
+        """``client`` goes on."""
+        ...
+
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
+        """``worker`` is gone. ``again_at``: who computes again what it had accumulated."""
         ...
 
     async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
@@ -71,17 +98,54 @@ class _Transfer:
 class Accumulators:
     """Fetches accumulators of the clients of one server."""
 
-    def __init__(self, receiver: Receiver, net: Network, clock: Clock) -> None:
-        self._receiver, self._net, self._clock = receiver, net, clock
+    def __init__(self, receiver: Receiver, net: Network, clock: Clock, tasks: Tasks) -> None:
+        self._receiver, self._net, self._clock, self._tasks = receiver, net, clock, tasks
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, _Transfer] = {}
         self._numbers = 0
+        self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
+        """Seconds between two chunks of a transfer."""
+        self.news = asyncio.Event()
+        """Set when ``gather`` may have something to do."""
+        self.generation = 0
+        """Number of times that accumulators began anew."""
+
+    async def gather(self, step: int) -> None:
+        """Return once all gradients of ``step`` are here. A client that computes a part again is asked after that. It
+        always ends: what does not come is computed again, by the server itself if nobody else does."""
+        coming: dict[PeerId, asyncio.Task[None]] = {}
+        try:
+            while not self._receiver.complete(step):
+                self.news.clear()
+                coming = {client: task for client, task in coming.items() if not task.done()}
+                for client in sorted(self._receiver.holders(step)):
+                    if client not in coming and not self._receiver.busy(client):
+                        coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
+                await self.news.wait()
+        finally:
+            for task in coming.values():
+                task.cancel()
+
+    async def _take_over(self, client: PeerId, step: int) -> None:
+        """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
+        generation = self.generation
+        try:
+            values, numbers = await self.fetch(client, generation, step)
+        except Lost as e:
+            self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
+        else:
+            if generation == self.generation and numbers <= self._receiver.holders(step).get(client, set()):
+                self._receiver.arrived(client, step, values, numbers)
+            else:
+                self._receiver.lose(client, "parts in its accumulator were taken back while it came")
+        finally:
+            self.news.set()
 
     async def fetch(self, client: PeerId, generation: int, step: int) -> tuple[Tensor, set[int]]:
         """Returns the accumulator of ``client``, flat fp32 [P], and the numbers of the gradients in it: those that it
-        should have. Raises Lost."""
+        should have, and what has come to count meanwhile. Raises Lost."""
         async with self._turns:
-            wanted = self._receiver.holds(client, step)
+            wanted = self._receiver.holders(step).get(client, set())
             self._numbers += 1
             chunks = range(-(-self._receiver.n_params // self._receiver.plan.chunk))
             transfer = _Transfer(self._numbers, torch.empty(self._receiver.n_params), set(chunks))
@@ -96,11 +160,11 @@ class Accumulators:
                 raise Lost(str(e)) from e
             finally:
                 del self._transfers[client]
-        if transfer.contents != wanted:
-            raise Lost("its accumulator contains other parts than it should")
+        if not wanted <= (contents := transfer.contents or set()):
+            raise Lost("its accumulator lacks parts that it should contain")
         if not await self._receiver.offload(is_finite, transfer.values):
             raise Lost("its accumulator is not finite", here=True)
-        return transfer.values, wanted
+        return transfer.values, contents
 
     async def _arrival(self, client: PeerId, transfer: _Transfer) -> None:
         """Wait for all of it. Raises Lost."""
@@ -114,10 +178,15 @@ class Accumulators:
             wait_s = min(last + STALLED_S, max(last, self._net.heard_s(client)) + SILENT_S) - now
             if wait_s <= 0:
                 raise Lost("its accumulator does not come")
+            begin = self._clock.now()
             try:
-                await self._clock.deadline(transfer.news.wait(), wait_s, "an accumulator")
+                await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
+                if not transfer.problem:
+                    self._receiver.doubt(client)
                 continue
+            self._usual.measured(self._clock.now() - begin)
+            self._receiver.trust(client)
             if transfer.problem:
                 raise Lost(transfer.problem)
 
@@ -149,6 +218,7 @@ class Accumulators:
 
     def lose(self, client: PeerId) -> None:
         """``client`` is gone."""
+        self.news.set()
         if (transfer := self._transfers.get(client)) is not None:
             transfer.problem = "it is gone"
             transfer.news.set()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
@@ -322,7 +322,9 @@ class Client:
                 self._tasks.spawn(self._hand_over(message, self._enlistment), "accumulator")
 
     async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
-        AreYouThere.unpack(payload)
+        ask = AreYouThere.unpack(payload)
+        if (sender, ask.enlistment) != (self._home, self._enlistment) or self._dismissed:
+            raise AdmissionError("this client does not work for this server (any more)")
         return b""
 
     # Parts ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.config.schema import Codec
 from muletrain.errors import AdmissionError, DeadlineExceeded, Malformed, NetworkError, ProtocolError
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
+from muletrain.policy.deadline import Deadline
 from muletrain.policy.pool import Pass
 from muletrain.runtime.pool.messages import (
     FROM_CLIENT,
@@ -55,8 +56,9 @@ MAX_UNABLE = 8
 """Parts in a row that a client may fail to compute before its server does without it."""
 SILENT_S = 10.0
 """Seconds without a word, after which a client is believed gone; each shows every 3 s that it lives."""
-THERE_S = 3.0
-"""Seconds that a client has to say that it is there, after a stream with it ended."""
+THERE_S, THERE_FLOOR_S = 3.0, 1.5
+"""Seconds that a client has to say that it is there, before any measurement, and at least (see
+``members.FailureDetector``)."""
 SEND_S, FAREWELL_S = 60.0, 5.0
 """Seconds within which a client takes a notice, and the last one."""
 TAKERS = 32
@@ -73,7 +75,7 @@ class Servers(Protocol):
 
 
 class Desk(Protocol):
-    """The pool that the clients work for (``server.PooledCompute``)."""
+    """Who the clients work for (``desk.PartsDesk``)."""
 
     stage: int
     n_params: int
@@ -108,12 +110,14 @@ class Desk(Protocol):
 
 @dataclass
 class _Client:
-    """``since``: when it enlisted, by the loop's clock; ``unable``: parts in a row that it did not compute."""
+    """``since``: when it enlisted, by the loop's clock; ``unable``: parts in a row that it did not compute; ``asked``:
+    it is being asked whether it is there."""
 
     name: str
     enlistment: int
     since: float
     unable: int = 0
+    asked: bool = False
 
 
 @dataclass
@@ -151,6 +155,7 @@ class Clients:
         """The current weights, once somebody has asked for them."""
         self._takers: dict[PeerId, _Taker] = {}
         self._turns = asyncio.Semaphore(TAKERS)
+        self._there = Deadline(unmeasured_s=THERE_S, floor_s=THERE_FLOOR_S)
         net.serve(Enlist.KIND, self._on_enlist)
         net.serve(GetState.KIND, self._on_get_state)
         net.serve(StillThere.KIND, self._on_still_there)
@@ -225,15 +230,24 @@ class Clients:
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
         if peer in self._clients:
-            self._tasks.spawn(self._look_after(peer), "look after a client")
+            self.look_after(peer)
 
-    async def _look_after(self, client: PeerId) -> None:
-        known = self._clients.get(client)
+    def look_after(self, client: PeerId) -> None:
+        """Ask ``client`` whether it is there, and still ours; else it is lost."""
+        if (known := self._clients.get(client)) is not None and not known.asked:
+            known.asked = True
+            self._tasks.spawn(self._look_after(client, known), "look after a client")
+
+    async def _look_after(self, client: PeerId, known: _Client) -> None:
+        begin, ask = self._clock.now(), AreYouThere(enlistment=known.enlistment)
         try:
-            await self._net.call(client, AreYouThere.KIND, AreYouThere().pack(), timeout_s=THERE_S)
+            await self._net.call(client, AreYouThere.KIND, ask.pack(), timeout_s=self._there.seconds())
+            self._there.measured(self._clock.now() - begin)
         except NetworkError as e:
-            if known is not None and self._clients.get(client) is known:
+            if self._clients.get(client) is known:
                 self._desk.lose(client, str(e))
+        finally:
+            known.asked = False
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long."""
@@ -254,7 +268,7 @@ class Clients:
 
     async def end(self, *, over: bool) -> None:
         """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
-        told = (self._farewell(client, known, over=over) for client, known in self._clients.items())
+        told = [self._farewell(client, known, over=over) for client, known in self._clients.items()]
         self._clients, self._digest, self._open = {}, None, False
         with contextlib.suppress(DeadlineExceeded):
             await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")

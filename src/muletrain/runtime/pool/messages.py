@@ -65,9 +65,10 @@ class StillThere(Message):
 
 
 class AreYouThere(Message):
-    """A server asks a client whether it lives. The answer is empty."""
+    """A server asks a client whether it is there, and works for it under this ``enlistment``. The answer is empty."""
 
     KIND: ClassVar[str] = "hub.are_you_there"
+    enlistment: Natural
 
 
 class Begun(Message):

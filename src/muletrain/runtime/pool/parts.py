@@ -100,7 +100,7 @@ class StepParts:
         """Returns from what ``part`` is computed; None: it is not wanted any more."""
         if part.what is Pass.AGAIN:
             lost = self._accumulated.get((part.index, part.first))
-            return None if lost is None or lost.at is not None else lost.kept
+            return None if lost is None else lost.kept
         return self._under_way.get(part.index, {}).get(part.first)
 
     def of(self, index: int) -> dict[int, KeptPart]:
@@ -147,12 +147,20 @@ class StepParts:
         gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
         return {g.at for g in gone if g.at is not None}
 
-    def lost(self, worker: PeerId) -> list[tuple[Place, int]]:
-        """The accumulator of ``worker`` is gone. Returns place and sequences of what is to be computed again."""
-        gone = [(place, g) for place, g in self._accumulated.items() if g.at == worker]
-        for _, gradient in gone:
-            gradient.at = None
-        return [(place, g.kept.rows) for place, g in gone]
+    def held_by(self, worker: PeerId) -> list[tuple[Place, int]]:
+        """Returns place and sequences of the parts whose gradients are in the accumulator of ``worker``."""
+        return [(place, g.kept.rows) for place, g in self._accumulated.items() if g.at == worker]
+
+    def holder(self, part: Part) -> PeerId | None:
+        """Returns the worker that has the gradient of ``part`` in its accumulator; None: nobody has."""
+        gradient = self._accumulated.get((part.index, part.first))
+        return None if gradient is None else gradient.at
+
+    def lost(self, worker: PeerId) -> None:
+        """The accumulator of ``worker`` is gone."""
+        for gradient in self._accumulated.values():
+            if gradient.at == worker:
+                gradient.at = None
 
     def forget_gradients(self) -> None:
         """Nothing that was accumulated counts."""
@@ -181,10 +189,16 @@ class PartsBySteps:
         """Returns from what ``part`` is computed; None: it is not wanted any more."""
         return self.steps[part.step].find(part) if part.step in self.steps else None
 
-    def lost(self, worker: PeerId) -> list[Part]:
-        """``worker`` is gone. Returns what is to be computed again."""
-        again = []
-        for step, parts in self.steps.items():
+    def again(self, worker: PeerId) -> list[Part]:
+        """Returns what is to be computed again if ``worker`` is gone."""
+        return [
+            Part(Pass.AGAIN, step, index, first, rows)
+            for step, parts in self.steps.items()
+            for (index, first), rows in parts.held_by(worker)
+        ]
+
+    def lost(self, worker: PeerId) -> None:
+        """``worker`` is gone."""
+        for parts in self.steps.values():
             parts.forward_lost(worker)
-            again += [Part(Pass.AGAIN, step, index, first, rows) for (index, first), rows in parts.lost(worker)]
-        return again
+            parts.lost(worker)

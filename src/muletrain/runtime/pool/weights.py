@@ -53,7 +53,7 @@ class WeightsDownload:
         more."""
         coming = self._coming = _Coming(digest, self._compute.n_params, self._plan.chunk)
         try:
-            for turn in range(TRIES):
+            for turn in range(TRIES if servers else 0):
                 await self._ask(coming, servers[turn % len(servers) :] + servers[: turn % len(servers)])
                 while coming.left and wanted():
                     left = len(coming.left)
