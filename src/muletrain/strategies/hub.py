@@ -46,6 +46,9 @@ class Hub(Swarm):
         loads = {p: replace(own, stage=seated.get(p, own.stage)) for p, own in view.loads.items()}
         return (*(Move(p, NOWHERE, s) for p, s in seated.items()), *placed(replace(view, loads=loads)))
 
+    def has_place(self, name: str) -> bool:
+        return any(name in names for names in self.seats)
+
 
 def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:
     """Returns the stage at which one more client raises the throughput most: of those that it ``fits`` into, the one with

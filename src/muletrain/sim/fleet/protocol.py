@@ -8,6 +8,7 @@ code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import tempfile
@@ -21,7 +22,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.config.schema import Codec
-from muletrain.errors import Expelled, MuletrainError
+from muletrain.errors import Expelled, MuletrainError, NetworkError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
@@ -39,6 +40,7 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.messages import Enlisted, GetState
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.hollow import CHUNK, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
@@ -64,8 +66,8 @@ if TYPE_CHECKING:
 
 PLACE = "shared"
 """The place of all checkpoints."""
-UNMEASURED = 1e-9
-"""Speed of a client at least, so that one counts before it is measured."""
+UNMEASURED, CALL_S = 1e-9, 10.0
+"""See ``runs.client``."""
 STEPS = 1 << 20
 """Steps of a run, more than a play reaches."""
 
@@ -107,8 +109,6 @@ class Actors:
         """Of those that are there."""
         self._clients: dict[str, int] = {}
         """Stages of the clients that are there."""
-        self._pools: dict[str, PooledCompute] = {}
-        """Of a hub's servers."""
         self._kind_of: dict[str, int] = {}
         self._served: dict[str, int] = {}
         """Stages of peers and clients, the last ones of those that are gone."""
@@ -254,7 +254,7 @@ class Actors:
             return
         name = self._name(kind)
         if self._strategy.pooled:
-            self._help(name, self._stage_to_help(kind))
+            self._help(name)
         else:
             (stage,) = seat(self._setting, [kind], self._serving())
             self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
@@ -302,7 +302,7 @@ class Actors:
             compute: Compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             tasks, note = Tasks(InlineExecutor()), partial(self.note, name)
             if self._strategy.pooled:
-                compute = self._pools[name] = PooledCompute(
+                compute = PooledCompute(
                     compute, network, self._clock, tasks, self.plan, roster, self.genesis.config, note
                 )
             ctx = Context(network, self._clock, compute, roster, self.plan, note, tasks=tasks)
@@ -324,26 +324,33 @@ class Actors:
 
     # Clients of a hub -------------------------------------------------------------------------------------------------
 
-    def _stage_to_help(self, kind: int) -> int:
-        """The choice of a newcomer among the clients: it asks all servers how fast theirs are (``runs.client``)."""
+    def _help(self, name: str, stage: int | None = None) -> None:
+        """A client begins; it chooses its stage unless that is planned."""
+        if stage is not None:
+            self._clients[name] = self._served[name] = stage
+        self._tasks[name] = asyncio.create_task(self._client(name, stage, self._network(name)), name=name)
+
+    async def _stage_to_help(self, network: MemoryNetwork, kind: Kind) -> int:
+        """Ask all servers how fast their clients are, and choose (``runs.client``)."""
         speeds = [0.0] * len(self._setting.cut)
-        for name, roster in self._rosters.items():
-            pooled = self._pools[name]
-            speeds[roster.own.stage] += pooled.pool.speed() + UNMEASURED * len(pooled.clients)
-        stage = stage_to_help(self.plan.work, speeds, self._setting.kinds[kind].fits)
+        for server, roster in sorted(self._rosters.items()):
+            with contextlib.suppress(NetworkError):
+                answer = await network.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S)
+                state = Enlisted.unpack(answer)
+                speeds[roster.own.stage] += state.speed + UNMEASURED * state.clients
+        stage = stage_to_help(self.plan.work, speeds, kind.fits)
         assert stage is not None  # a setting has no kinds that hold no stage
         return stage
 
-    def _help(self, name: str, stage: int) -> None:
-        self._clients[name] = self._served[name] = stage
-        self._tasks[name] = asyncio.create_task(self._client(name, stage, self._network(name)), name=name)
-
-    async def _client(self, name: str, stage: int, network: MemoryNetwork) -> None:
+    async def _client(self, name: str, stage: int | None, network: MemoryNetwork) -> None:
         kind, tasks = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor())
-        hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=False)
-        compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
-        servers = tuple(sorted(n for n, r in self._rosters.items() if r.own.stage == stage))
         try:
+            if stage is None:
+                stage = self._clients[name] = self._served[name] = await self._stage_to_help(network, kind)
+                self._changed()
+            hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=False)
+            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
+            servers = tuple(sorted(n for n, r in self._rosters.items() if r.own.stage == stage))
             await Client(network, self._clock, tasks, compute, self.plan, self.genesis.config, name, servers).run()
         except MuletrainError as e:
             if self._clients.pop(name, None) is not None:  # else it was killed

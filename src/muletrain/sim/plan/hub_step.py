@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan_file import Split
     from muletrain.sim.setting import Kind, Setting
+    from muletrain.sim.steps.steps import Took
 
 BUBBLE = "waiting for the first and the last microbatches of a step (less with a larger batch or fewer stages)"
 """What limits a step whose machines wait at its begin and its end."""
@@ -73,15 +74,18 @@ class HubStep:
     @property
     def roughly_s(self) -> float:
         """The step, if its microbatches waited for nothing but the slowest stage."""
-        return self._computed_s(range(len(self.stages))) + self._waited_s + self._ended_s
+        ends_s = [self._gathered_s(s) + self._averaged_s(s) for s in range(len(self.stages))]
+        return self._computed_s(range(len(self.stages))) + self._waited_s + max(ends_s)
 
     @cached_property
     def split(self) -> Split:
         """The parts of the step, played."""
         computed_s = self._computed_s(range(len(self.stages)))
-        free_s = max(computed_s, self._played_s(linked=False))
-        linked_s = max(free_s, self._played_s(linked=True))
-        return parted(computed_s, free_s, linked_s, linked_s + self._waited_s + self._ended_s)
+        free_s = max(computed_s, self._played(linked=False).computing_s)
+        linked = self._played(linked=True)
+        linked_s = max(free_s, linked.computing_s)
+        ended_s = linked.step_s - linked.computing_s + max(self._gathered_s(s) for s in range(len(self.stages)))
+        return parted(computed_s, free_s, linked_s, linked_s + self._waited_s + ended_s)
 
     def _computed_s(self, stages: Sequence[int]) -> float:
         return max(self.setting.cost.microbatches / sum(map(sum, self._rates_at(s))) for s in stages)
@@ -97,10 +101,6 @@ class HubStep:
             wait_s = min(self._weights_s(s), alone_s)
             later_s.append(self._computed_s([s]) + clients * wait_s / (servers + clients))
         return max(later_s) - self._computed_s(range(len(self.stages)))
-
-    @property
-    def _ended_s(self) -> float:
-        return max(self._gathered_s(s) + self._averaged_s(s) for s in range(len(self.stages)))
 
     # Crews ------------------------------------------------------------------------------------------------------------
 
@@ -136,32 +136,30 @@ class HubStep:
         outputs = cost.ids_bytes if s == last else cost.backward_bytes[s + 1]
         return inputs + outputs, (cost.backward_bytes[s] if s else 0) + (0 if s == last else outputs)
 
-    def _played_s(self, *, linked: bool) -> float:
-        """Until the last microbatch of a step is done."""
+    def _played(self, *, linked: bool) -> Took:
+        """A step of crews."""
         setting = self.setting
         kinds = [self._as_kind(crew, linked=linked) for crew in self.crews]
         cut = [[self._link(a, b, linked=linked) for b in self.crews] for a in self.crews]
         peers = tuple((crew.stage, n) for n, crew in enumerate(self.crews))
         of_crews = replace(setting, kinds=tuple(kinds), links=tuple(map(tuple, cut)))
         trainers = range(min(self.trainers, len(self.crews)))
-        return play(of_crews, Cast(peers, tuple(trainers), SWARM)).computing_s
+        return play(of_crews, Cast(peers, tuple(trainers), SWARM))
 
     def _as_kind(self, crew: Crew, *, linked: bool) -> Kind:
-        """A crew as one machine. What goes to clients and back leaves its links less for other stages."""
+        """A crew as one machine, which is no faster than the links of its server are for its own parts and for what goes
+        to other stages."""
         own, s, cost = self.setting.kinds[crew.server], crew.stage, self.setting.cost
         server, clients = self._rates(crew)
-        faster = own.service_s(s) * (server + clients)
-        last = s == len(self.stages) - 1
-        out, back = (nbytes * clients / (server + clients) for nbytes in self.inner_bytes(s))
-        up = cost.backward_bytes[s] + (0 if last else cost.forward_bytes[s + 1])
-        down = cost.forward_bytes[s] + (0 if last else cost.backward_bytes[s + 1])
-        return replace(
-            own,
-            forward_s=tuple(f / faster for f in own.forward_s),
-            backward_s=tuple(b / faster for b in own.backward_s),
-            up_bytes_per_s=own.up_bytes_per_s * up / (up + out) if linked and up else math.inf,
-            down_bytes_per_s=own.down_bytes_per_s * down / (down + back) if linked else math.inf,
-        )
+        rate, last = server + clients, s == len(self.stages) - 1
+        if linked:
+            out, back = (nbytes * clients / rate for nbytes in self.inner_bytes(s))
+            up = out + cost.backward_bytes[s] + (0 if last else cost.forward_bytes[s + 1])
+            down = back + cost.forward_bytes[s] + (0 if last else cost.backward_bytes[s + 1])
+            rate = min(rate, own.up_bytes_per_s / up if up else rate, own.down_bytes_per_s / down)
+        faster = own.service_s(s) * rate
+        times_s = (tuple(seconds / faster for seconds in each) for each in (own.forward_s, own.backward_s))
+        return replace(own, forward_s=next(times_s), backward_s=next(times_s))
 
     def _link(self, a: Crew, b: Crew, *, linked: bool) -> Link:
         """From a crew to another. A pass through a crew takes longer than its share of the crew's time: parts travel, and
