@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from muletrain.policy.deadline import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 OWN = ""
 """The worker that is the server's own device."""
@@ -379,12 +379,31 @@ class Pool:
         get nothing more until they bring something back."""
         late = dict.fromkeys(g.worker for g in self._givings.values() if g.due <= now and not self._is_late(g))
         for name in late:
-            worker = self._workers[name]
-            worker.late = True
-            for part in (*worker.reserved, *(self._givings[number].part for number in worker.out)):
-                self._release(part, now)
-            worker.reserved.clear()
+            self.doubt(name, now)
         return tuple(late)
+
+    def doubt(self, worker: str, now: float) -> None:
+        """Let others take what ``worker`` has, and should compute next. It gets nothing more until it brings something
+        back, or is there again (``reconcile``)."""
+        if (known := self._workers.get(worker)) is None:
+            return
+        known.late = True
+        for part in (*known.reserved, *(self._givings[number].part for number in known.out)):
+            self._release(part, now)
+        known.reserved.clear()
+
+    def reconcile(self, worker: str, parts: Collection[int], now: float) -> None:
+        """``worker`` is there, and computes these of its givings. The others never came to it, or their results were
+        lost."""
+        if (known := self._workers.get(worker)) is None:
+            return
+        for number in sorted(known.out.difference(parts)):
+            known.out.discard(number)
+            giving = self._givings.pop(number)
+            if giving.part in self._open:
+                self._open[giving.part].givings.discard(number)
+                self._release(giving.part, now)
+        known.late = any(self._givings[number].due <= now for number in known.out)
 
     def _is_late(self, giving: _Giving) -> bool:
         return self._workers[giving.worker].late

@@ -4,6 +4,7 @@
   results.
 - ``parts``: from what each part is computed, and where its gradient is. ``accumulators``: brings these to the server.
 - ``clients``: who the clients of a server are, what they may send, and the weights that they get.
+- ``servers``: the servers of a stage, as one client knows them.
 - ``client``: a client's life: it enlists, takes weights and parts, and hands over what it accumulated.
 - ``work``: what a client computes, and its accumulator. ``weights``: how it takes weights from all servers.
 - ``tally``: what a server's clients did, for people.

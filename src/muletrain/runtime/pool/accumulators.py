@@ -31,8 +31,12 @@ TRANSFERS = 4
 SILENT_S, STALLED_S = 10.0, 60.0
 """Seconds without a word, and without another chunk, after which an accumulator is lost with its client. It may have a
 part to finish before it can begin."""
-SEND_S = 60.0
-"""Seconds within which a client takes the question."""
+SEND_S, AGAIN_S = 60.0, 0.5
+"""Seconds within which a client takes the question, and until one that cannot be reached is asked again."""
+
+
+class Unreached(MuletrainError):
+    """The client cannot be asked now."""
 
 
 class Lost(MuletrainError):
@@ -65,8 +69,9 @@ class Receiver(Protocol):
         """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
         ...
 
-    def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long: others may do what it has."""
+    def hedge(self, client: PeerId) -> None:
+        """The accumulator of ``client`` takes unusually long: others may compute again what is in it. If that is done
+        before it comes, it is lost."""
         ...
 
     def trust(self, client: PeerId) -> None:
@@ -131,6 +136,9 @@ class Accumulators:
         generation = self.generation
         try:
             values, numbers = await self.fetch(client, generation, step)
+        except Unreached:
+            self._receiver.hedge(client)
+            await self._clock.sleep(AGAIN_S)
         except Lost as e:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
         else:
@@ -143,7 +151,7 @@ class Accumulators:
 
     async def fetch(self, client: PeerId, generation: int, step: int) -> tuple[Tensor, set[int]]:
         """Returns the accumulator of ``client``, flat fp32 [P], and the numbers of the gradients in it: those that it
-        should have, and what has come to count meanwhile. Raises Lost."""
+        should have, and what has come to count meanwhile. Raises Lost and Unreached."""
         async with self._turns:
             wanted = self._receiver.holders(step).get(client, set())
             self._numbers += 1
@@ -157,7 +165,7 @@ class Accumulators:
                 await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
                 await self._arrival(client, transfer)
             except NetworkError as e:
-                raise Lost(str(e)) from e
+                raise Unreached(str(e)) from e
             finally:
                 del self._transfers[client]
         if not wanted <= (contents := transfer.contents or set()):
@@ -183,7 +191,7 @@ class Accumulators:
                 await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
                 if not transfer.problem:
-                    self._receiver.doubt(client)
+                    self._receiver.hedge(client)
                 continue
             self._usual.measured(self._clock.now() - begin)
             self._receiver.trust(client)

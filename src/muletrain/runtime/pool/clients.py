@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from muletrain.config.schema import Codec
-from muletrain.errors import AdmissionError, DeadlineExceeded, Malformed, NetworkError, ProtocolError
+from muletrain.errors import (
+    AdmissionError,
+    DeadlineExceeded,
+    Malformed,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+)
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.pool import Pass
@@ -30,14 +35,15 @@ from muletrain.runtime.pool.messages import (
     Output,
     Ready,
     StillThere,
+    There,
     Unable,
-    WeightsChunk,
 )
 from muletrain.runtime.pool.tally import Tally
-from muletrain.wire.codec import encode, encoded_size
+from muletrain.runtime.pool.weights import WeightsUpload
+from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -54,15 +60,16 @@ if TYPE_CHECKING:
 MAX_CLIENTS = 4096
 MAX_UNABLE = 8
 """Parts in a row that a client may fail to compute before its server does without it."""
-SILENT_S = 10.0
-"""Seconds without a word, after which a client is believed gone; each shows every 3 s that it lives."""
+SILENT_S = 3.0
+"""Seconds without a word, after which a client is asked whether it is there; each shows every second that it lives."""
+GONE_S, AGAIN_S = 3.0, 0.5
+"""Seconds for which a client cannot be reached, after which it is lost, and between two tries. What it has accumulated
+survives a shorter interruption."""
 THERE_S, THERE_FLOOR_S = 3.0, 1.5
 """Seconds that a client has to say that it is there, before any measurement, and at least (see
 ``members.FailureDetector``)."""
 SEND_S, FAREWELL_S = 60.0, 5.0
 """Seconds within which a client takes a notice, and the last one."""
-TAKERS = 32
-"""Peers that get weights at once; others wait in line."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
 
 
@@ -99,6 +106,14 @@ class Desk(Protocol):
         """Give parts to all workers that have room."""
         ...
 
+    def doubt(self, client: PeerId) -> None:
+        """A client cannot be reached."""
+        ...
+
+    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
+        """A client is there, and has these givings."""
+        ...
+
     async def copied_weights(self) -> Tensor:
         """See ``Compute``."""
         ...
@@ -118,13 +133,6 @@ class _Client:
     since: float
     unable: int = 0
     asked: bool = False
-
-
-@dataclass
-class _Taker:
-    """A peer that gets chunks of the weights."""
-
-    chunks: deque[int] = field(default_factory=deque)
 
 
 class Clients:
@@ -151,10 +159,7 @@ class Clients:
         self._version = 0
         self._open = False
         """The weights are whole, and clients may have them."""
-        self._weights: asyncio.Task[Tensor] | None = None
-        """The current weights, once somebody has asked for them."""
-        self._takers: dict[PeerId, _Taker] = {}
-        self._turns = asyncio.Semaphore(TAKERS)
+        self._weights = WeightsUpload(desk, net, tasks)
         self._there = Deadline(unmeasured_s=THERE_S, floor_s=THERE_FLOOR_S)
         net.serve(Enlist.KIND, self._on_enlist)
         net.serve(GetState.KIND, self._on_get_state)
@@ -183,9 +188,11 @@ class Clients:
         return self._state().pack()
 
     async def _on_still_there(self, sender: PeerId, payload: bytes) -> bytes:
-        StillThere.unpack(payload)
-        if sender not in self._clients:
+        shown, known = StillThere.unpack(payload), self._clients.get(sender)
+        if known is None or known.enlistment != shown.enlistment:
             raise AdmissionError("this server does not know this client (any more)")
+        if shown.missed:
+            self.look_after(sender)
         return self._state().pack()
 
     def _state(self) -> Enlisted:
@@ -233,21 +240,32 @@ class Clients:
             self.look_after(peer)
 
     def look_after(self, client: PeerId) -> None:
-        """Ask ``client`` whether it is there, and still ours; else it is lost."""
+        """Ask ``client`` whether it is there, and still ours. It is lost if it is not, or cannot be reached for long."""
         if (known := self._clients.get(client)) is not None and not known.asked:
             known.asked = True
             self._tasks.spawn(self._look_after(client, known), "look after a client")
 
     async def _look_after(self, client: PeerId, known: _Client) -> None:
-        begin, ask = self._clock.now(), AreYouThere(enlistment=known.enlistment)
-        try:
-            await self._net.call(client, AreYouThere.KIND, ask.pack(), timeout_s=self._there.seconds())
-            self._there.measured(self._clock.now() - begin)
-        except NetworkError as e:
+        since, ask = self._clock.now(), AreYouThere(enlistment=known.enlistment).pack()
+        while self._clients.get(client) is known:
+            begin = self._clock.now()
+            try:
+                answer = await self._net.call(client, AreYouThere.KIND, ask, timeout_s=self._there.seconds())
+                there = There.unpack(answer)
+            except (PeerUnreachable, DeadlineExceeded) as e:
+                if self._clock.now() - since < GONE_S:
+                    await self._clock.sleep(AGAIN_S)
+                    continue
+                problem = str(e)
+            except NetworkError as e:
+                problem = str(e)
+            else:
+                self._there.measured(self._clock.now() - begin)
+                known.asked = False
+                self._desk.there(client, there.parts, there.uncounted)
+                return
             if self._clients.get(client) is known:
-                self._desk.lose(client, str(e))
-        finally:
-            known.asked = False
+                self._desk.lose(client, problem)
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long."""
@@ -262,9 +280,9 @@ class Clients:
         known = self._clients.get(client)
         try:
             await self._net.send(client, message.frame(), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError as e:
+        except NetworkError:
             if known is not None and self._clients.get(client) is known:
-                self._desk.lose(client, str(e))
+                self._desk.doubt(client)
 
     async def end(self, *, over: bool) -> None:
         """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
@@ -314,7 +332,8 @@ class Clients:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = FROM_CLIENT[frame.kind].parse(frame)
         if isinstance(message, GetWeights):
-            return self._on_get_weights(sender, message)
+            self._weights.on_asked(sender, message)
+            return
         if (client := self._clients.get(sender)) is None:
             return  # it was lost while the frame came
         if isinstance(message, Numbered):
@@ -340,48 +359,18 @@ class Clients:
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._open, self._weights = False, None
-        self._takers.clear()
+        self._open = False
+        self._weights.close()
 
     def begin(self, digest: bytes) -> None:
         """The weights have this digest now. Clients work again once they have them."""
         if self._open and digest == self._digest:
             return
-        self._digest, self._open, self._weights = digest, True, None
+        self._digest, self._open = digest, True
+        self._weights.begin(digest)
         self._version += 1
         for client in self._clients:
             self.tell(client, Begun(weights=digest, version=self._version))
-
-    def _on_get_weights(self, sender: PeerId, ask: GetWeights) -> None:
-        if not self._open or ask.weights != self._digest:
-            return  # it hears of the current ones
-        chunks = -(-self._desk.n_params // self._desk.plan.chunk)
-        asked = deque(dict.fromkeys(c for c in ask.chunks if c < chunks))
-        if (taker := self._takers.get(sender)) is not None:
-            taker.chunks = asked
-            return
-        self._takers[sender] = taker = _Taker(asked)
-        self._tasks.spawn(self._give_weights(sender, taker, ask.weights), "weights")
-
-    async def _give_weights(self, peer: PeerId, taker: _Taker, digest: bytes) -> None:
-        try:
-            async with self._turns:
-                while taker.chunks and self._takers.get(peer) is taker:
-                    if self._weights is None:
-                        self._weights = self._tasks.spawn(self._desk.copied_weights(), "weights")
-                    values, size = await asyncio.shield(self._weights), self._desk.plan.chunk
-                    if self._takers.get(peer) is not taker or not taker.chunks:
-                        return
-                    chunk = taker.chunks.popleft()
-                    part = values[chunk * size : (chunk + 1) * size]
-                    tensor = await self._desk.offload(encode, part, Codec.FP32)
-                    message = WeightsChunk(weights=digest, chunk=chunk)
-                    await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError:  # it asks again, if it is there
-            return
-        finally:
-            if self._takers.get(peer) is taker:
-                del self._takers[peer]
 
 
 def _now_s() -> float:

@@ -17,7 +17,7 @@ from muletrain.runtime.pool.parts import KeptPart, PartsBySteps, computed_part, 
 from muletrain.wire.codec import Encoded, decode, encode, encode_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -65,8 +65,8 @@ class PartsDesk:
         self.pool.ready(OWN, 1)
         self._calls: dict[tuple[Pass, int, int], Call] = {}
         self._parts = PartsBySteps()
-        self._doubted: set[PeerId] = set()
-        """Clients that take unusually long: what they accumulated may be computed again by others."""
+        self._hedged: set[PeerId] = set()
+        """Clients whose accumulators take unusually long: what is in them may be computed again by others."""
         self.accumulators = Accumulators(self, net, clock, tasks)
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
         tasks.spawn(self._watch(), "pool")
@@ -215,8 +215,8 @@ class PartsDesk:
         )
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError as e:
-            self.lose(worker, str(e))
+        except NetworkError:
+            self.doubt(worker)
 
     async def _compute(self, given: Given, accumulate: bool) -> None:
         """Compute a part here."""
@@ -228,10 +228,7 @@ class PartsDesk:
             if part.what is Pass.AGAIN:
                 self._parts.of(part.step).forward_lost(OWN, part)
             loss, values = await computed_part(self.inner, mb, part, kept, accumulate=accumulate)
-        except (
-            MuletrainError,
-            KeyError,
-        ) as e:  # KeyError: the microbatch was given up meanwhile, and its forward dropped
+        except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
             if (call := self._calls.get((part.what, part.step, part.index))) is not None:
                 call.fail(MuletrainError(str(e)))
@@ -287,9 +284,9 @@ class PartsDesk:
         """A client brings back a part. If there is a gradient to add, it is told whether it counts."""
         values = None if tensor is None else await self.offload(decode, tensor)
         fine = values is None or await self.offload(is_finite, values)
-        if (part := self.pool.part(worker, message.number)) is None:
-            return  # it was taken back meanwhile
-        self.trust(worker)
+        if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
+            self.clients.tell(worker, Counted(number=message.number, counts=False))
+            return
         call = self._calls.get((part.what, part.step, part.index))
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
         counts = False
@@ -316,26 +313,39 @@ class PartsDesk:
                 self.clients.tell(worker, Withdraw(number=number))
 
     def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long: see whether it is there. Who has nothing else to do computes what it has
-        accumulated. If that is done before it goes on, it is lost."""
-        if client == OWN or client in self._doubted:
-            return
-        self._doubted.add(client)
-        for part in self._parts.again(client):
-            self.pool.put_part(part, self._clock.now(), holder=client)
+        """``client`` takes unusually long, or cannot be reached: others may do its parts, and it is looked after. What it
+        has accumulated is not lost: it may soon be back."""
+        self.pool.doubt(client, self._clock.now())
         self.clients.look_after(client)
         self.feed()
 
+    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
+        """``client`` is there: these are the numbers of the parts that it computes, and of the gradients of which it has
+        not heard whether they count."""
+        self.pool.reconcile(client, parts, self._clock.now())
+        counted = {n for step in self._parts.steps for n in self.holders(step).get(client, ())}
+        for number in uncounted:
+            self.clients.tell(client, Counted(number=number, counts=number in counted))
+        self.feed()
+
+    def hedge(self, client: PeerId) -> None:
+        """See ``accumulators.Receiver``."""
+        if client not in self._hedged:
+            self._hedged.add(client)
+            for part in self._parts.again(client):
+                self.pool.put_part(part, self._clock.now(), holder=client)
+            self.doubt(client)
+
     def trust(self, client: PeerId) -> None:
-        """``client`` goes on."""
-        if client in self._doubted:
-            self._doubted.discard(client)
+        """See ``accumulators.Receiver``."""
+        if client in self._hedged:
+            self._hedged.discard(client)
             self.pool.drop_parts(self._parts.again(client))
             self.withdraw()
 
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
         """``worker`` is gone, with everything that it had. ``again_at``: who computes again what it had accumulated."""
-        self._doubted.discard(worker)
+        self._hedged.discard(worker)
         self.pool.lost(worker, self._clock.now())
         again = self._parts.again(worker)
         self._parts.lost(worker)
@@ -352,10 +362,8 @@ class PartsDesk:
             await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - now)))
             late = self.pool.expire(self._clock.now())
             self.clients.late(late)
-            for worker in late:
+            for worker in (*late, *self.clients.silent()):
                 self.doubt(worker)
-            for worker in self.clients.silent():
-                self.lose(worker, "it is silent")
             self.accumulators.news.set()  # who is late is no longer busy
             self.feed()
 
@@ -378,6 +386,7 @@ class PartsDesk:
         self.inner.add(step, values)
         self.pool.drop_parts(self._parts.again(client))
         self._parts.of(step).arrived(client, numbers)
+        self.trust(client)
         self.withdraw()
 
     # The weights ------------------------------------------------------------------------------------------------------

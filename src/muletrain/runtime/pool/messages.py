@@ -59,16 +59,28 @@ class GetState(Message):
 
 
 class StillThere(Message):
-    """A client shows its server that it lives. The answer is ``Enlisted``."""
+    """A client shows its server that it lives, and works for it under this ``enlistment``. ``missed``: something that it
+    sent may not have come. The answer is ``Enlisted``."""
 
     KIND: ClassVar[str] = "hub.still_there"
+    enlistment: Natural
+    missed: bool
 
 
 class AreYouThere(Message):
-    """A server asks a client whether it is there, and works for it under this ``enlistment``. The answer is empty."""
+    """A server asks a client whether it is there, and works for it under this ``enlistment``. The answer is ``There``."""
 
     KIND: ClassVar[str] = "hub.are_you_there"
     enlistment: Natural
+
+
+class There(Message):
+    """The answer. ``parts``: numbers of the givings that the client computes; ``uncounted``: of those whose gradient it
+    has, and does not know whether it counts."""
+
+    KIND: ClassVar[str] = "hub.there"
+    parts: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
+    uncounted: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
 
 
 class Begun(Message):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.slot import Turn
-from muletrain.errors import MuletrainError
+from muletrain.errors import Malformed, MuletrainError
 from muletrain.policy.pool import Pass
-from muletrain.runtime.pool.messages import Finished, Output, Unable
-from muletrain.wire.codec import Encoded, decode, encode
+from muletrain.runtime.pool.messages import Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
+from muletrain.wire.codec import IDS, Encoded, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.runtime.core.plan import Plan
-    from muletrain.runtime.pool.messages import Give
 
 UNCOUNTED = 2
 """Gradients of parts that a client holds beside its accumulator, at most."""
@@ -92,6 +91,10 @@ class Accumulator:
         """The gradient of ``mb`` is there. Whether it counts is not known yet."""
         self._uncounted[number] = mb
 
+    def uncounted(self) -> tuple[int, ...]:
+        """Returns the numbers of the givings of which it is not known whether they count."""
+        return tuple(sorted(self._uncounted))
+
     def free(self, mb: Microbatch) -> None:
         """The gradient of ``mb`` was not computed."""
         self._computing.discard(mb)
@@ -138,6 +141,22 @@ class PartWork:
         for mb in self._forwards:
             self._compute.discard(mb)
         self._forwards.clear()
+
+    def check(self, message: Give, tensors: list[Encoded]) -> None:
+        """Raises Malformed for a part that this stage does not have."""
+        plan, length = self._plan, self._plan.sequence_length(message.step)
+        tokens, activations = (message.rows, length), (message.rows, length, plan.width)
+        first, last = self._compute.stage == 0, self._compute.stage == self._compute.stages - 1
+        inputs = (tokens, IDS) if first else (activations, (plan.activations,))
+        other = (tokens, IDS) if last else (activations, (plan.activations,))
+        expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
+        if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
+            raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
+        if last and type(message) is not GiveBoth:  # it computes forward and backward together
+            raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
+        for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
+            if tensor.shape != shape or tensor.codec not in codecs:
+                raise Malformed(f"{message.KIND}: {tensor.codec} {tensor.shape} instead of {shape}")
 
     @staticmethod
     def unable(message: Give, reason: str) -> Unable:
