@@ -64,28 +64,28 @@ def what_if(
     fidelity: Fidelity | None = None,
     costs: Path | None = None,
     trace: Path | None = None,
-    strategy: str | None = None,
+    choice: str | None = None,
 ) -> int:
     """Print the report. Returns the exit code: 1 if peers gave up, 128 + its number after a signal. ``costs``: see
-    ``config.costs``; ``strategy``: see ``follows``; default: the configuration's. Raises ConfigError, CapacityError and
+    ``config.costs``; ``choice``: see ``follows``; default: the configuration's. Raises ConfigError, CapacityError and
     DataError with the place of the cause."""
     if plot is not None:
         need_matplotlib()
     if trace is not None:
-        if fidelity == "flow" or (fidelity is None and strategy != "hub"):
-            raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
         check_trace(trace)
     file = EXAMPLE if path is None else path
     measured = Costs() if costs is None else load_costs(costs)
     fleet, origins = load_located_fleet(file)
     with located(origins, Fleet):
         given = [*overrides, *([f"model.preset={model}"] if model else [])]
-        question = _Question(with_speeds(fleet, measured), config, given, measured, strategy)
+        question = _Question(with_speeds(fleet, measured), config, given, measured, choice)
         scene, run = question.scene()
         planned = as_hub(scene, strategy_of(run)) if strategy_of(run).pooled else None
         if planned is not None and fidelity == "flow":
             raise ConfigError("--fidelity flow: rates know nothing of a hub's clients; leave it out")
         played: Fidelity = fidelity or ("flow" if planned is None else "protocol")
+        if trace is not None and played == "flow":
+            raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
         churn = weather(fleet.churn, Path(file).parent)
         seen: list[Event] = []
         with Playing(WHAT[played], 3600 * hours, quiet=json) as playing:
@@ -124,7 +124,7 @@ class _Question:
     config: Path | None
     given: list[str]
     measured: Costs
-    strategy: str | None
+    choice: str | None
 
     @property
     def stages_given(self) -> bool:
@@ -132,12 +132,12 @@ class _Question:
 
     @cached_property
     def run(self) -> tuple[RunConfig, ModelSpec]:
-        return _run(self.fleet, self.config, self.given, self.strategy)
+        return _run(self.fleet, self.config, self.given, self.choice)
 
     def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
         """Raises MuletrainError for a change that is not possible."""
         run, spec = (
-            self.run if change is None else _run(self.fleet, self.config, [*self.given, change.text], self.strategy)
+            self.run if change is None else _run(self.fleet, self.config, [*self.given, change.text], self.choice)
         )
         return calibrated(setting(self.fleet, run, spec), self.measured), run
 
@@ -147,19 +147,19 @@ class _Question:
         return suggestions(self.scene, churn) if able else []
 
 
-def _run(fleet: Fleet, config: Path | None, given: list[str], strategy: str | None) -> tuple[RunConfig, ModelSpec]:
+def _run(fleet: Fleet, config: Path | None, given: list[str], choice: str | None) -> tuple[RunConfig, ModelSpec]:
     """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
     ConfigError for a strategy that is not played."""
     run, spec = load_run(config, given)
-    if run.pipeline.seats:
+    if strategy_of(run).fixed:
         raise ConfigError(
             "pipeline.seats: 'simulate fleet' plays strategies swarm and hub only; leave the section [pipeline] out, or predict the "
             "planned pipelines with 'muletrain plan'"
         )
     if not _stages_given(config, given):
         run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
-    if strategy is not None:
-        run = follows(run, strategy, local=False)
+    if choice is not None:
+        run = follows(run, choice, local=False)
     scene = setting(fleet, run, spec)
     if not strategy_of(run).pooled:
         return once_mixed(scene, run, seated(scene)), spec

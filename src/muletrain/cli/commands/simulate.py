@@ -148,7 +148,7 @@ def fleet(
         plot=plot,
         json=json,
         fidelity=None if fidelity is None else fidelity.value,
-        strategy=None if strategy is None else strategy.value,
+        choice=strategy.value if strategy else None,
         costs=costs,
         trace=trace,
     )
