@@ -7,18 +7,21 @@ import itertools
 import random
 from collections import Counter
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
+from muletrain.events import PoolWorked
 from muletrain.model.spec import ModelSpec
+from muletrain.sim.fleet.planned import as_hub
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.fleet.simulation import Fidelity, simulate_fleet, weather
 from muletrain.sim.setting import seated, setting
 from muletrain.sim.steps import steps
 from muletrain.sim.steps.steps import cast
+from muletrain.strategies import strategy_of
 from muletrain.timeline import chrome_trace
 
 if TYPE_CHECKING:
@@ -198,3 +201,44 @@ def test_the_same_seed_gives_the_same_messages(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("time_s,change\n12,-1\n")
     outcomes = [played(tmp_path, STAYS, 25.0, "protocol", "train.batch=16", seed=s) for s in (1, 1)]
     assert outcomes[0] == outcomes[1]
+
+
+HUB = KIND.format("lab", 2) + KIND.format("spot", 4) + "reliable = false\n"
+
+
+def hub_played(tmp_path: Path, text: str, seconds: float, **told: Any) -> Outcome:
+    fleet, config, scene = staged(tmp_path, text, "train.microbatch=4", "hub.clients=0")
+    return simulate_fleet(
+        scene,
+        config,
+        weather(fleet.churn, tmp_path),
+        hours=seconds / 3600,
+        fidelity="protocol",
+        planned=as_hub(scene, strategy_of(config)),
+        **told,
+    )
+
+
+def test_clients_of_a_played_hub_do_their_share(tmp_path: Path) -> None:
+    """All six machines are equal, and 16 microbatches of 0.6 s at each of two stages are a step: 3.2 s if all are busy."""
+    done: list[Event] = []
+    outcome = hub_played(tmp_path, HUB, 60.0, watch=done.append)
+    assert outcome.failure is None
+    assert outcome.steps > 60.0 / (1.6 * 3.2)
+    parts = (Counter[str](), Counter[str]())
+    for event in done:
+        if isinstance(event, PoolWorked):
+            parts[event.stage].update({name: counts.get("parts", 0) for name, counts in event.clients.items()})
+    assert sorted((*parts[0], *parts[1])) == ["spot-2", "spot-3", "spot-4", "spot-5"]
+    for of_stage in parts:
+        assert max(of_stage.values()) < 1.3 * min(of_stage.values())
+
+
+def test_clients_of_a_played_hub_leave_and_come(tmp_path: Path) -> None:
+    churn = "[churn]\nleave_per_hour = 120\naway_min = 0.1\n"
+    outcome = hub_played(tmp_path, HUB + churn, 120.0)
+    assert outcome.failure is None
+    assert outcome.events["left"] > 3
+    assert outcome.events["joined"] > 3
+    assert outcome.lost_microbatches == 0
+    assert outcome.steps > 8

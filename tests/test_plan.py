@@ -25,8 +25,6 @@ from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
-from muletrain.planning.allocate import allocate
-from muletrain.planning.hub_task import evaluate
 from muletrain.planning.splits import (
     Member,
     Swapper,
@@ -41,9 +39,8 @@ from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
-from muletrain.sim.plan.hub import segments
 from muletrain.sim.plan.placed import Placed
-from muletrain.sim.plan.planner import in_order
+from muletrain.sim.plan.planner import confirmed, in_order
 from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import NoSteps, Settled, played_step_s, promising, settled
 from muletrain.sim.setting import UPDATE_S
@@ -105,30 +102,58 @@ def test_a_step_of_swapping_machines_by_hand() -> None:
 # --- hub ---------------------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 6), st.integers(1, 6))
-def test_segments_are_equal_on_both_sides(senders: int, receivers: int) -> None:
-    found = segments(range(senders), range(receivers))
-    for side, count in ((0, senders), (1, receivers)):
-        for who in range(count):
-            assert sum(row[2] for row in found if row[side] == who) == pytest.approx(1 / count)
+HUB_FLEET = """[[machines]]
+name = "lab"
+count = 2
+tflops = 4
+memory_gib = 1
+up_mbps = 1000
+down_mbps = 1000
+[[machines]]
+name = "spot"
+count = 4
+tflops = 2
+memory_gib = 1
+reliable = false
+up_mbps = 1000
+down_mbps = 1000
+[defaults]
+local_rtt_ms = 2
+"""
+HUB_RUN = (
+    "model.layers=4",
+    "model.width=256",
+    "model.heads=4",
+    "model.context=512",
+    "train.batch=512",
+    "checkpoint.every=0",
+)
 
 
-def test_two_segments_for_three_as_in_the_paper() -> None:
-    """HYBRID sec. 3.2.1: the first of two gives two thirds of its half to the first of three, and a third to the
-    second."""
-    first = [(receiver, share) for sender, receiver, share in segments((0, 1), (7, 8, 9)) if sender == 0]
-    assert first == [(7, pytest.approx(1 / 2 * 2 / 3)), (8, pytest.approx(1 / 2 * 1 / 3))]
+def hub_of(tmp_path: Path, *overrides: str) -> tuple[Question, Prediction]:
+    (tmp_path / "fleet.toml").write_text(HUB_FLEET)
+    run = load_config(None, [*HUB_RUN, *overrides])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), 2, 8)
+    return question, plan_hub.predict(question, seed=0, time_limit_s=0.5)
 
 
-def test_a_hub_takes_what_the_paper_s_equations_say(tmp_path: Path) -> None:
-    (tmp_path / "fleet.toml").write_text(FLEET)
-    run = load_config(None, [*TINY, "train.batch=64"])
-    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
-    task = plan_hub.task_of(question, run)
-    allocated = plan_hub.Allocated(question, run, task, allocate(task, seed=0, time_limit_s=0.1))
-    split = allocated.split()
-    assert split.compute_s + split.pipeline_s == pytest.approx(evaluate(task, allocated.found.stages).step_s)
-    assert split.step_s == pytest.approx(max(allocated.found.cost.step_s, allocated.averaging_s()))
+def test_a_hub_that_is_played_takes_as_long_as_predicted(tmp_path: Path) -> None:
+    question, found = hub_of(tmp_path)
+    assert found.problem == ""
+    servers = {name for stage in found.stages for name in stage.machines if name not in stage.clients}
+    assert any(stage.clients for stage in found.stages)
+    assert servers == {"lab-0", "lab-1"}
+    plan = Plan(fleet="f", model="model", params=1, batch=512, context=512, strategies=(found,), recommended=0, why="")
+    (played,) = confirmed(question, plan).strategies
+    assert played.played_step_s == pytest.approx(found.step_s, rel=0.15)
+
+
+def test_clients_of_a_hub_keep_no_moments_and_cannot_do_with_delayed_updates(tmp_path: Path) -> None:
+    _, found = hub_of(tmp_path)
+    by_machine = {row.machine: row for row in found.memory}
+    assert by_machine["spot"].optimizer == 0 < by_machine["lab"].optimizer
+    _, refused = hub_of(tmp_path, "optimizer.delayed=true")
+    assert "optimizer.delayed" in refused.problem
 
 
 # --- recommended -------------------------------------------------------------------------------------------------------
@@ -237,8 +262,7 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
     assert found.recommended is not None
     chosen = found.strategies[found.recommended]
     assert chosen.tokens_per_s == max(p.tokens_per_s for p in found.strategies if p.runnable)
-    # a hub runs, too, but without the delayed updates of its prediction
-    assert {p.strategy for p in found.strategies if p.runnable} == {s.name for s in STRATEGIES if s.runs} - {"hub"}
+    assert {p.strategy for p in found.strategies if p.runnable} == {s.name for s in STRATEGIES if s.runs}
 
 
 def test_a_strategy_that_nothing_predicts_is_in_the_plan_with_what_is_missing() -> None:

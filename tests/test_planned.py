@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.actions.planned import indices_of, names_of, planned
+from muletrain.cli.actions.planned import clients_of, indices_of, names_of, planned
 from muletrain.compute.estimate import StageMemory
 from muletrain.config.load import load_config
 from muletrain.config.plan_file import Plan, Prediction, Stage
@@ -22,6 +22,7 @@ from muletrain.runs.join.seating import Seating
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.strategies import strategy_of
+from muletrain.strategies.hub import Hub
 from muletrain.strategies.pipeline import Pipeline
 from muletrain.strategies.swap import Swap
 from muletrain.strategies.swarm import Swarm
@@ -73,16 +74,20 @@ def test_a_plan_says_who_serves_what(tmp_path: Path) -> None:
     assert (swarm.fleet.stages, swarm.fleet.layers, swarm.pipeline.seats) == (2, (1, 2), ())
 
 
-def test_of_a_hub_the_plan_says_the_stages_and_nobody_has_a_place(tmp_path: Path) -> None:
-    """A local fleet has as many processes as the plan has machines; elsewhere owners say who is reliable."""
-    stages = tuple(s.model_copy(update={"machines": tuple(f"{s.machines[0]}-{k}" for k in range(4))}) for s in STAGES)
+def test_of_a_hub_the_plan_says_who_serves_and_who_helps(tmp_path: Path) -> None:
+    stages = tuple(
+        s.model_copy(update={"machines": (f"lab-{k}", f"spot-{k}", f"home-{k}"), "clients": (f"spot-{k}", f"home-{k}")})
+        for k, s in enumerate(STAGES)
+    )
     hub = Prediction(strategy="hub", runnable=True, microbatch=2, microbatches=(4,), stages=stages)
     path = written(tmp_path, strategies=(SWARM, hub))
-    local = planned(load_config(None, SMALL), path, "hub")
-    assert (local.fleet.stages, local.fleet.layers, local.fleet.local_peers) == (2, (1, 2), 4)
-    assert (local.hub.clients, local.pipeline.seats) == (4, ())
-    started = planned(load_config(None, [*SMALL, "fleet.peers=3"]), path, "hub", spares=False)
-    assert (started.fleet.peers, started.hub.clients) == (3, 0)
+    config = planned(load_config(None, SMALL), path, "hub")
+    assert (config.fleet.stages, config.fleet.layers, config.fleet.peers) == (2, (1, 2), 2)
+    assert (config.hub.seats, config.hub.helpers) == (
+        (("lab-0",), ("lab-1",)),
+        (("spot-0", "home-0"), ("spot-1", "home-1")),
+    )
+    assert (names_of(config), clients_of(config)) == (["lab-0", "lab-1"], ["spot-0", "home-0", "spot-1", "home-1"])
     with pytest.raises(ConfigError, match=r"swarm of .* has no clients"):
         planned(load_config(None, [*SMALL, "hub.clients=1"]), path, "swarm")
 
@@ -95,6 +100,30 @@ def test_of_a_swap_the_plan_says_what_goes_together(tmp_path: Path) -> None:
     assert (config.fleet.stages, config.fleet.peers) == (1, 2)
     with pytest.raises(ConfigError, match=r"swap\.whole: swarm of .* has stages|fleet\.stages"):
         planned(load_config(None, [*SMALL, "swap.whole=true", "fleet.stages=1"]), written(tmp_path), "swarm")
+
+
+def test_machines_of_a_planned_hub_get_their_role_and_stage_by_name() -> None:
+    """Whatever their owners say; others do as their owners say."""
+    seating = Seating(NEEDS, [1.0, 1.0], Hub((("a",), ("b",))), NEEDS, {"c": 0})
+
+    def newcomer(name: str, *, client: bool) -> JoinRequest:
+        return JoinRequest(
+            version="1",
+            name=name,
+            stage=None,
+            device="cpu",
+            flops=1.0,
+            memory=4096,
+            host_memory=None,
+            addresses=(),
+            client=client,
+        )
+
+    assert [seating.is_client(newcomer(name, client=True)) for name in "abcd"] == [False, False, True, True]
+    assert [seating.is_client(newcomer(name, client=False)) for name in "abcd"] == [False, False, True, False]
+    assert [seating.choose(newcomer(name, client=False), [["cpu"], []]) for name in "ab"] == [0, 1]
+    assert seating.choose_for_client(newcomer("c", client=True), [9.0, 0.0]) == 0
+    assert seating.choose_for_client(newcomer("d", client=True), [9.0, 0.0]) == 1
 
 
 def test_machines_that_the_plan_leaves_out_are_not_started(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_a_run_with_planned_pipelines_is_not_simulated_as_another_strategy(tmp_p
     given = [*TINY, "fleet.stages=2", 'pipeline.seats=[["m-0", "m-1"], ["m-2", "m-3"]]']
     with pytest.raises(ConfigError) as refused:
         what_if(tmp_path / "fleet.toml", None, None, given, hours=1.0, seed=0, plot=None, json=True)
-    assert "plays strategy swarm only" in str(refused.value)
+    assert "plays strategies swarm and hub only" in str(refused.value)
     assert "'muletrain plan'" in str(refused.value)
 
 

@@ -103,6 +103,23 @@ class HubConfig(Section):
         description="share of the parts that clients compute which another worker computes again, to find clients that compute falsely; "
         "results that stand out are always checked; 0: nothing is [1]",
     )
+    seats: tuple[tuple[str, ...], ...] = Field(
+        default=(),
+        description="planned servers: their names by stage, e.g. [['a'], ['b', 'c']]; default: who joins serves the stage that needs it",
+    )
+    helpers: tuple[tuple[str, ...], ...] = Field(
+        default=(), description="planned clients: their names by stage; others help the stage that needs it"
+    )
+
+    @property
+    def servers(self) -> list[str]:
+        """Names of all planned servers."""
+        return [name for row in self.seats for name in row]
+
+    @property
+    def helping(self) -> list[str]:
+        """Names of all planned clients."""
+        return [name for row in self.helpers for name in row]
 
 
 class SwapConfig(Section):
@@ -181,10 +198,18 @@ def check_pipeline(p: PipelineConfig, stages: int, microbatches: int) -> None:
         )
 
 
-def check_hub(h: HubConfig, p: PipelineConfig, *, delayed: bool) -> None:
+def check_hub(h: HubConfig, p: PipelineConfig, stages: int, *, delayed: bool) -> None:
     """``delayed``: ``optimizer.delayed``."""
+    names = [*h.servers, *h.helping]
     if h.clients is None:
+        if names:
+            raise ValueError("hub.clients: missing beside hub.seats or helpers; say how many clients a local fleet has")
         return
+    for field, rows in (("seats", h.seats), ("helpers", h.helpers)):
+        if rows and len(rows) != stages:
+            raise ValueError(f"hub.{field}: {len(rows)} lists for fleet.stages = {stages}; give one per stage")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"hub.seats: '{twice}' has two places; name each machine once in hub.seats and hub.helpers")
     if p.seats:
         raise ValueError(
             f"hub.clients: {h.clients} beside pipeline.seats, but clients compute for the peers of strategy 'hub', which follows no plan; "

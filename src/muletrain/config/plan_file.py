@@ -38,6 +38,9 @@ class Stage(Section):
 
     layers: tuple[int, int] = Field(description="first layer, and the first of the next stage")
     machines: tuple[str, ...] = Field(description="names; with strategy pipeline, one per pipeline")
+    clients: tuple[str, ...] = Field(
+        default=(), description="strategy hub: those of the machines that are clients; the others are servers"
+    )
 
 
 class Memory(Section):

@@ -24,6 +24,11 @@ class StageCost:
     ending_s: float = 0.0
     """Seconds at the end of a step beside messages and links: measured overhead, and updates on the CPU."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """The fp32 weights, without moments and without those of delayed updates."""
+        return self.state_bytes // 3
+
 
 @dataclass(frozen=True)
 class RunCost:
@@ -38,6 +43,11 @@ class RunCost:
     sequences: int
     tokens: int
     """Tokens in a microbatch."""
+
+    @property
+    def ids_bytes(self) -> int:
+        """A microbatch's tokens, or targets, alone."""
+        return self.forward_bytes[0] // 2
 
 
 def service_s(stage: StageCost, flops: float, *, recompute: bool) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from muletrain.planning.hub_task import aggregation_s
 from muletrain.planning.partition import memory_table
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Pace:
         slowest = max(float(np.where(missing, 0.0, delay + load).max()), sum(task.chain.work) / sum(task.flops))
         self._delay = np.where(missing, 100 * slowest, delay).tolist()
         self._load = load.tolist()  # of a whole microbatch
-        self._flops = task.flops
+        self._task, self._flops = task, task.flops
         self._memory = task.memory_bytes
         self._work = np.cumsum((0.0, *task.chain.work)).tolist()
         self._needs = memory_table(task.chain, in_flight=1.0)
@@ -88,8 +89,12 @@ class Pace:
                 self._inside.clear()
             devices = group.servers + group.clients
             speed = sum([self._flops[d] for d in devices])
+            aggregated = speed  # more machines are no faster where they aggregate for longer
+            if any(self._task.aggregated):
+                ends_s = aggregation_s(self._task, group.servers, group.clients) / self._task.microbatches
+                aggregated = 1 / (1 / speed + ends_s / self._work[-1])
             memory = min([self._memory[d] for d in devices]) if self._memory else math.inf
-            self._inside[group] = known = (self._dearest(group, speed), speed, self._reach(memory))
+            self._inside[group] = known = (self._dearest(group, speed), aggregated, self._reach(memory))
         return known
 
     def _dearest(self, group: Group, speed: float) -> float:

@@ -179,7 +179,8 @@ class RunFacts:
 
     def seating(self) -> Seating:
         """What chooses a newcomer's stage."""
-        return Seating(self.needs(), self.stage_costs(), self.strategy, self.client_needs())
+        helpers = {name: s for s, names in enumerate(self.config.hub.helpers) for name in names}
+        return Seating(self.needs(), self.stage_costs(), self.strategy, self.client_needs(), helpers)
 
     def manifest(self, run_id: str) -> dict[str, object]:
         """A checkpoint's manifest, without its parts."""

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, stage_memory
+from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, client_memory, stage_memory
 from muletrain.config.fleet_sections import QUEUE_S
 from muletrain.config.schema import Codec, Precision
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.cost import RunCost, StageCost, service_s
 from muletrain.planning.devices import DEVICES, find_device
 from muletrain.policy.assignment import NOWHERE, Load, View
+from muletrain.strategies import strategy_of
 from muletrain.strategies.base import capacity
 from muletrain.strategies.swarm import SWARM
 from muletrain.units import format_memory
@@ -201,11 +202,18 @@ def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None
     needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
     _check_memory(fleet, spec, needs)
+    pooled = strategy_of(config).pooled
+    of_client = _client_needs(config, spec, cut) if pooled else needs
     found = [
-        _kind(n, peer, machine, config, needs, cost)
+        _kind(n, peer, machine, config, needs if peer.reliable else of_client, cost)
         for n, (peer, machine) in enumerate(zip(machines, fleet.machines, strict=True))
     ]
     able = [n for n, kind in enumerate(found) if kind.fits]
+    if pooled and sum(found[n].count for n in able if found[n].reliable) < len(cut):
+        raise CapacityError(
+            f"machines[0].reliable: each of {len(cut)} stages of a hub needs a reliable machine with room for it; use fewer stages, or "
+            f"strategy swarm"
+        )
     if (count := sum(found[n].count for n in able)) < len(cut):
         raise CapacityError(
             f"machines[{able[0]}].count: {count} machines in all have room for a stage, for fleet.stages = {len(cut)}, and each stage "
@@ -226,7 +234,7 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
 
 def stage_needs(config: RunConfig, spec: Model, cut: Cut, graphs: int = 1) -> list[StageMemory]:
     """Memory that each stage of this run needs."""
-    precision = Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
+    precision = precision_of(config)
     return [
         stage_memory(
             spec,
@@ -240,6 +248,17 @@ def stage_needs(config: RunConfig, spec: Model, cut: Cut, graphs: int = 1) -> li
         )
         for s in range(len(cut))
     ]
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """A machine of unknown precision is taken to compute in bf16."""
+    return Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
+
+
+def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
+    """Memory that each stage needs of a client of a hub."""
+    tokens, precision = config.train.microbatch * spec.context, precision_of(config)
+    return [client_memory(spec, cut, s, tokens=tokens, precision=precision) for s in range(len(cut))]
 
 
 def offer_of(peer: FleetPeer) -> Offer:

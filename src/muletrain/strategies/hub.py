@@ -4,27 +4,30 @@ them. Between servers everything is as under strategy ``swarm``; inside a stage 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from muletrain.policy.assignment import NOWHERE, Move, placed
 from muletrain.strategies.swarm import Swarm
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from muletrain.config.schema import RunConfig
+    from muletrain.policy.assignment import View
 
 
 @dataclass(frozen=True)
 class Hub(Swarm):
-    """The strategy; it has no settings."""
+    """The strategy. ``seats``: names of the servers of each stage; (): as under strategy ``swarm``."""
 
     pooled = True
+    seats: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig) -> Hub | None:
         """Returns the strategy if the run's configuration has clients."""
-        return None if config.hub.clients is None else cls()
+        return None if config.hub.clients is None else cls(config.hub.seats)
 
     @staticmethod
     def asked(config: RunConfig, clients: int) -> RunConfig:
@@ -32,6 +35,19 @@ class Hub(Swarm):
         if config.hub.clients is not None:
             return config
         return config.model_copy(update={"hub": config.hub.model_copy(update={"clients": clients})})
+
+    def assign(self, view: View) -> tuple[Move, ...]:
+        """Planned servers get their seats, whether they fit there or not, and stay there while the run goes on. Others
+        are placed, and lost stages filled, as in every strategy."""
+        if not self.seats or (view.stopped and not view.newcomers):
+            return super().assign(view)
+        stage_of = {name: s for s, names in enumerate(self.seats) for name in names}
+        seated = {p: s for p in view.newcomers if (s := stage_of.get(view.loads[p].name)) is not None}
+        loads = {p: replace(own, stage=seated.get(p, own.stage)) for p, own in view.loads.items()}
+        return (*(Move(p, NOWHERE, s) for p, s in seated.items()), *placed(replace(view, loads=loads)))
+
+    def has_place(self, name: str) -> bool:
+        return any(name in names for names in self.seats)
 
 
 def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:

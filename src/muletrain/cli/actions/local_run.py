@@ -95,7 +95,7 @@ def _workers(config: RunConfig, folder: Path, servers: list[str], clients: list[
     names = servers + clients
     devices = dealt(own_devices(config.compute.device), len(names))
     host = free_memory_of_machine(len(names))
-    indices = [*indices_of(config), *range(len(servers), len(names))]
+    indices = indices_of(config)
     check_local(RunFacts.of(resolve_start(config)).needs(), devices[: len(servers)], config.compute.memory, host)
     return [
         WorkerSpec(

@@ -59,10 +59,9 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
         }
     )
     hub = config.hub
-    if find(chosen.strategy).pooled:  # which machines are reliable, their owners say
-        fleet = fleet.model_copy(update={"peers": config.fleet.peers})
-        if hub.clients is None:
-            hub = HubConfig(clients=max(0, machines - fleet.local_peers) if spares else 0)
+    if find(chosen.strategy).pooled:
+        hub = _hub(config, chosen)
+        fleet = fleet.model_copy(update={"peers": len(hub.servers)})
     sections = {
         **{name: getattr(config, name) for name in RunConfig.model_fields},
         "model": model,
@@ -163,30 +162,42 @@ def _pipeline(chosen: Prediction) -> PipelineConfig:
     )
 
 
+def _hub(config: RunConfig, chosen: Prediction) -> HubConfig:
+    seats = tuple(tuple(name for name in stage.machines if name not in stage.clients) for stage in chosen.stages)
+    helpers = tuple(stage.clients for stage in chosen.stages)
+    clients = sum(map(len, helpers)) if config.hub.clients is None else config.hub.clients
+    return HubConfig(clients=clients, seats=seats, helpers=helpers)
+
+
 def names_of(config: RunConfig) -> list[str]:
     """Names of a local fleet's peers: the planned ones, then peer-0, peer-1 ..."""
-    named, count = config.pipeline.machines, config.fleet.local_peers
+    named, count = [*config.pipeline.machines, *config.hub.servers], config.fleet.local_peers
     return [*named[:count], *(f"peer-{i}" for i in range(len(named), count))]
 
 
 def clients_of(config: RunConfig) -> list[str]:
-    """Names of a local fleet's clients."""
-    return [f"client-{i}" for i in range(config.hub.clients or 0)]
+    """Names of a local fleet's clients: the planned ones, then client-0, client-1 ..."""
+    named, count = config.hub.helping, config.hub.clients or 0
+    return [*named[:count], *(f"client-{i}" for i in range(len(named), count))]
 
 
 def indices_of(config: RunConfig) -> list[int]:
-    """For each of a local fleet's peers, the index of its machine in ``fleet.profile``. Raises ConfigError if the
-    profile lacks a planned machine."""
-    names = names_of(config)
+    """For each of a local fleet's peers, then clients, the index of its machine in ``fleet.profile``. Raises ConfigError
+    if the profile lacks a planned machine."""
+    names, planned = (
+        names_of(config) + clients_of(config),
+        {*config.pipeline.machines, *config.hub.servers, *config.hub.helping},
+    )
     if config.fleet.profile is None:
         return list(range(len(names)))
     fleet = load_fleet(config.fleet.profile)
     known = {peer.name for peer in fleet.peers()}
-    if unknown := sorted({*config.pipeline.machines} - known):
+    if unknown := sorted(planned - known):
         raise ConfigError(
             f"fleet.profile: {config.fleet.profile} has no machine '{unknown[0]}', which the plan names; use the fleet file of the plan"
         )
-    return [fleet.number(name) for name in names]
+    servers = config.fleet.local_peers
+    return [fleet.number(name) if n < servers or name in planned else n for n, name in enumerate(names)]
 
 
 def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
@@ -211,8 +222,9 @@ def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
 def check_many(config: RunConfig) -> None:
     """Raises ConfigError if a plan has more machines than this one can emulate."""
     most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if config.pipeline.machines and config.fleet.local_peers > most:
+    count = config.fleet.local_peers + (config.hub.clients or 0)
+    if (config.pipeline.machines or config.hub.servers) and count > most:
         raise ConfigError(
-            f"fleet.peers: the plan has {config.fleet.local_peers} machines, but this machine can run at most {most} processes "
+            f"fleet.peers: the plan has {count} machines, but this machine can run at most {most} processes "
             f"({PROCESSES_PER_CORE} per core); use 'muletrain start --plan', and join from the other machines"
         )

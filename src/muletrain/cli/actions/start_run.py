@@ -38,7 +38,8 @@ def start_run(
     check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
-        _check_planned(peers.names, config.pipeline.machines)
+        _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
+        _check_planned(peers.names, config.hub.servers, "hub.seats")
         listening = listening._replace(
             port=listening.port or config.network.port, announce=listening.announce or config.network.announce
         )
@@ -69,10 +70,10 @@ def start_run(
             _serve(Session(folder, fleet, json=json), founder.model_copy(update=first), others, config)
 
 
-def _check_planned(names: list[str], planned: list[str]) -> None:
+def _check_planned(names: list[str], planned: list[str], field: str) -> None:
     if unknown := [name for name in names if planned and name not in planned]:
         raise ConfigError(
-            f"pipeline.seats: the plan has no machine '{unknown[0]}'; give this machine's name in the plan by --name NAME "
+            f"{field}: the plan has no machine '{unknown[0]}' there; give this machine's name in the plan by --name NAME "
             f"(several GPUs are NAME-0, NAME-1 ...). The plan has {', '.join(planned)}"
         )
 

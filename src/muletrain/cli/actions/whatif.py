@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
+from muletrain.cli.actions.planned import follows
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, shares
 from muletrain.cli.show.playing import Playing
@@ -23,10 +24,10 @@ from muletrain.config.load import located
 from muletrain.errors import ConfigError
 from muletrain.sim.fleet.advice import suggestions
 from muletrain.sim.fleet.calibration import calibrated, with_speeds
+from muletrain.sim.fleet.planned import as_hub
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
 from muletrain.sim.setting import once_mixed, seated, setting, stages_for
 from muletrain.strategies import strategy_of
-from muletrain.strategies.swarm import SWARM
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
@@ -60,36 +61,43 @@ def what_if(
     seed: int,
     plot: Path | None,
     json: bool,
-    fidelity: Fidelity = "flow",
+    fidelity: Fidelity | None = None,
     costs: Path | None = None,
     trace: Path | None = None,
+    choice: str | None = None,
 ) -> int:
     """Print the report. Returns the exit code: 1 if peers gave up, 128 + its number after a signal. ``costs``: see
-    ``config.costs``. Raises ConfigError, CapacityError and DataError with the place of the cause."""
+    ``config.costs``; ``choice``: see ``follows``; default: the configuration's. Raises ConfigError, CapacityError and
+    DataError with the place of the cause."""
     if plot is not None:
         need_matplotlib()
     if trace is not None:
-        if fidelity != "protocol":
-            raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
         check_trace(trace)
     file = EXAMPLE if path is None else path
     measured = Costs() if costs is None else load_costs(costs)
     fleet, origins = load_located_fleet(file)
     with located(origins, Fleet):
         given = [*overrides, *([f"model.preset={model}"] if model else [])]
-        question = _Question(with_speeds(fleet, measured), config, given, measured)
+        question = _Question(with_speeds(fleet, measured), config, given, measured, choice)
         scene, run = question.scene()
+        planned = as_hub(scene, strategy_of(run)) if strategy_of(run).pooled else None
+        if planned is not None and fidelity == "flow":
+            raise ConfigError("--fidelity flow: rates know nothing of a hub's clients; leave it out")
+        played: Fidelity = fidelity or ("flow" if planned is None else "protocol")
+        if trace is not None and played == "flow":
+            raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
         churn = weather(fleet.churn, Path(file).parent)
         seen: list[Event] = []
-        with Playing(WHAT[fidelity], 3600 * hours, quiet=json) as playing:
+        with Playing(WHAT[played], 3600 * hours, quiet=json) as playing:
             outcome = simulate_fleet(
                 scene,
                 run,
                 churn,
                 hours=hours,
                 seed=seed,
-                fidelity=fidelity,
+                fidelity=played,
                 watch=seen.append if trace is not None else None,
+                planned=planned,
                 goes_on=playing,
             )
     if trace is not None:
@@ -116,6 +124,7 @@ class _Question:
     config: Path | None
     given: list[str]
     measured: Costs
+    choice: str | None
 
     @property
     def stages_given(self) -> bool:
@@ -123,31 +132,42 @@ class _Question:
 
     @cached_property
     def run(self) -> tuple[RunConfig, Model]:
-        return _run(self.fleet, self.config, self.given)
+        return _run(self.fleet, self.config, self.given, self.choice)
 
     def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
         """Raises MuletrainError for a change that is not possible."""
-        run, spec = self.run if change is None else _run(self.fleet, self.config, [*self.given, change.text])
+        run, spec = (
+            self.run if change is None else _run(self.fleet, self.config, [*self.given, change.text], self.choice)
+        )
         return calibrated(setting(self.fleet, run, spec), self.measured), run
 
     def advice(self, outcome: Outcome, churn: Weather) -> list[Suggestion]:
-        """None if nothing was trained: gains are relative to what was."""
-        return suggestions(self.scene, churn) if outcome.throughput and not outcome.gave_up else []
+        """None if nothing was trained: gains are relative to what was. None for a hub: they are predicted by rates."""
+        able = outcome.throughput and not outcome.gave_up and not strategy_of(self.run[0]).pooled
+        return suggestions(self.scene, churn) if able else []
 
 
-def _run(fleet: Fleet, config: Path | None, given: list[str]) -> tuple[RunConfig, Model]:
+def _run(fleet: Fleet, config: Path | None, given: list[str], choice: str | None) -> tuple[RunConfig, Model]:
     """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
-    ConfigError for another strategy than swarm."""
+    ConfigError for a strategy that is not played."""
     run, spec = load_run(config, given)
-    if strategy_of(run) != SWARM:
+    if strategy_of(run).fixed:
         raise ConfigError(
-            "pipeline.seats: 'simulate fleet' plays strategy swarm only; leave the section [pipeline] out, or predict the "
+            "pipeline.seats: 'simulate fleet' plays strategies swarm and hub only; leave the section [pipeline] out, or predict the "
             "planned pipelines with 'muletrain plan'"
         )
     if not _stages_given(config, given):
         run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
+    if choice is not None:
+        run = follows(run, choice, local=False)
     scene = setting(fleet, run, spec)
-    return once_mixed(scene, run, seated(scene)), spec
+    if not strategy_of(run).pooled:
+        return once_mixed(scene, run, seated(scene)), spec
+    members = as_hub(scene, strategy_of(run))
+    serving = [[0] * len(scene.kinds) for _ in scene.cut]
+    for name, stage in members.stages.items():
+        serving[stage][members.kinds[name]] += 1
+    return once_mixed(scene, run, serving), spec
 
 
 def _stages_given(config: Path | None, given: Sequence[str]) -> bool:
@@ -165,9 +185,10 @@ def _tell(question: _Question, outcome: Outcome, churn: Weather, hours: float, w
         )
     console.print(results(scene, outcome))
     console.print(shares(outcome))
-    with make_console(sys.stderr).status("looking for changes that help"):
-        found = question.advice(outcome, churn)
-    say_advice(console, scene, outcome, found)
+    if not strategy_of(run).pooled:
+        with make_console(sys.stderr).status("looking for changes that help"):
+            found = question.advice(outcome, churn)
+        say_advice(console, scene, outcome, found)
     console.print(links(outcome))
     for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
         console.print(f"estimated: {escape(estimate)}; to use a measured speed, add 'tflops' beside 'device'")

@@ -19,6 +19,13 @@ class Policy(StrEnum):
     MULETRAIN = "muletrain"
 
 
+class Played(StrEnum):
+    """A strategy that is simulated."""
+
+    SWARM = "swarm"
+    HUB = "hub"
+
+
 class Fidelity(StrEnum):
     """How closely a fleet is simulated."""
 
@@ -95,12 +102,19 @@ def fleet(
     model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     hours: Annotated[float, typer.Option(min=0.01, help="Simulated hours.")] = 2.0,
     fidelity: Annotated[
-        Fidelity,
+        Fidelity | None,
         typer.Option(
             help="'flow': constant throughput between two events; days take seconds. 'protocol': the production code, "
-            "message by message, on a virtual clock."
+            "message by message, on a virtual clock. Default: 'flow'; of a hub 'protocol'.",
         ),
-    ] = Fidelity.FLOW,
+    ] = None,
+    strategy: Annotated[
+        Played | None,
+        typer.Option(
+            help="'swarm', or 'hub': machines that the file calls reliable are servers, the others their clients. Default: what the "
+            "configuration asks for, else 'swarm'."
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="CONFIG.toml", help=RUN_CONFIG_HELP)] = None,
     overrides: Overrides = None,
     costs: Annotated[Path | None, typer.Option(metavar="COSTS.toml", help=COSTS_HELP)] = None,
@@ -111,7 +125,7 @@ def fleet(
     ] = 0,
     json: JsonObject = False,
 ) -> None:
-    """Simulate a run with strategy swarm on a fleet while its machines come and go.
+    """Simulate a run with strategy swarm or hub on a fleet while its machines come and go.
 
     Reports throughput, idle time by cause, bytes by link, and recovery times, and suggests up to three changes of the
     run with the gain that each promises. The simulator runs the production policies. The optimum assumes that every
@@ -133,7 +147,8 @@ def fleet(
         seed=seed,
         plot=plot,
         json=json,
-        fidelity=fidelity.value,
+        fidelity=None if fidelity is None else fidelity.value,
+        choice=strategy.value if strategy else None,
         costs=costs,
         trace=trace,
     )

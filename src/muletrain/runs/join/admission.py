@@ -98,7 +98,7 @@ class Admission:
                 f"this run is muletrain {__version__}, the newcomer {request.version}: install "
                 f"muletrain=={__version__} there"
             )
-        if request.client and self.seating.strategy.pooled:
+        if self.seating.is_client(request):
             return self._admit_client(peer, request)
         kinds, info = self.participants.consider(request), self.info
         stage = self.seating.choose(request, kinds)

@@ -81,7 +81,9 @@ async def _help(
 ) -> Help:
     """Become a client. Raises MuletrainError."""
     if not host.spec.client:
-        raise AdmissionError("the run takes this machine for a client, and was asked for a stage; join again")
+        raise AdmissionError(
+            f"the run's plan has '{host.spec.name}' for a client; join without --reliable, or under another --name"
+        )
     if host.spec.keeps_ticket:
         host.log.note("this run has servers and clients, and this machine becomes a client (--reliable: a server)")
     return await admitted(host, network, client, welcome, facts, machine, _says_what_is_missing(host))

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seating:
-    """The run's stages: the memory that each needs, its compute cost, the strategy that assigns peers to them, and the
-    memory that each needs of a client."""
+    """The run's stages: the memory that each needs, its compute cost, the strategy that assigns peers to them, the memory
+    that each needs of a client, and the stages of planned clients by name."""
 
     needs: list[StageMemory]
     costs: list[float]
     strategy: Strategy
     client_needs: list[StageMemory] = field(default_factory=list)
+    helpers: dict[str, int] = field(default_factory=dict)
 
     @property
     def stages(self) -> int:
@@ -39,10 +40,16 @@ class Seating:
             stage = next((move.target for move in self.strategy.assign(self._view(newcomer, kinds))), None)
         return self._checked(newcomer, stage, self.needs)
 
+    def is_client(self, newcomer: JoinRequest) -> bool:
+        """Is ``newcomer`` a client? Of machines that a plan names the plan says that, and of others their owners."""
+        if newcomer.name in self.helpers:
+            return True
+        return newcomer.client and self.strategy.pooled and not self.strategy.has_place(newcomer.name)
+
     def choose_for_client(self, client: JoinRequest, speeds: Sequence[float]) -> int:
-        """The stage that ``client`` asks for, or the one that it helps most. ``speeds``: of the clients of each stage
-        together, in any unit. Raises as ``choose``."""
-        stage = client.stage
+        """The stage that ``client`` asks for, its planned one, or the one that it helps most. ``speeds``: of the clients
+        of each stage together, in any unit. Raises as ``choose``."""
+        stage = self.helpers.get(client.name) if client.stage is None else client.stage
         if stage is None:
             fits = [s for s, need in enumerate(self.client_needs) if need.fits(client.offer)]
             stage = stage_to_help(self.costs, speeds, fits)

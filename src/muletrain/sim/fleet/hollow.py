@@ -1,8 +1,10 @@
-"""A ``Compute`` that computes nothing: in a virtual fleet all tensors are tiny, equal and ready at once."""
+"""A ``Compute`` that computes nothing: in a virtual fleet all tensors are tiny, equal and ready at once. Weights are the
+number of updates, so that those of two steps differ."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,48 +44,55 @@ class HollowCompute:
         self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed
         self.jobs = Jobs(clock.now)
         self._clock, self._ending_s = clock, ending_s
-        self._sums: Counter[int] = Counter()
+        self._sums: defaultdict[int, float] = defaultdict(float)
+        """Microbatches in the accumulator of each step."""
+        self._uncounted: dict[Microbatch, float] = {}
+        """Parts that are not, and which share of a microbatch each is."""
+        self._updates = 0
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         turn.begins()
-        return Result(ACTIVATIONS)
+        return Result(activations(len(inputs)))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         turn.begins()
-        self._sums[mb.step] += accumulate
-        return Result(ACTIVATIONS) if self.stage else None
+        if accumulate and mb.whole:
+            self._uncounted[mb] = mb.share(len(grad))
+        else:
+            self._sums[mb.step] += accumulate
+        return Result(activations(len(grad))) if self.stage else None
 
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
-        return 1.0, await self.backward(mb, inputs, turn, accumulate=accumulate)
+        return mb.share(len(inputs)), await self.backward(mb, inputs, turn, accumulate=accumulate)
 
     def together(self, mb: Microbatch) -> int:
         return 1
 
     def discard(self, mb: Microbatch) -> None:
-        pass
+        self._uncounted.pop(mb, None)
 
     def count(self, mb: Microbatch) -> None:
-        pass
+        self._sums[mb.step] += self._uncounted.pop(mb)
 
     async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
         return np.zeros(SIZE)
 
     def add(self, step: int, gradient: Tensor) -> None:
-        pass
+        self._sums[step] += float(gradient[0])
 
     async def gather(self, step: int) -> None:
         pass
 
     async def copied_weights(self) -> Tensor:
-        return torch.zeros(PARAMS)
+        return torch.full((PARAMS,), float(self._updates))
 
     async def load_weights(self, weights: Tensor) -> None:
-        pass
+        self._updates = int(weights[0])
 
     async def gradient(self, step: int) -> Tensor:
-        return torch.full((PARAMS,), float(self._sums[step]))
+        return torch.full((PARAMS,), self._sums[step])
 
     async def room(self, numbers: int) -> Tensor:
         return torch.empty(numbers)
@@ -91,19 +100,21 @@ class HollowCompute:
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         turn.begins()
         await self._clock.sleep(self._ending_s)
+        self._updates = update.step + 1
         self.clear(update.step)
 
     def clear(self, step: int) -> None:
         self._sums.pop(step, None)
 
     async def digest(self) -> bytes:
-        return blake3(b"hollow").digest()
+        return _digest(self._updates)
 
     async def state(self) -> dict[str, Tensor]:
-        return {f"{kind}/w": torch.zeros(PARAMS) for kind in ("model", "moment1", "moment2")}
+        moments = {f"{kind}/w": torch.zeros(PARAMS) for kind in ("moment1", "moment2")}
+        return {"model/w": await self.copied_weights(), **moments}
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        pass
+        await self.load_weights(state["model/w"])
 
     async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
         """Reuse the result of ``fn``: all activations are the same."""
@@ -122,14 +133,30 @@ class HollowCompute:
         pass
 
 
-ACTIVATIONS = torch.ones(1, TOKENS, WIDTH)
-"""The activations of every microbatch, and their gradients."""
-_SAME: dict[int, object] = {id(ACTIVATIONS): ACTIVATIONS}
-"""The same tensor, encoded and decoded, by identity."""
+_SAME: dict[int, object] = {}
+"""Activations, encoded and decoded, by identity."""
 _RESULTS: dict[tuple[object, ...], tuple[object, Any]] = {}
 """Results by function and identity of its arguments, which are kept so that no other object gets the same identity."""
 
 
+@cache
+def activations(sequences: int) -> Tensor:
+    """Returns the activations of so many ``sequences``, and their gradients: always the same tensor, fp32 [B, T, D]."""
+    values = torch.ones(sequences, TOKENS, WIDTH)
+    _SAME[id(values)] = values
+    return values
+
+
+@lru_cache(64)
+def _digest(updates: int) -> bytes:
+    return blake3(torch.full((PARAMS,), float(updates)).numpy().data.cast("B")).digest()
+
+
 class HollowTokens:
+    """Tokens of microbatches of so many ``sequences``."""
+
+    def __init__(self, sequences: int) -> None:
+        self._zeros = np.zeros((sequences, TOKENS), np.int64)
+
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return np.zeros((1, TOKENS), np.int64), np.zeros((1, TOKENS), np.int64)
+        return self._zeros, self._zeros

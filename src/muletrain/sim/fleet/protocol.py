@@ -8,21 +8,22 @@ code.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import tempfile
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.config.schema import Codec
-from muletrain.errors import Expelled, MuletrainError
+from muletrain.errors import Expelled, MuletrainError, NetworkError
 from muletrain.events import StepApplied, StepDone, SteppedBack
-from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.planning.devices import find_device
@@ -35,35 +36,38 @@ from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.microbatch.messages import Backward, Forward
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
-from muletrain.runtime.step.messages import Reduced, Shard
+from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.messages import Enlisted, GetState
+from muletrain.runtime.pool.server import PooledCompute
 from muletrain.sim.fleet.accounts import always
-from muletrain.sim.fleet.hollow import CHUNK, PARAMS, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
+from muletrain.sim.fleet.hollow import CHUNK, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
+from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.setting import fetch_s, mortal, seat, seated
+from muletrain.strategies.hub import stage_to_help
 from muletrain.strategies.swarm import SWARM
-from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from muletrain.config.fleet_file import Link
+    from muletrain.compute.base import Compute
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.network.base import Frame
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.sim.fleet.accounts import GoesOn, Outcome
     from muletrain.sim.fleet.flow import Weather
+    from muletrain.sim.fleet.planned import Planned
     from muletrain.sim.setting import Kind, Setting
-    from muletrain.strategies.base import Strategy
 
 PLACE = "shared"
 """The place of all checkpoints."""
+UNMEASURED, CALL_S = 1e-9, 10.0
+"""See ``runs.client``."""
 STEPS = 1 << 20
 """Steps of a run, more than a play reaches."""
 
@@ -76,42 +80,6 @@ class _Machine(PeerHost):
 
     def fits(self, stage: int) -> bool:
         return stage in self._kind.fits
-
-
-@dataclass(frozen=True)
-class Planned:
-    """Planned membership: kind and stage of each machine by name, spares included."""
-
-    strategy: Strategy
-    kinds: dict[str, int]
-    stages: dict[str, int]
-
-
-class _Links(Conditions):
-    """The setting's paths, and frames that weigh what the run's own would. ``kind_of``, ``rosters``: by peer."""
-
-    def __init__(self, setting: Setting, kind_of: Mapping[str, int], rosters: Mapping[str, Roster]) -> None:
-        self._setting, self._kind_of, self._rosters = setting, kind_of, rosters
-
-    def _link(self, sender: str, receiver: str) -> Link:
-        return self._setting.links[self._kind_of[sender]][self._kind_of[receiver]]
-
-    def path_bytes_per_s(self, sender: str, receiver: str) -> float:
-        return self._link(sender, receiver).bandwidth_bytes_per_s
-
-    def delay_s(self, sender: str, receiver: str) -> float:
-        return self._link(sender, receiver).delay_s
-
-    def weight(self, sender: str, frame: Frame) -> int:
-        message, cost = frame.message, self._setting.cost
-        if isinstance(message, Forward):
-            return cost.forward_bytes[message.stage]
-        if isinstance(message, Backward):
-            return cost.backward_bytes[message.stage]
-        if isinstance(message, Shard | Reduced):
-            averaged = cost.stages[self._rosters[sender].own.stage].averaged_bytes
-            return averaged * frame.tensors[0].shape[0] // PARAMS
-        return frame_size(frame)
 
 
 class Actors:
@@ -139,10 +107,12 @@ class Actors:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rosters: dict[str, Roster] = {}
         """Of those that are there."""
+        self._clients: dict[str, int] = {}
+        """Stages of the clients that are there."""
         self._kind_of: dict[str, int] = {}
-        self._hub = MemoryHub(_Links(setting, self._kind_of, self._rosters), hands_over=True)
         self._served: dict[str, int] = {}
-        """Stages of peers that joined or moved."""
+        """Stages of peers and clients, the last ones of those that are gone."""
+        self._hub = MemoryHub(FleetLinks(setting, self._kind_of, self._served), hands_over=True)
         stage_of = (
             {
                 self._name(k): s
@@ -155,6 +125,7 @@ class Actors:
         )
         self._kind_of.update({} if planned is None else planned.kinds)
         rank = self._rank if planned is None else list(stage_of).index  # as the founder of a live run ranks them
+        self._first_clients = {} if planned is None else planned.clients
         self._training = set(sorted(stage_of, key=rank)[:trainers])
         members = tuple(self._member(name, stage) for name, stage in stage_of.items())
         self.genesis = Genesis(
@@ -212,6 +183,8 @@ class Actors:
         """Virtual time of the end [s]."""
         for member in self.genesis.members:
             self._begin(member.id, Roster(self.genesis, member.id), joining=False)
+        for name, stage in self._first_clients.items():
+            self._help(name, stage)
         self._changed()
         churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
         asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
@@ -255,7 +228,7 @@ class Actors:
                 self._replace(self._take_any())
 
     def _those_that_may_go(self) -> list[str]:
-        return [name for name in self._rosters if self._kind_of[name] in self._mortal]
+        return [name for name in (*self._rosters, *self._clients) if self._kind_of[name] in self._mortal]
 
     def _take_any(self) -> int | None:
         """Kill a random peer as SIGKILL does; return its kind."""
@@ -265,7 +238,8 @@ class Actors:
         name = self._draw.choice(able)
         self._hub.kill(name)
         self._tasks[name].cancel()
-        del self._rosters[name]
+        self._rosters.pop(name, None)
+        self._clients.pop(name, None)
         self._changed()
         self._tally.happened("left")
         return self._kind_of[name]
@@ -279,19 +253,23 @@ class Actors:
         if self._clock.now() >= self._horizon_s:
             return
         name = self._name(kind)
-        (stage,) = seat(self._setting, [kind], self._serving())
+        if self._strategy.pooled:
+            self._help(name)
+        else:
+            (stage,) = seat(self._setting, [kind], self._serving())
+            self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
         self._tally.happened("joined")
-        self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
         self._changed()
 
-    def _serving(self) -> list[list[int]]:
+    def _serving(self, clients: Mapping[str, int] = MappingProxyType({})) -> list[list[int]]:
+        """Members, and ``clients``, by stage and kind."""
         serving = [[0] * len(self._setting.kinds) for _ in self._setting.cut]
-        for name, roster in self._rosters.items():
-            serving[roster.own.stage][self._kind_of[name]] += 1
+        for name, stage in (*((name, r.own.stage) for name, r in self._rosters.items()), *clients.items()):
+            serving[stage][self._kind_of[name]] += 1
         return serving
 
     def _changed(self) -> None:
-        self._tally.present(self._clock.now(), self._serving())
+        self._tally.present(self._clock.now(), self._serving(self._clients))
 
     # Peers ------------------------------------------------------------------------------------------------------------
 
@@ -321,17 +299,23 @@ class Actors:
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
             ending_s = self._setting.cost.stages[stage].ending_s
             hollow = HollowCompute(stage, self.plan.stages, self._clock, ending_s, delayed=self.plan.delayed)
-            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
-            ctx = Context(
-                network,
-                self._clock,
-                compute,
-                roster,
-                self.plan,
-                lambda e: self.note(name, e),
-                tasks=Tasks(InlineExecutor()),
-            )
-            return Peer(ctx, host=_Machine(kind), source=HollowTokens(), book=Book(place), joining=joins, back=back)
+            compute: Compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
+            tasks, note = Tasks(InlineExecutor()), partial(self.note, name)
+            if self._strategy.pooled:
+                compute = PooledCompute(
+                    compute,
+                    network,
+                    self._clock,
+                    tasks,
+                    self.plan,
+                    roster,
+                    self.genesis.config,
+                    note,
+                    random.Random(name),
+                )
+            ctx = Context(network, self._clock, compute, roster, self.plan, note, tasks=tasks)
+            source = HollowTokens(self.plan.sequences)
+            return Peer(ctx, host=_Machine(kind), source=source, book=Book(place), joining=joins, back=back)
 
         try:
             await Service(make, joining=joining).run()
@@ -346,6 +330,45 @@ class Actors:
         finally:
             await network.close()
 
+    # Clients of a hub -------------------------------------------------------------------------------------------------
+
+    def _help(self, name: str, stage: int | None = None) -> None:
+        """A client begins; it chooses its stage unless that is planned."""
+        if stage is not None:
+            self._clients[name] = self._served[name] = stage
+        self._tasks[name] = asyncio.create_task(self._client(name, stage, self._network(name)), name=name)
+
+    async def _stage_to_help(self, network: MemoryNetwork, kind: Kind) -> int:
+        """Ask all servers how fast their clients are, and choose (``runs.client``)."""
+        speeds = [0.0] * len(self._setting.cut)
+        for server, roster in sorted(self._rosters.items()):
+            with contextlib.suppress(NetworkError):
+                answer = await network.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S)
+                state = Enlisted.unpack(answer)
+                speeds[roster.own.stage] += state.speed + UNMEASURED * state.clients
+        stage = stage_to_help(self.plan.work, speeds, kind.fits)
+        assert stage is not None  # a setting has no kinds that hold no stage
+        return stage
+
+    async def _client(self, name: str, stage: int | None, network: MemoryNetwork) -> None:
+        kind, tasks = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor())
+        try:
+            if stage is None:
+                stage = self._clients[name] = self._served[name] = await self._stage_to_help(network, kind)
+                self._changed()
+            hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=False)
+            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
+            servers = tuple(sorted(n for n, r in self._rosters.items() if r.own.stage == stage))
+            await Client(network, self._clock, tasks, compute, self.plan, self.genesis.config, name, servers).run()
+        except MuletrainError as e:
+            if self._clients.pop(name, None) is not None:  # else it was killed
+                self._tally.gave_up(self._clock.now(), name, str(e))
+        except Exception as e:
+            self._problems.append(f"{name}: {type(e).__name__}: {e}")
+        finally:
+            await tasks.close()
+            await network.close()
+
     @cached_property
     def plan(self) -> Plan:
         config, cost = self._config, self._setting.cost
@@ -353,7 +376,7 @@ class Actors:
             stages=len(cost.stages),
             steps=STEPS,
             microbatches=cost.microbatches,
-            sequences=1,
+            sequences=cost.sequences if self._strategy.pooled else 1,
             width=WIDTH,
             vocab=VOCAB,
             sequence_length=lambda step: TOKENS,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.fleet.accounts import GoesOn, Outcome
-    from muletrain.sim.fleet.protocol import Planned
+    from muletrain.sim.fleet.planned import Planned
     from muletrain.sim.setting import Setting
 
 Fidelity = Literal["flow", "protocol"]
@@ -50,7 +50,7 @@ def simulate_fleet(
     planned: Planned | None = None,
     goes_on: GoesOn = always,
 ) -> Outcome:
-    """Play strategy ``swarm`` for ``hours``, or ``pipeline`` with ``planned`` membership (fidelity 'protocol').
+    """Play strategy ``swarm`` for ``hours``, or another one with ``planned`` membership (fidelity 'protocol').
 
     The same seed gives the same outcome. ``watch`` hears every event of the peers and their slots (fidelity
     'protocol'). ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError

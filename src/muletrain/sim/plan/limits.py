@@ -10,9 +10,12 @@ from muletrain.config.plan_file import Improvement
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.planning.splits import ENDING_DELAYS
 from muletrain.sim.fleet.advice import MOST, WORTH, changes
+from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.hub_step import BUBBLE
 from muletrain.sim.setting import AMPLE
+from muletrain.strategies import find
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ def limited(question: Question, p: Prediction) -> Prediction:
         return p
     part = question.without(p.left_out)
     split, scene = p.split, part.scene_of(p)
+    if find(p.strategy).pooled:
+        return p.model_copy(update={"limit": plan_hub.as_told(part, scene, p).step.limit()})
     most_s = max(split.compute_s, split.pipeline_s, split.data_parallel_s, split.bubble_s)
     if most_s == split.compute_s:
         limit = _computing(part, scene, p)
@@ -39,7 +44,7 @@ def limited(question: Question, p: Prediction) -> Prediction:
     elif most_s == split.data_parallel_s:
         limit = _averaging(part, scene, p)
     else:
-        limit = "waiting for the first and the last microbatches of a step (less with a larger batch or fewer stages)"
+        limit = BUBBLE
     return p.model_copy(update={"limit": limit})
 
 
@@ -149,8 +154,10 @@ def improvements(question: Question, chosen: Prediction, others: Sequence[Predic
 def _again(question: Question, layout: Prediction, change: Change) -> float:
     """Tokens/s of a layout in the changed run. Raises MuletrainError if it is not possible there."""
     changed = replace(question.without(layout.left_out), run=_changed(question.run, change))
-    asked = changed.updated_on(layout.state_device)
     cut = tuple(stage.layers for stage in layout.stages)
+    if find(layout.strategy).pooled:
+        return plan_hub.told(plan_hub.as_told(changed, changed.scene_of(layout), layout)).tokens_per_s
+    asked = changed.updated_on(layout.state_device)
     if not layout.schedule:
         return plan_swarm.settled_on(asked, len(cut), layout.microbatch, cut).tokens_per_s
     scene = plan_pipeline.scheduled(
@@ -179,6 +186,7 @@ def _has(offer: Offer) -> str:
 
 def without_work(question: Question, chosen: Prediction) -> tuple[str, ...]:
     """Name the machines of each entry that have no work in ``chosen``, and why."""
+    pooled = find(chosen.strategy).pooled
     told, needs = [], question.needs(question.without(chosen.left_out).scene_of(chosen))
     for entry, names in question.names.items():
         offer = question.offer(entry)
@@ -192,6 +200,6 @@ def without_work(question: Question, chosen: Prediction) -> tuple[str, ...]:
         elif any(name in chosen.left_out for name in idle):
             why = "the run is faster without; do not let them join" if len(idle) > 1 else "the run is faster without it"
         else:
-            why = "no place in the fastest layout; joins as a spare"
+            why = f"no place in the fastest layout; joins as a {'client' if pooled else 'spare'}"
         told.append(f"{who}: {why}")
     return tuple(told)

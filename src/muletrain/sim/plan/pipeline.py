@@ -19,6 +19,7 @@ from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task
 from muletrain.planning.splits import parted
+from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan_file import Memory
     from muletrain.planning.partition import Cut
-    from muletrain.sim.fleet.protocol import Planned
     from muletrain.sim.plan.question import Question, Scene
     from muletrain.sim.setting import Kind
     from muletrain.strategies.pipeline import Schedule
@@ -289,8 +289,6 @@ def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
 
 def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
     """The membership that the virtual world plays: as in ``chosen``, with spares where a live run seats them."""
-    from muletrain.sim.fleet.protocol import Planned  # torch takes seconds to load
-
     schedule = chosen.schedule
     assert schedule
     placed = as_told(question, scene, chosen)

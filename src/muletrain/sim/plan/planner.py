@@ -13,7 +13,7 @@ from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.limits import improvements, limited, without_work
-from muletrain.strategies import STRATEGIES
+from muletrain.strategies import STRATEGIES, find
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,9 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     question = question.without(chosen.left_out)
     scene = question.scene_of(chosen)
     planned = None
-    if chosen.schedule:
+    if find(chosen.strategy).pooled:
+        planned = plan_hub.membership(question, scene, chosen)
+    elif chosen.schedule:
         scene = plan_pipeline.scheduled(question, scene, chosen.schedule, len(chosen.microbatches))
         planned = plan_pipeline.membership(question, scene, chosen)
     try:

@@ -14,6 +14,7 @@ import numpy as np
 from muletrain.config.costs import Costs
 from muletrain.config.fleet_file import Fleet
 from muletrain.config.plan_file import Memory, Traffic
+from muletrain.errors import ConfigError
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.setting import (
     AMPLE,
@@ -26,6 +27,8 @@ from muletrain.sim.setting import (
     stage_needs,
     stages_for,
 )
+from muletrain.strategies import find
+from muletrain.strategies.hub import Hub
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -135,9 +138,20 @@ class Question:
 
     def scene_of(self, p: Prediction) -> Scene:
         """The scene that ``p`` was predicted on."""
-        return self.updated_on(p.state_device).scene(
+        asked = self.with_clients() if find(p.strategy).pooled else self
+        return asked.updated_on(p.state_device).scene(
             len(p.stages), p.microbatch, tuple(stage.layers for stage in p.stages)
         )
+
+    def with_clients(self) -> Question:
+        """The same question about a hub, whose unreliable machines are clients. Raises ConfigError if the run can have
+        none."""
+        if self.run.optimizer.delayed:
+            raise ConfigError(
+                "optimizer.delayed: clients compute with the current weights only; leave it out for strategy hub"
+            )
+        clients = sum(not peer.reliable for peer in self.fleet.peers())
+        return replace(self, run=Hub.asked(self.run, clients))
 
     def once_mixed(self, setting: Setting, serving: Sequence[Sequence[int]]) -> Question:
         """See ``setting.once_mixed``."""

@@ -14,7 +14,7 @@ from muletrain.errors import CapacityError
 from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
 from muletrain.planning.swapping import Layer, hidden
 from muletrain.sim.plan.question import Bytes, stated, traffic
-from muletrain.sim.setting import flops_of, offer_of, run_cost
+from muletrain.sim.setting import flops_of, offer_of, precision_of, run_cost
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _problem(why: str) -> Prediction:
 def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: Model) -> Whole:
     """Plan one entry. Raises CapacityError with the entry and the reason."""
     offer, cut = offer_of(peer), spec.cut(1)
-    precision = Precision.BF16 if run.compute.precision is Precision.AUTO else run.compute.precision
+    precision = precision_of(run)
     tokens = run.train.microbatch * spec.context
     layers = _layers(spec, tokens, precision, flops_of(n, peer)[0])
     need = stage_memory(spec, cut, 0, tokens=tokens, precision=precision, state_on_cpu=offer.host is not None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan_file import Memory, Traffic
     from muletrain.planning.partition import Cut
-    from muletrain.sim.fleet.protocol import Planned
+    from muletrain.sim.fleet.planned import Planned
     from muletrain.sim.fleet.rates import Counts
     from muletrain.sim.plan.question import Question, Scene
     from muletrain.sim.setting import Setting

@@ -1,0 +1,141 @@
+"""What the scripts of this folder share: a fleet of HYBRID's kind under faults, played by production code in virtual
+time. Every strategy suffers the same number of faults per machine and second, for as long as it runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muletrain.config.fleet_file import Fleet, load_fleet
+from muletrain.config.load import load_config
+from muletrain.model.spec import ModelSpec
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.fleet.planned import Planned, as_hub
+from muletrain.sim.fleet.simulation import simulate_fleet
+from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan.question import Question
+from muletrain.sim.setting import setting
+from muletrain.strategies import strategy_of
+
+HERE = Path(__file__).parent
+STRATEGIES = ("hub", "swarm", "pipeline")
+FASTER = 30
+"""All of the paper's times are divided by this, and bandwidths multiplied: a run gives up a step that takes an hour."""
+TFLOPS, SLOWER = 0.0707 * FASTER, 1.55
+"""A V100 as in case 1 of the paper's table 2 (12 layers of ALBERT-xxlarge, 512 sequences of 512 tokens, 56.1 min on 16);
+an RTX 2080 is slower by this factor."""
+MODEL = (
+    "model.layers=12",
+    "model.width=4096",
+    "model.heads=32",
+    "model.ffn=16384",
+    "model.vocab=512",
+    "model.context=512",
+    "model.share_layers=true",
+    "train.batch=512",
+    "wire.activations=fp32",
+    "checkpoint.every=0",
+)
+"""ALBERT-xxlarge as the paper trains it; one block's weights serve all layers of a stage."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A fleet. ``v100``, ``rtx``: devices; ``unreliable``: of them, RTX 2080 first; ranges: of each machine's links, as in the
+    paper."""
+
+    v100: int
+    rtx: int
+    unreliable: int
+    mbps: tuple[float, float]
+    delay_ms: tuple[float, float]
+    seed: int = 0
+
+    def fleet(self) -> Fleet:
+        """Each machine has a place of its own."""
+        rng, rows = random.Random(f"fleet/{self.seed}"), []
+        devices = [("v100", TFLOPS)] * self.v100 + [("rtx", TFLOPS / SLOWER)] * self.rtx
+        for n, (name, tflops) in enumerate(devices):
+            mbps = FASTER * rng.uniform(*self.mbps)
+            reliable = "true" if n < len(devices) - self.unreliable else "false"
+            rows.append(
+                f"[[machines]]\nname = '{name}-{n}'\ntflops = {tflops}\nmemory_gib = 32\nreliable = {reliable}\n"
+                f"up_mbps = {mbps:.0f}\ndown_mbps = {mbps:.0f}"
+            )
+        names = [f"{name}-{n}" for n, (name, _) in enumerate(devices)]
+        for i, a in enumerate(names):
+            rows += [
+                f"[[links]]\nbetween = ['{a}', '{b}']\nrtt_ms = {2 * rng.uniform(*self.delay_ms) / FASTER:.1f}"
+                for b in names[i + 1 :]
+            ]
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write("\n".join(rows))
+            file.flush()
+            return load_fleet(Path(file.name))
+
+
+def played(
+    fleet: Fleet, strategy: str, run: list[str], *, seconds: float, leave_per_s: float = 0.0, away_s: float = 1.0
+) -> dict[str, Any]:
+    """Seconds of a step, the first left out, and goodput: time on microbatches that counted over time connected, weighted
+    by speed."""
+    begin_s = time.process_time()
+    clients = sum(not peer.reliable for peer in fleet.peers())
+    config = load_config(None, [*run, *([f"hub.clients={clients}"] if strategy == "hub" else [])])
+    spec = ModelSpec.from_config(config.model)
+    scene = setting(fleet, config, spec)
+    planned: Planned | None = None
+    if strategy == "hub":
+        planned = as_hub(scene, strategy_of(config))
+    elif strategy == "pipeline":
+        question = Question(fleet, config, spec, config.fleet.stages, config.train.microbatch)
+        found = plan_pipeline.predict(question, 0, 2.0)
+        chosen = next(p for p in found if p.schedule == "1f1b")
+        if chosen.problem:
+            return {"problem": chosen.problem}
+        one = plan_pipeline.scheduled(question, question.scene_of(chosen), "1f1b", len(chosen.microbatches))
+        scene, planned = one.setting, plan_pipeline.membership(question, one, chosen)
+    weather = Weather(leave_per_s=leave_per_s, away_s=away_s)
+    outcome = simulate_fleet(scene, config, weather, hours=seconds / 3600, fidelity="protocol", planned=planned)
+    ends = [point.time_s for point in outcome.curve]
+    row: dict[str, Any] = {
+        "steps": round(outcome.steps, 2),
+        "goodput": round(outcome.share_of_optimum, 3),
+        "left": outcome.events.get("left", 0),
+        "again": outcome.repeated_microbatches,
+        "cpu_s": round(time.process_time() - begin_s),
+    }
+    if len(ends) > 1:
+        row["step_s"] = round((ends[-1] - ends[0]) / (len(ends) - 1), 1)
+    elif outcome.steps:
+        row["step_s"] = round(seconds / outcome.steps, 1)
+        row["few"] = "fewer than two steps ended"
+    return row | ({"failure": outcome.failure} if outcome.failure else {})
+
+
+def compared(
+    draw: Draw, run: list[str], rate: float, step_s: float, steps: float, strategies: tuple[str, ...] = STRATEGIES
+) -> list[dict[str, Any]]:
+    """All strategies on one fleet, on which each unreliable machine leaves ``rate`` times in ``step_s`` and is away for
+    half of it on average."""
+    torch.set_num_threads(1)
+    rows = []
+    for strategy in strategies:
+        found = played(
+            draw.fleet(), strategy, run, seconds=steps * step_s, leave_per_s=rate / step_s, away_s=step_s / 2
+        )
+        rows.append({"strategy": strategy, "rate": rate} | found)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def write(name: str, rows: object) -> None:
+    """Into this folder."""
+    (HERE / name).write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,0 +1,52 @@
+"""Which machine serves which stage, where a strategy knows that before the run begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from muletrain.errors import CapacityError
+from muletrain.sim.setting import seated
+from muletrain.strategies.hub import stage_to_help
+
+if TYPE_CHECKING:
+    from muletrain.sim.setting import Setting
+    from muletrain.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Planned membership: kind and stage of each machine by name, spares included; and the stage of each client of a
+    hub."""
+
+    strategy: Strategy
+    kinds: dict[str, int]
+    stages: dict[str, int]
+    clients: dict[str, int] = field(default_factory=dict)
+
+
+def as_hub(setting: Setting, strategy: Strategy) -> Planned:
+    """Returns the hub that a fleet founds without a plan: reliable machines are its servers, and the others its clients,
+    each of the stage that it helps most (``runs.join.seating``). Raises CapacityError."""
+    kinds, stages, clients = dict[str, int](), dict[str, int](), dict[str, int]()
+
+    def named(kind: int) -> str:
+        name = f"{setting.kinds[kind].name}-{len(kinds)}"
+        kinds[name] = kind
+        return name
+
+    able = [replace(kind, count=kind.count if kind.reliable else 0) for kind in setting.kinds]
+    if not any(kind.count for kind in able):
+        raise CapacityError(
+            "machines[0].reliable: a hub needs reliable machines as servers, and there are none; add one, or use strategy swarm"
+        )
+    for stage, counts in enumerate(seated(replace(setting, kinds=tuple(able)))):
+        stages.update({named(k): stage for k, n in enumerate(counts) for _ in range(n)})
+    speeds = [0.0] * len(setting.cut)
+    for k, kind in enumerate(setting.kinds):
+        for _ in range(0 if kind.reliable else kind.count):
+            chosen = stage_to_help([s.forward_flops for s in setting.cost.stages], speeds, kind.fits)
+            assert chosen is not None  # a setting has no kinds that hold no stage
+            speeds[chosen] += 1.0
+            clients[named(k)] = chosen
+    return Planned(strategy, kinds, stages, clients)

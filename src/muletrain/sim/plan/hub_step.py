@@ -1,0 +1,258 @@
+"""How long a step of a hub takes, as our servers and clients do it (``runtime.pool``).
+
+A server and its clients are a *crew*: to the rest of the run it is one peer of its stage, as fast as all of them
+together, so the step's microbatches are played as those of strategy ``swarm`` (``sim.steps``) with a crew for each peer.
+To that comes what only a hub has: clients take the weights before they compute, every part goes to a client and back,
+and servers collect what clients accumulated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from muletrain.config.fleet_file import Link
+from muletrain.planning.splits import ENDING_DELAYS, Member, averaging_s, parted
+from muletrain.policy.pool import SLOWEST
+from muletrain.sim.fleet.rates import TRAINERS
+from muletrain.sim.plan.question import Bytes
+from muletrain.sim.steps.steps import Cast, play
+from muletrain.strategies.swarm import SWARM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from muletrain.config.plan_file import Split
+    from muletrain.sim.setting import Kind, Setting
+    from muletrain.sim.steps.steps import Took
+
+BUBBLE = "waiting for the first and the last microbatches of a step (less with a larger batch or fewer stages)"
+"""What limits a step whose machines wait at its begin and its end."""
+ROOM = 2
+"""Parts that a client takes at once (``runtime.pool.client``)."""
+
+
+class StageMachines(NamedTuple):
+    """Kinds of the servers and of the clients of one stage."""
+
+    servers: tuple[int, ...]
+    clients: tuple[int, ...]
+
+
+class Crew(NamedTuple):
+    """Kinds of a server and of its clients."""
+
+    stage: int
+    server: int
+    clients: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HubStep:
+    """A step of the hub with these ``stages`` in a setting. ``trainers``: servers that build microbatches."""
+
+    setting: Setting
+    stages: tuple[StageMachines, ...]
+    trainers: int = TRAINERS
+
+    @cached_property
+    def crews(self) -> tuple[Crew, ...]:
+        """Each client is where clients are slowest together."""
+        found = []
+        for s, (servers, clients) in enumerate(self.stages):
+            crews: list[list[int]] = [[] for _ in servers]
+            for k in sorted(clients, key=lambda k: self.setting.kinds[k].service_s(s)):
+                min(crews, key=lambda crew: sum(1 / self.setting.kinds[c].service_s(s) for c in crew)).append(k)
+            found += [Crew(s, server, tuple(crew)) for server, crew in zip(servers, crews, strict=True)]
+        return tuple(found)
+
+    # Parts of a step --------------------------------------------------------------------------------------------------
+
+    @property
+    def roughly_s(self) -> float:
+        """The step, if its microbatches waited for nothing but the slowest stage."""
+        ends_s = [self._gathered_s(s) + self._averaged_s(s) for s in range(len(self.stages))]
+        return self._computed_s(range(len(self.stages))) + self._waited_s + max(ends_s)
+
+    @cached_property
+    def split(self) -> Split:
+        """The parts of the step, played."""
+        computed_s = self._computed_s(range(len(self.stages)))
+        free_s = max(computed_s, self._played(linked=False).computing_s)
+        linked = self._played(linked=True)
+        linked_s = max(free_s, linked.computing_s)
+        ended_s = linked.step_s - linked.computing_s + max(self._gathered_s(s) for s in range(len(self.stages)))
+        return parted(computed_s, free_s, linked_s, linked_s + self._waited_s + ended_s)
+
+    def _computed_s(self, stages: Sequence[int]) -> float:
+        return max(self.setting.cost.microbatches / sum(map(sum, self._rates_at(s))) for s in stages)
+
+    @property
+    def _waited_s(self) -> float:
+        """By how much longer the slowest stage computes because its clients have to take the weights first."""
+        later_s = []
+        for s in range(len(self.stages)):
+            rates = self._rates_at(s)
+            servers, clients = (sum(rate[i] for rate in rates) for i in (0, 1))
+            alone_s = self.setting.cost.microbatches / servers if servers else math.inf
+            wait_s = min(self._weights_s(s), alone_s)
+            later_s.append(self._computed_s([s]) + clients * wait_s / (servers + clients))
+        return max(later_s) - self._computed_s(range(len(self.stages)))
+
+    # Crews ------------------------------------------------------------------------------------------------------------
+
+    def _rates_at(self, stage: int) -> list[tuple[float, float]]:
+        return [self._rates(crew) for crew in self.crews if crew.stage == stage]
+
+    def _rates(self, crew: Crew) -> tuple[float, float]:
+        """Microbatches/s of a server, and of its clients together. A client computes one part while the next one is on
+        its way, and waits where that takes longer."""
+        s, kinds = crew.stage, self.setting.kinds
+        server, clients = 1 / kinds[crew.server].service_s(s), [1 / kinds[k].service_s(s) for k in crew.clients]
+        if server < SLOWEST * sum(clients) / max(1, len(clients)):
+            server = 0.0
+        part_s = 1 / (server + sum(clients))
+        waits = [max(1.0, (1 + self._way_s(crew, k) / part_s) / ROOM) for k in crew.clients]
+        return server, sum(rate / wait for rate, wait in zip(clients, waits, strict=True))
+
+    def _way_s(self, crew: Crew, client: int) -> float:
+        """What one client's parts of a microbatch spend on links."""
+        s, kinds, links = crew.stage, self.setting.kinds, self.setting.links
+        passes = 1 if s == len(self.stages) - 1 else 2
+        share = 1 / (len(crew.clients) + 1)
+        out, back = self.inner_bytes(s)
+        there, home = links[crew.server][client], links[client][crew.server]
+        sent_s = out * share / min(there.bandwidth_bytes_per_s, kinds[client].down_bytes_per_s)
+        back_s = back * share / min(home.bandwidth_bytes_per_s, kinds[client].up_bytes_per_s)
+        return passes * (there.delay_s + home.delay_s) + sent_s + back_s
+
+    def inner_bytes(self, s: int) -> tuple[float, float]:
+        """Bytes of a microbatch that clients compute from servers to them, and back."""
+        cost, last = self.setting.cost, len(self.stages) - 1
+        inputs = cost.backward_bytes[s] if s else cost.ids_bytes
+        outputs = cost.ids_bytes if s == last else cost.backward_bytes[s + 1]
+        return inputs + outputs, (cost.backward_bytes[s] if s else 0) + (0 if s == last else outputs)
+
+    def _played(self, *, linked: bool) -> Took:
+        """A step of crews."""
+        setting = self.setting
+        kinds = [self._as_kind(crew, linked=linked) for crew in self.crews]
+        cut = [[self._link(a, b, linked=linked) for b in self.crews] for a in self.crews]
+        peers = tuple((crew.stage, n) for n, crew in enumerate(self.crews))
+        of_crews = replace(setting, kinds=tuple(kinds), links=tuple(map(tuple, cut)))
+        trainers = range(min(self.trainers, len(self.crews)))
+        return play(of_crews, Cast(peers, tuple(trainers), SWARM))
+
+    def _as_kind(self, crew: Crew, *, linked: bool) -> Kind:
+        """A crew as one machine, which is no faster than the links of its server are for its own parts and for what goes
+        to other stages."""
+        own, s, cost = self.setting.kinds[crew.server], crew.stage, self.setting.cost
+        server, clients = self._rates(crew)
+        rate, last = server + clients, s == len(self.stages) - 1
+        if linked:
+            out, back = (nbytes * clients / rate for nbytes in self.inner_bytes(s))
+            up = out + cost.backward_bytes[s] + (0 if last else cost.forward_bytes[s + 1])
+            down = back + cost.forward_bytes[s] + (0 if last else cost.backward_bytes[s + 1])
+            rate = min(rate, own.up_bytes_per_s / up if up else rate, own.down_bytes_per_s / down)
+        faster = own.service_s(s) * rate
+        times_s = (tuple(seconds / faster for seconds in each) for each in (own.forward_s, own.backward_s))
+        return replace(own, forward_s=next(times_s), backward_s=next(times_s))
+
+    def _link(self, a: Crew, b: Crew, *, linked: bool) -> Link:
+        """From a crew to another. A pass through a crew takes longer than its share of the crew's time: parts travel, and
+        a microbatch with fewer sequences than the crew has workers is computed by some of them."""
+        path = self.setting.links[a.server][b.server] if linked else Link(0.0, math.inf)
+        if a.stage == b.stage or not b.clients:
+            return path
+        server, clients = self._rates(b)
+        thin = max(1.0, (1 + len(b.clients)) / self.setting.cost.sequences)
+        passes = 1 if b.stage == len(self.stages) - 1 else 2
+        way_s = max(self._way_s(b, k) for k in b.clients) if linked else 0.0
+        return Link(path.delay_s + ((thin - 1) / (server + clients) + way_s) / passes, path.bandwidth_bytes_per_s)
+
+    # Weights and gradients ----------------------------------------------------------------------------------------------
+
+    def _weights_s(self, s: int) -> float:
+        """Until the clients have the weights."""
+        return self._moved_s(s, self.setting.cost.stages[s].weight_bytes, to_clients=True)
+
+    def _gathered_s(self, s: int) -> float:
+        """Until the servers have the clients' accumulators."""
+        return self._moved_s(s, self.setting.cost.stages[s].averaged_bytes, to_clients=False)
+
+    def _moved_s(self, s: int, nbytes: float, *, to_clients: bool) -> float:
+        kinds, links, (servers, clients) = self.setting.kinds, self.setting.links, self.stages[s]
+        if not clients:
+            return 0.0
+
+        def rate(k: int, *, up: bool) -> float:
+            return kinds[k].up_bytes_per_s if up else kinds[k].down_bytes_per_s
+
+        server_s = len(clients) * nbytes / sum(rate(k, up=to_clients) for k in servers)
+        client_s = max(nbytes / rate(k, up=not to_clients) for k in clients)
+        return max(server_s, client_s) + 2 * max(links[a][b].delay_s for a in servers for b in clients)
+
+    def _averaged_s(self, s: int) -> float:
+        """Until the servers have averaged, agreed and updated."""
+        cost, kinds, links = self.setting.cost.stages[s], self.setting.kinds, self.setting.links
+        servers, every = self.stages[s].servers, [k for stage in self.stages for k in stage.servers]
+        agreed_s = ENDING_DELAYS * max(links[a][b].delay_s for a in every for b in every)
+        paths = [links[a][b] for i, a in enumerate(servers) for b in servers[i + 1 :]]
+        members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in servers]
+        path = min((link.bandwidth_bytes_per_s for link in paths), default=math.inf)
+        return averaging_s(cost.averaged_bytes, members, path, 0.0) + agreed_s + cost.ending_s
+
+    # In words -----------------------------------------------------------------------------------------------------------
+
+    def limit(self) -> str:
+        """What takes the largest part of the step."""
+        split, every, kinds = self.split, range(len(self.stages)), self.setting.kinds
+        most_s = max(split.compute_s, split.pipeline_s, split.data_parallel_s, split.bubble_s)
+
+        def of(stage: int) -> str:
+            return f" (stage {stage})" if len(self.stages) > 1 else ""
+
+        if most_s == split.compute_s:
+            slowest = max(every, key=lambda s: self._computed_s([s]))
+            who = dict.fromkeys(kinds[k].name for machines in self.stages[slowest] for k in machines)
+            return f"computing on {', '.join(who)}{of(slowest)}"
+        if most_s == split.pipeline_s:
+            return "links between servers, and to their clients"
+        if most_s == split.bubble_s:
+            return BUBBLE
+        ways = (
+            (self._weights_s, "sending the weights to clients"),
+            (self._gathered_s, "collecting what clients accumulated"),
+            (self._averaged_s, "averaging and agreement between servers"),
+        )
+        _, told, slowest = max((seconds(s), told, s) for seconds, told in ways for s in every)
+        return f"{told}{of(slowest)}"
+
+
+def sent(step: HubStep) -> Bytes:
+    """Bytes of a step by sender's and receiver's kind."""
+    cost, found = step.setting.cost, Bytes()
+    for s, (here, there) in enumerate(pairwise(step.stages)):
+        for a, b, share in _pairs(here.servers, there.servers):
+            found[a, b, "activations"] += cost.microbatches * share * cost.forward_bytes[s + 1]
+            found[b, a, "gradients"] += cost.microbatches * share * cost.backward_bytes[s + 1]
+    for s, here in enumerate(step.stages):
+        out, back = step.inner_bytes(s)
+        share = len(here.clients) / (len(here.servers) + len(here.clients))
+        for a, b, part in _pairs(here.servers, here.clients):
+            found[a, b, "activations"] += cost.microbatches * share * part * out
+            found[b, a, "gradients"] += cost.microbatches * share * part * back
+            found[a, b, "averaging"] += cost.stages[s].weight_bytes / len(here.servers)
+            found[b, a, "averaging"] += cost.stages[s].averaged_bytes / len(here.servers)
+        found.averaging([here.servers.count(k) for k in range(len(step.setting.kinds))], cost.stages[s].averaged_bytes)
+    return found
+
+
+def _pairs(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """Kinds of two machines, and their share if all do as much."""
+    for a in senders:
+        for b in receivers:
+            yield a, b, 1 / (len(senders) * len(receivers))
