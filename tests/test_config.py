@@ -597,3 +597,16 @@ def test_a_fleet_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_fleet(path, peers=4)
     check(str(caught.value), f"{path}: machines: ... 3 machines ... fleet.peers = 4")
+
+
+def test_a_model_that_was_trained_before_is_trained_further_by_small_steps(tmp_path: Path) -> None:
+    """Also after the configuration was written and read again; who sets a rate gets it."""
+    rates = [
+        load_config(None, sets).optimizer.lr for sets in ([], ["model.from=x"], ["model.from=x", "optimizer.lr=0.5"])
+    ]
+    assert rates == [3e-3, 2e-5, 0.5]
+    assert load_config(None, ["model.from=x", "optimizer.name=lamb"]).optimizer.lr == 1e-3
+    config = load_config(None, ["model.from=x"])
+    (tmp_path / "a.toml").write_text(dump_toml(config))
+    assert load_config(tmp_path / "a.toml") == config
+    assert RunConfig.model_validate_json(config.model_dump_json(by_alias=True)) == config

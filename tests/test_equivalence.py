@@ -13,7 +13,8 @@ from muletrain.config.load import load_config
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.tokens import TokenCache
 from muletrain.events import Event, PeerJoined, PeerSuspected, StepApplied, StepDone
-from muletrain.model.generate import evaluate, load_model
+from muletrain.model.generate import evaluate
+from muletrain.model.make import load_model
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.fleet import LocalFleet
 

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from muletrain.config.schema import ModelConfig
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.dropout import Masks, dropout, keep_mask
-from muletrain.model.generate import evaluate, generate, generate_ids, load_model
+from muletrain.model.generate import evaluate, generate, generate_ids
 from muletrain.model.hf import export_hf, import_hf
+from muletrain.model.make import load_model
 from muletrain.model.presets import PRESETS
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage, initial_weight

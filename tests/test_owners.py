@@ -123,6 +123,12 @@ def rows() -> set[str]:
 ATTACKS: dict[str, list[str]] = {
     "`model`, `train`, `optimizer`, `wire`, `pipeline`": ["model.layers=3", "train.batch=8", "wire.activations=fp16"],
     "`model.from`": ["model.from={trap}"],
+    "`model.architecture`": [
+        'model.architecture=\'{{"model_type": "gpt2", "vocab_size": 300, "n_embd": 16, "n_head": 2, "n_layer": 2, '
+        '"tie_word_embeddings": false, "_name_or_path": "{trap}", "name_or_path": "{trap}", "pretrained_model_name": '
+        '"{trap}", "attn_implementation": "owner/kernel", "_attn_implementation": "{trap}", "experts_implementation": '
+        '"owner/kernel"}}\''
+    ],
     "`data.path`, `data.tokenizer`, `data.cache`": [
         "data.path={trap}/*.txt",
         "data.tokenizer={trap}/tokenizer.json",
@@ -170,6 +176,7 @@ def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
     (trap / "secret.txt").write_text("credentials\n\n" * 50)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own-cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # torch sets it when it traces
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"paragraph {k} of some text, of which there are many" for k in range(400)))
     sizes = ["model.width=16", "model.heads=2", "model.layers=2", "model.context=16", "model.vocab=300"]
@@ -189,7 +196,7 @@ def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
             own_data(host_of(spec), facts, own.tokenizer_json, own.digest)
     finally:
         WATCHING.clear()
-    assert [t for t in TOUCHED if str(trap) in t or "socket.connect" in t or "subprocess" in t] == []
+    assert [t for t in TOUCHED if str(trap) in t or t.startswith(("socket.connect", "subprocess"))] == []
     assert place.where(Key(1, bytes(32))).startswith(str(tmp_path / "join"))
     assert machine.offer.device == 1 << 30, "the joiner's own word"
     assert dict(os.environ) == environment

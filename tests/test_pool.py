@@ -116,7 +116,7 @@ def test_the_server_helps_workers_that_have_no_room_unless_it_is_much_slower(own
 def test_who_may_still_hand_a_gradient_over_does_not_compute_it_again() -> None:
     pool = pool_of(a=1.0, b=1.0)
     again = Part(Pass.AGAIN, 0, 0, 0, 1)
-    pool.put_part(again, 0.0, holder=A)
+    pool.put_part(again, 0.0, barred=[A])
     assert pool.take(A, 0.0) is None
     given = taken(pool, B)
     assert given.part == again

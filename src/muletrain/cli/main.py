@@ -20,13 +20,14 @@ from muletrain.cli.commands.run import run
 from muletrain.cli.commands.simulate import calibrate, fleet, rebalance
 from muletrain.cli.commands.start import start
 from muletrain.cli.commands.steer import kick, status, stop, ticket
+from muletrain.cli.commands.tracing import trace
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.errors import MuletrainError, no_room
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
     "Watch and steer a run on several machines": {"status": status, "stop": stop, "kick": kick, "ticket": ticket},
-    "Prepare": {"config": config, "doctor": doctor, "plan": plan},
+    "Prepare": {"config": config, "doctor": doctor, "plan": plan, "trace": trace},
     "Use a trained model": {"eval": evaluate, "generate": generate, "export": export},
     "Check muletrain itself": {"fuzz": fuzz, "reproduce": reproduce},
 }

@@ -23,6 +23,7 @@ from muletrain.compute.weights import StageWeights
 from muletrain.config.schema import Precision
 from muletrain.model.dropout import Masks
 from muletrain.model.stage import initial_weight
+from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.stash import Checkpointing
     from muletrain.config.schema import OptimizerConfig
-    from muletrain.model.stage import Stage
+    from muletrain.model.module import StageModule
+    from muletrain.optim.sketch import Sketch
 
 Gradients = tuple[Tensor, ...]
 
@@ -79,7 +81,7 @@ class StageArithmetic:
     """
 
     def __init__(
-        self, stage: int, versions: list[Stage], setup: StageSetup, source: Callable[[str], Tensor] | None
+        self, stage: int, versions: list[StageModule], setup: StageSetup, source: Callable[[str], Tensor] | None
     ) -> None:
         """``source`` gives initial weights by name; None: they are drawn from the seed. Raises CheckpointError when
         ``source`` gives other shapes."""
@@ -98,7 +100,7 @@ class StageArithmetic:
         self.scale = LossScale(fp16=setup.precision is Precision.FP16, versions=len(versions))
         self._lock = threading.Lock()
 
-    def module(self, step: int) -> Stage:
+    def module(self, step: int) -> StageModule:
         """The stage with the weights that ``step`` computes with."""
         return self._versions[step % len(self._versions)]
 
@@ -173,6 +175,10 @@ class StageArithmetic:
     def accumulate(self, gradients: Gradients, step: int) -> None:
         """Add the gradients of one microbatch, as ``differentiate`` returned them, to the accumulator of ``step``."""
         self.weights.accumulate(gradients, step, self.scale.of(step))
+
+    def sketch(self, gradients: Gradients, step: int, seed: bytes) -> Sketch:
+        """Returns the sketch of one microbatch's gradients, as ``accumulate`` would add them."""
+        return sketch(torch.cat([g.reshape(-1).float() for g in gradients]), seed) / self.scale.of(step)
 
     def add(self, gradient: Tensor, step: int) -> None:
         """Add ``gradient``, fp32 [P], to the accumulator of ``step``."""

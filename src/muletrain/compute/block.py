@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -13,11 +12,12 @@ import torch
 from muletrain.compute.probe import precision_dtype
 from muletrain.errors import CapacityError
 from muletrain.model.dropout import Masks
-from muletrain.model.stage import INIT_STD, Stage
+from muletrain.model.make import middle_block
+from muletrain.model.stage import INIT_STD
 
 if TYPE_CHECKING:
     from muletrain.config.schema import Precision
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
 
 BUDGET_S = 1.0
 """Seconds of measuring, unless one sequence takes more than a quarter of that."""
@@ -35,7 +35,7 @@ class BlockTimes:
     tokens: int
 
 
-def block_times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
+def block_times(spec: Model, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
     """Measure forward, and backward with gradients of weights and inputs, as in training: dropout, residuals, norms,
     attention over the whole context. Uses fewer than ``sequences`` if they would take too long. Raises CapacityError if
     memory is too small."""
@@ -46,9 +46,9 @@ def block_times(spec: ModelSpec, sequences: int, device: torch.device, precision
         raise CapacityError(f"a block of the model could not be computed on {device}: {problem}") from e
 
 
-def times(spec: ModelSpec, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
+def times(spec: Model, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
     dtype = precision_dtype(precision)
-    block = Stage(dataclasses.replace(spec, layers=3), 1, ((0, 1), (1, 2), (2, 3)))
+    block = middle_block(spec)
     shapes = block.shapes().items()
     block.bind({name: torch.randn(shape, device=device, dtype=dtype).mul_(INIT_STD) for name, shape in shapes})
     weights = list(block.parameters())

@@ -12,10 +12,10 @@ from muletrain.errors import ProtocolError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
 
 
-def check_token_shape(name: str, ids: Tensor, spec: ModelSpec, sequences: int) -> None:
+def check_token_shape(name: str, ids: Tensor, spec: Model, sequences: int) -> None:
     """Tokens must be int64 [B, T] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
     shape = tuple(ids.shape)
     if ids.dtype != torch.int64 or not _batch_fits(shape, 2, spec, sequences):
@@ -24,7 +24,7 @@ def check_token_shape(name: str, ids: Tensor, spec: ModelSpec, sequences: int) -
         )
 
 
-def check_activation_shape(x: Tensor, spec: ModelSpec, sequences: int) -> None:
+def check_activation_shape(x: Tensor, spec: Model, sequences: int) -> None:
     """Activations must be fp32 [B, T, D] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
     shape = tuple(x.shape)
     if x.dtype != torch.float32 or not _batch_fits(shape, 3, spec, sequences) or shape[2] != spec.width:
@@ -51,5 +51,5 @@ def is_finite(x: Tensor) -> bool:
     return math.isfinite(float(x.sum(dtype=torch.float64)))
 
 
-def _batch_fits(shape: tuple[int, ...], dims: int, spec: ModelSpec, sequences: int) -> bool:
+def _batch_fits(shape: tuple[int, ...], dims: int, spec: Model, sequences: int) -> bool:
     return len(shape) == dims and 1 <= shape[0] <= sequences and 1 <= shape[1] <= spec.context

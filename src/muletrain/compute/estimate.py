@@ -11,24 +11,13 @@ from muletrain.config.schema import Precision
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
 
 
-def stash_bytes(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
-    """Size of what autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes].
-
-    Per token and layer, in numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the
-    attention's output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp, which
-    are small.
-    """
-    size = 4 if precision is Precision.FP32 else 2
-    width, first, end = spec.width, *cut[stage]
-    masks = 2 * width if spec.dropout else 0
-    norms = 2 * width * (2 * 4 + size)
-    per_layer = norms + size * (2 * width + 2 * spec.kv_width + 4 * spec.ffn) + masks
-    head = width * (2 * 4 + size) + spec.vocab * (size + 2 * 4) if stage == len(cut) - 1 else 0
-    return tokens * ((end - first) * per_layer + head)
+def stash_bytes(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
+    """Size of what autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes]."""
+    return int(tokens * spec.stage_kept_bytes(cut, stage, 4 if precision is Precision.FP32 else 2))
 
 
 STASH_SHARE = 0.25
@@ -110,7 +99,7 @@ PARTS = 3
 yet."""
 
 
-def client_memory(spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precision: Precision) -> StageMemory:
+def client_memory(spec: Model, cut: Cut, stage: int, *, tokens: int, precision: Precision) -> StageMemory:
     """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens."""
     params = spec.stage_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
@@ -131,7 +120,7 @@ def client_memory(spec: ModelSpec, cut: Cut, stage: int, *, tokens: int, precisi
 
 
 def stage_memory(
-    spec: ModelSpec,
+    spec: Model,
     cut: Cut,
     stage: int,
     *,

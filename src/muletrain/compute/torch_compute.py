@@ -25,7 +25,7 @@ from muletrain.compute.slot import AT_ONCE, Slot, Turn
 from muletrain.compute.stash import Stash
 from muletrain.compute.threads import Threads
 from muletrain.errors import ProtocolError
-from muletrain.model.stage import Stage
+from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
     from muletrain.compute.arithmetic import Counters, Gradients, StageSetup
     from muletrain.compute.base import Microbatch, Update
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
+    from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
 
 R = TypeVar("R")
@@ -47,7 +49,7 @@ class TorchCompute:
     """
 
     def __init__(
-        self, spec: ModelSpec, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
+        self, spec: Model, cut: Cut, stage: int, setup: StageSetup, source: Callable[[str], Tensor] | None = None
     ) -> None:
         self.stage, self.stages = stage, len(cut)
         self.delayed = setup.optimizer.delayed
@@ -65,9 +67,9 @@ class TorchCompute:
         self._uncounted: dict[Microbatch, Gradients] = {}
         """Gradients of parts, until they count."""
 
-    def _empty(self, spec: ModelSpec, cut: Cut) -> Stage:
+    def _empty(self, spec: Model, cut: Cut) -> StageModule:
         """The stage, without storage."""
-        return Stage(spec, self.stage, cut)
+        return make_stage(spec, self.stage, cut)
 
     @property
     def counters(self) -> Counters:
@@ -121,6 +123,9 @@ class TorchCompute:
 
     def count(self, mb: Microbatch) -> None:
         self._add(self._uncounted.pop(mb), mb.step)
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        return await self._compute(self.arithmetic.sketch, self._uncounted[mb], mb.step, seed)
 
     def _check_shape(self, inputs: Tensor) -> None:
         if self.stage == 0:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from muletrain.config.schema import OptimizerConfig
-    from muletrain.model.stage import Stage
+    from muletrain.model.module import StageModule
 
 
 class StageWeights:
@@ -33,7 +33,7 @@ class StageWeights:
 
     def __init__(
         self,
-        versions: Sequence[Stage],
+        versions: Sequence[StageModule],
         optimizer: OptimizerConfig,
         total_steps: int,
         *,
@@ -59,7 +59,7 @@ class StageWeights:
         self.next = 0
         """The step whose update comes next; it computes with the oldest version."""
 
-    def _bound(self, stage: Stage, working: Tensor) -> list[Tensor]:
+    def _bound(self, stage: StageModule, working: Tensor) -> list[Tensor]:
         stage.bind(self.layout.views(working))
         by_name = dict(stage.named_parameters())
         return [by_name[name] for name in self.layout.names]

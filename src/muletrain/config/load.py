@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from muletrain.config.dump import describe, dump_toml
 from muletrain.config.locate import KeyPath, Origins, key_lines
 from muletrain.config.problems import explain, field_at, keys_of, located, submodel
-from muletrain.config.schema import RunConfig
+from muletrain.config.schema import FINE_TUNING_LR, RunConfig
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,11 +63,21 @@ def _load(kind: type[T], path: Path | None, overrides: Sequence[str]) -> tuple[T
     raw, origins = _read(path) if path is not None else ({}, Origins())
     for text in overrides:
         _override(raw, text, kind, origins)
+    if kind is RunConfig:
+        _fine_tune(raw)
     try:
         # through JSON, whose strict mode accepts a list for a tuple and text for an enum
         return kind.model_validate_json(json.dumps(_nulls(kind, raw), default=str), strict=True), origins
     except ValidationError as e:
         raise explain(e, kind, origins) from None
+
+
+def _fine_tune(raw: dict[str, Any]) -> None:
+    """A model that was trained before is trained further by small steps, unless the user says otherwise."""
+    model, optimizer = raw.get("model"), raw.setdefault("optimizer", {})
+    begins = isinstance(model, dict) and model.get("from") not in (None, "none")
+    if begins and isinstance(optimizer, dict) and optimizer.get("name", "adamw") == "adamw":
+        optimizer.setdefault("lr", FINE_TUNING_LR)
 
 
 def digest(config: RunConfig) -> str:

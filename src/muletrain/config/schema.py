@@ -63,6 +63,7 @@ class ModelConfig(Section):
             "rope_theta",
             "norm_eps",
             "share_layers",
+            "untie",
         ]
     )
     preset: str | None = Field(
@@ -97,13 +98,33 @@ class ModelConfig(Section):
     from_: str | None = Field(
         default=None,
         alias="from",
-        description="Hugging Face checkpoint folder that gives sizes and first weights",
+        description="Hugging Face folder of a causal language model that gives architecture, sizes and first weights",
         examples=["my-llama"],
     )
+    untie: bool = Field(
+        default=False,
+        description="train an output matrix of its own where model.from ties it to the embedding, so that both can lie in "
+        "different stages; it begins as a copy",
+    )
+    architecture: str | None = Field(
+        default=None,
+        description="the traced model's configuration as JSON; filled in from model.from",
+        examples=["{}"],
+    )
+    chain: str | None = Field(
+        default=None,
+        description="digest of the traced model's blocks, and the versions that made them; filled in from model.from",
+        examples=["0123 (transformers 5.0, torch 2.13)"],
+    )
+
+    @property
+    def sized_elsewhere(self) -> bool:
+        """Sizes come from a preset or a checkpoint: those stated here are not known to be the model's."""
+        return not (self.preset is None and self.from_ is None and self.architecture is None)
 
     def stated(self) -> set[str]:
         """Beside a preset or a checkpoint, only the fields that were set: a written default would override theirs."""
-        return super().stated() if self.preset is None and self.from_ is None else set(self.model_fields_set)
+        return set(self.model_fields_set) if self.sized_elsewhere else super().stated()
 
     @model_serializer(mode="wrap")
     def _json_of_stated(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -167,13 +188,19 @@ def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
     return lambda fields: lamb if fields.get("name") == "lamb" else adamw
 
 
+FINE_TUNING_LR = 2e-5
+"""Peak learning rate of AdamW with ``model.from``: what is usual for training all weights of a language model further."""
+
+
 class OptimizerConfig(Section):
     """AdamW, or LAMB with SWARM's settings (app. G), with warm-up, decay, and clipping by the global norm over all
     stages."""
 
     name: Literal["adamw", "lamb"] = Field(default="adamw", description="update rule")
     lr: float = Field(
-        default_factory=_by_rule(3e-3, 1e-3), gt=0, description="peak learning rate; default: 0.003, lamb 0.001 [1]"
+        default_factory=_by_rule(3e-3, 1e-3),
+        gt=0,
+        description="peak learning rate; default: 0.003, lamb 0.001, with model.from 2e-05 [1]",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.95), description="decay of the first and the second moment per step [1]"
@@ -269,7 +296,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         # with a preset or a checkpoint the sizes are known only once they are filled in
-        if self.model.preset is None and self.model.from_ is None:
+        if not self.model.sized_elsewhere:
             _check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)

@@ -54,12 +54,15 @@ def drop_threshold(probability: float) -> int:
     return min(255, round(probability * 256))
 
 
-def dropout(x: Tensor, masks: Masks | None, site: int, probability: float) -> Tensor:
-    """``x`` with some elements zeroed and the rest scaled to the same expectation; ``x`` itself without ``masks``."""
+def dropout(
+    x: Tensor, masks: Masks | None, site: int, probability: float, sequence_numbers: int | None = None
+) -> Tensor:
+    """``x`` with some elements zeroed and the rest scaled to the same expectation; ``x`` itself without ``masks``.
+    ``sequence_numbers``: numbers of one sequence in ``x``; default: its first axis counts sequences."""
     threshold = drop_threshold(probability)
     if masks is None or threshold == 0:
         return x
-    before = masks.first * x[0].numel()
+    before = masks.first * (x[0].numel() if sequence_numbers is None else sequence_numbers)
     keep = masks.keep(site, x.numel(), probability, x.device, before).view(x.shape)
     dropped: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
         x, keep, 256 / (256 - threshold)

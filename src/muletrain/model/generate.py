@@ -9,14 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muletrain.model.decoder import KeyValues
-from muletrain.model.hf import expand_shared
-from muletrain.model.stage import Stage
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.module import StageModule
 
 IGNORE = -100
 """Target that the loss ignores."""
@@ -34,14 +30,8 @@ class TextTokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def load_model(spec: ModelSpec, state: Mapping[str, Tensor]) -> Stage:
-    """The whole model with the weights ``state`` (all stages' tensors by name; shared layers once)."""
-    one_each = tuple((layer, layer + 1) for layer in range(spec.layers))
-    return Stage(spec, None, one_each).bind(expand_shared(state, spec))
-
-
 @torch.no_grad()
-def evaluate(model: Stage, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+def evaluate(model: StageModule, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean cross-entropy over all targets that count [nats/token]; each batch is (inputs, targets), int64 [B, T].
 
     Raises ValueError when there is no target.
@@ -59,7 +49,7 @@ def evaluate(model: Stage, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def generate(
-    model: Stage,
+    model: StageModule,
     tokenizer: TextTokenizer,
     prompt: str,
     *,
@@ -86,7 +76,7 @@ def generate(
 
 @torch.no_grad()
 def generate_ids(
-    model: Stage, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
+    model: StageModule, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[int]:
     """Sampled token ids one by one. Of a prompt longer than the context the end is kept, with room for one token."""
     if not prompt:
@@ -94,14 +84,15 @@ def generate_ids(
     device = next(model.parameters()).device
     kept = list(prompt)[-(model.spec.context - 1) :] if model.spec.context > 1 else list(prompt)[-1:]
     room = min(max_tokens, model.spec.context - len(kept))
-    caches = {layer: KeyValues() for layer in range(model.spec.layers)}
+    caches = model.caches()
     draws = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([kept], dtype=torch.int64, device=device)
+    fresh = kept
     for _ in range(room):
+        tokens = torch.tensor([fresh], dtype=torch.int64, device=device)
         logits = model(tokens, None, caches)[0, -1].float().cpu()
         token = _sample(logits, temperature, top_k, draws)
         yield token
-        tokens = torch.tensor([[token]], dtype=torch.int64, device=device)
+        fresh = [token] if caches is not None else [*fresh, token]
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int, draws: torch.Generator) -> int:

@@ -1,7 +1,8 @@
-"""Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``LlamaForCausalLM`` reads and writes it.
+"""Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``transformers`` reads and writes it.
 
-Parameter names are the same on both sides, so nothing is renamed. Not everything a Llama folder may hold has a place
-here: what would change the outputs (biases, scaled rotary embeddings, other head widths) is refused by name.
+Every model can be written. What is read here is a Llama that the native decoder computes: what would change the outputs
+(biases, scaled rotary embeddings, other head widths) is refused by name. ``traced.folder`` reads everything else.
+Parameter names are the same on both sides, so nothing is renamed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from tokenizers import Tokenizer
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
+from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torch import Tensor
+
+    from muletrain.model.chain import Model
 
 SHARD_BYTES = 5 * 10**9
 """Weights files are no larger than this, unless one tensor is (Hugging Face's custom)."""
@@ -37,6 +41,9 @@ _TEXT_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
 )
 """Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
 
@@ -46,7 +53,7 @@ _TEXT_FILES = (
 
 def export_hf(
     state: Mapping[str, Tensor],
-    spec: ModelSpec,
+    spec: Model,
     tokenizer_json: bytes | None,
     out_dir: str | Path,
     *,
@@ -66,22 +73,23 @@ def export_hf(
     tensors = _complete(state, spec)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        config = _llama_config(spec, _token_id(tokenizer_json, end_of_text))
+        config = _config(spec, _token_id(tokenizer_json, end_of_text))
         if source is not None and _same_tokenizer(source / _TOKENIZER, tokenizer_json):
-            kept = _read_json(source / "config.json")
+            kept = read_json(source / "config.json")
             for name in (_TOKENIZER, *_TEXT_FILES):
                 if (source / name).is_file():
                     shutil.copyfile(source / name, out / name)
         else:
-            kept = {} if source is None else _without_tokens(_read_json(source / "config.json"))
+            kept = {} if source is None else _without_tokens(read_json(source / "config.json"))
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
-        # the head was trained apart from the embedding
-        config |= kept | {"torch_dtype": "float32", "tie_word_embeddings": False}
+        # a native head was trained apart from the embedding
+        config = kept | config if isinstance(spec, TracedModel) else config | kept | {"tie_word_embeddings": False}
+        config["torch_dtype"] = "float32"
         config.pop("dtype", None)
         _write_json(out / "config.json", config)
-        generation = {"_from_model_config": True, "eos_token_id": config["eos_token_id"]}
+        generation = {"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}
         if source is not None and "eos_token_id" in kept and (source / "generation_config.json").is_file():
-            generation = _read_json(source / "generation_config.json")
+            generation = read_json(source / "generation_config.json")
         _write_json(out / "generation_config.json", generation)
         _write_weights(out, tensors, shard_bytes)
     except (OSError, SafetensorError) as e:
@@ -105,10 +113,13 @@ def expand_shared(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
     return full
 
 
-def _complete(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """All tensors of an unshared model, in its order, with the right shapes."""
-    full = expand_shared(state, spec)
-    shapes = _full_shapes(spec)
+def _complete(state: Mapping[str, Tensor], spec: Model) -> dict[str, Tensor]:
+    """All tensors of an unshared model, in its order, with the right shapes. Tied ones are there once."""
+    if isinstance(spec, TracedModel):
+        full, shapes = dict(state), spec.shapes
+    else:
+        assert isinstance(spec, ModelSpec)
+        full, shapes = expand_shared(state, spec), _full_shapes(spec)
     if wrong := sorted(full.keys() ^ shapes.keys()):
         what = "is missing" if wrong[0] in shapes else "has no place in the model"
         raise CheckpointError(f"cannot export: {wrong[0]} {what} ({len(wrong)} such tensors)")
@@ -121,6 +132,13 @@ def _complete(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]
 def _full_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     one_each = tuple((layer, layer + 1) for layer in range(spec.layers))  # a cut that shares nothing
     return Stage(spec, None, one_each).shapes()
+
+
+def _config(spec: Model, end_id: int | None) -> dict[str, Any]:
+    if isinstance(spec, TracedModel):
+        return spec.config
+    assert isinstance(spec, ModelSpec)
+    return _llama_config(spec, end_id)
 
 
 def _llama_config(spec: ModelSpec, end_id: int | None) -> dict[str, Any]:
@@ -164,7 +182,7 @@ def _without_tokens(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not name.endswith("_token_id")}
 
 
-def _write_tokenizer(out: Path, spec: ModelSpec, tokenizer_json: bytes | None, end_of_text: str | None) -> None:
+def _write_tokenizer(out: Path, spec: Model, tokenizer_json: bytes | None, end_of_text: str | None) -> None:
     if tokenizer_json is None:
         return
     (out / _TOKENIZER).write_bytes(tokenizer_json)
@@ -239,10 +257,10 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
     folder does not say. Raises CheckpointError for whatever does not fit.
     """
     source = Path(folder)
-    config = _read_json(source / "config.json")
+    config = read_json(source / "config.json")
     _refuse_foreign(source, config)
     spec = _spec(source, config, context)
-    places = _places(source)
+    places = weight_files(source)
     tied = bool(config.get("tie_word_embeddings")) and _HEAD not in places
     shapes = _full_shapes(spec)
     _check_names(source, places, shapes, tied=tied)
@@ -263,6 +281,19 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
         return tensor
 
     return spec, load
+
+
+def is_native(folder: Path) -> bool:
+    """Does the native decoder compute what the model in ``folder`` does? Others are traced. Raises CheckpointError if
+    there is no readable ``config.json``."""
+    config = read_json(folder / "config.json")
+    if config.get("model_type") != "llama" or config.get("attention_dropout"):
+        return False
+    try:
+        _refuse_foreign(folder, config)
+        return config.get("head_dim") in (None, int(config["hidden_size"]) // int(config["num_attention_heads"]))
+    except (CheckpointError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return False
 
 
 def _refuse_foreign(source: Path, config: dict[str, Any]) -> None:
@@ -313,10 +344,10 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
     return spec
 
 
-def _places(source: Path) -> dict[str, Path]:
+def weight_files(source: Path) -> dict[str, Path]:
     """Tensor name -> the file it is in."""
     if (source / _INDEX).exists():
-        files = _read_json(source / _INDEX).get("weight_map")
+        files = read_json(source / _INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise CheckpointError(f"{source / _INDEX} has no table weight_map from tensor names to files")
         return {name: source / file for name, file in files.items()}
@@ -336,7 +367,7 @@ def _check_names(source: Path, places: dict[str, Path], shapes: dict[str, tuple[
         raise CheckpointError(f"{source}: {extra[0]} has no place in this decoder ({len(extra)} such tensors)")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:

@@ -1,32 +1,23 @@
-"""``ModelSpec``: the sizes of a decoder, and what follows from them (parameters, FLOPs, stages). Imports no torch.
-
-Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one
-multiply-add = 2 FLOPs.
-"""
+"""``ModelSpec``: the sizes of a decoder, and what follows from them (parameters, FLOPs). Imports no torch."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
+from muletrain.model.chain import Model
 from muletrain.model.presets import preset_fields
-from muletrain.planning.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from muletrain.config.schema import ModelConfig
 
-MAX_SEARCH = 1 << 24
-"""Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
 _FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Model):
     """Everything resolved: no field is optional, no preset is left to look up."""
 
     layers: int
@@ -63,7 +54,7 @@ class ModelSpec:
 
         Raises ConfigError for an unknown preset and for sizes that do not fit together.
         """
-        fields: dict[str, Any] = config.model_dump(exclude={"preset", "from_"})
+        fields: dict[str, Any] = config.model_dump(include=set(cls.__dataclass_fields__))
         if config.preset is not None:
             preset = preset_fields(config.preset)
             fields.update({name: value for name, value in preset.items() if name not in config.model_fields_set})
@@ -109,17 +100,12 @@ class ModelSpec:
         """The output matrix (untied) and the final norm."""
         return self.vocab * self.width + self.width
 
-    def stage_params(self, cut: Cut, stage: int) -> int:
-        """Parameters of ``stage``; shared layers count once."""
-        first, end = cut[stage]
-        blocks = 1 if self.share_layers else end - first
-        total = blocks * self.layer_params
-        return total + self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
+    def params_of(self, layer: int) -> int:
+        """All blocks have the same size."""
+        return self.layer_params
 
-    @property
-    def params(self) -> int:
-        """Parameters of the whole model without sharing (as it is exported)."""
-        return self.layers * self.layer_params + self.embedding_params + self.head_params
+    def flops_of(self, layer: int, tokens: int | None = None) -> float:
+        return self.layer_flops(tokens)
 
     def layer_flops(self, tokens: int | None = None) -> float:
         """Forward FLOPs per token of one block in a sequence of ``tokens`` (default: the context).
@@ -138,50 +124,16 @@ class ModelSpec:
         """Forward FLOPs per token of the head and of the softmax over the vocabulary (about 5 per entry)."""
         return 2.0 * self.width * self.vocab + 5.0 * self.vocab
 
-    def stage_flops(self, cut: Cut, stage: int, tokens: int | None = None) -> float:
-        """Forward FLOPs per token of ``stage``."""
-        first, end = cut[stage]
-        total = (end - first) * self.layer_flops(tokens)
-        return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
+    def kept_bytes(self, layer: int, size: int) -> float:
+        """In numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the attention's
+        output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp, which are
+        small."""
+        masks = 2 * self.width if self.dropout else 0
+        norms = 2 * self.width * (2 * 4 + size)
+        return norms + size * (2 * self.width + 2 * self.kv_width + 4 * self.ffn) + masks
 
-    def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
-        """The most even cut into ``stages`` by compute cost, or the one into stages of ``sizes`` layers. Raises
-        ConfigError for more stages than layers, and for other layers than there are."""
-        if sizes is not None:
-            if len(sizes) != stages or sum(sizes) != self.layers or min(sizes) < 1:
-                raise ConfigError(
-                    f"fleet.layers: {list(sizes)} for {stages} stages and {self.layers} layers; give one number a stage"
-                )
-            ends = list(itertools.accumulate(sizes))
-            return tuple(zip([0, *ends[:-1]], ends, strict=True))
-        if not 1 <= stages <= self.layers:
-            raise ConfigError(
-                f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"
-            )
-        if stages * self.layers**2 > MAX_SEARCH:  # also what a founder's configuration can make a joiner compute
-            raise ConfigError(
-                f"fleet.layers: {self.layers} layers in {stages} stages are too many to search for the best cut; say how many layers each "
-                f"stage has"
-            )
-        costs = [self.layer_flops()] * self.layers
-        return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
-
-    def chain(self, sequences: int, tokens: int, *, parameter_bytes: float, token_bytes: float) -> Chain:
-        """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and
-        backward [FLOP].
-
-        ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``:
-        what a layer keeps of a token until its backward. Embedding and head belong to the first and the last layer;
-        shared layers are held once a stage."""
-        work = [3.0 * sequences * tokens * self.layer_flops(tokens)] * self.layers
-        work[0] += 3.0 * sequences * tokens * self.embedding_flops
-        work[-1] += 3.0 * sequences * tokens * self.head_flops
-        block = self.layer_params * parameter_bytes
-        state = [0.0 if self.share_layers else block] * self.layers
-        state[0] += self.embedding_params * parameter_bytes
-        state[-1] += self.head_params * parameter_bytes
-        shared = (Shared(block, tuple(range(self.layers))),) if self.share_layers else ()
-        return Chain(tuple(work), tuple(state), (token_bytes * sequences * tokens,) * self.layers, shared)
+    def head_kept_bytes(self, size: int) -> float:
+        return self.width * (2 * 4 + size) + self.vocab * (size + 2 * 4)
 
 
 def _default_ffn(width: int) -> int:

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from muletrain.model.decoder import Block, KeyValues, Linear, RMSNorm, rope_table
 from muletrain.model.dropout import Masks, dropout
+from muletrain.model.module import StageModule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from muletrain.model.chain import Model
     from muletrain.model.spec import ModelSpec
     from muletrain.planning.partition import Cut
 
@@ -41,19 +43,16 @@ class _Body(nn.Module):
             self.norm = RMSNorm(spec.width, spec.norm_eps)
 
 
-class Stage(nn.Module):
+class Stage(StageModule):
     """Layers ``cut[index]`` of the model, with the embedding in the first stage and norm and head in the last.
 
     ``index`` None is the whole model, whose layers are shared as ``cut`` says if ``spec.share_layers``: inside each
-    stage one block is repeated, named by the stage's first layer (SWARM sec. 4.3, after ALBERT). A new stage has no
-    storage: ``bind`` gives it weights.
+    stage one block is repeated, named by the stage's first layer (SWARM sec. 4.3, after ALBERT).
     """
 
     def __init__(self, spec: ModelSpec, index: int | None, cut: Cut) -> None:
-        super().__init__()
-        self.spec = spec
-        self.is_first = index in (None, 0)
-        self.is_last = index in (None, len(cut) - 1)
+        super().__init__(spec, first=index in (None, 0), last=index in (None, len(cut) - 1))
+        self.spec: ModelSpec = spec
         runs = cut if index is None else (cut[index],)
         self._owners = {
             layer: first if spec.share_layers else layer for first, end in runs for layer in range(first, end)
@@ -63,27 +62,13 @@ class Stage(nn.Module):
             if self.is_last:
                 self.lm_head = Linear(spec.width, spec.vocab, bias=False)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter, in a fixed order."""
-        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-
-    def bind(self, weights: Mapping[str, Tensor]) -> Stage:
-        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Returns the stage."""
-        for name, shape in self.shapes().items():
-            if tuple(weights[name].shape) != shape:
-                raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, expected {shape}")
-            module, _, leaf = name.rpartition(".")
-            setattr(self.get_submodule(module), leaf, nn.Parameter(weights[name]))
-        return self
+    def caches(self) -> dict[int, KeyValues]:
+        """Keys and values, by layer."""
+        return {layer: KeyValues() for layer in self._owners}
 
     def forward(
         self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, KeyValues] | None = None
     ) -> Tensor:
-        """Tokens int64 [B, T] in the first stage, else activations [B, T, D], to activations, or to logits [B, T, V] in
-        the last.
-
-        ``masks``: identity of the microbatch, None outside of training. ``caches``: by layer, for generation.
-        """
         x = self._enter(inputs, masks)
         seen = next(iter(caches.values())).seen if caches else 0
         cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
@@ -102,7 +87,7 @@ class Stage(nn.Module):
         return inputs.to(next(self.parameters()).dtype)
 
 
-def initial_weight(spec: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def initial_weight(spec: Model, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """fp32: ones for norms, else N(0, 0.02), projections onto the residual stream divided by sqrt(2 layers) (GPT-2).
 
     Drawn by numpy's Philox keyed by (seed, name): unlike torch's CPU generator, its bits do not depend on vector

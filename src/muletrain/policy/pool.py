@@ -40,11 +40,17 @@ class Pass(StrEnum):
     """Forward and backward of the last stage."""
     AGAIN = "again"
     """Forward and backward for the parameter gradient alone: it was lost with the worker that had it."""
+    CHECK = "check"
+    """Forward and backward to compare with what other workers brought back. Nothing is accumulated."""
 
     @property
     def cost(self) -> int:
         """Compute per sequence, in forward passes."""
         return {Pass.FORWARD: 1, Pass.BACKWARD: 2}.get(self, 3)
+
+
+LAST = Pass.AGAIN, Pass.CHECK
+"""Passes that nobody waits for before the step's end."""
 
 
 class Part(NamedTuple):
@@ -91,12 +97,12 @@ class _Giving:
 @dataclass
 class _Open:
     """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone; ``holder``: the worker that may still hand its gradient over."""
+    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it."""
 
     givings: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     since: float = math.inf
-    holder: str | None = None
+    barred: frozenset[str] = frozenset()
 
 
 class _Worker:
@@ -198,13 +204,13 @@ class Pool:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
         self._uncut[what].append(_Uncut(what, step, index, 0, rows, now))
 
-    def put_part(self, part: Part, now: float, prefers: str | None = None, holder: str | None = None) -> None:
+    def put_part(self, part: Part, now: float, prefers: str | None = None, barred: Collection[str] = ()) -> None:
         """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
-        late. ``holder``: the worker that may still hand its gradient over, and does not get it."""
+        late. ``barred``: workers that do not get it."""
         if part in self._open:
-            self._open[part].holder = holder
+            self._open[part].barred = frozenset(barred)
             return
-        self._open[part] = _Open(holder=holder)
+        self._open[part] = _Open(barred=frozenset(barred))
         worker = self._workers.get(prefers) if prefers is not None else None
         if worker is None or worker.late or not worker.ready:
             self._release(part, now)
@@ -217,16 +223,16 @@ class Pool:
         if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
             return
         wanted.since = min(wanted.since, now)
-        (self._again if part.what is Pass.AGAIN else self._free)[part] = None
+        (self._again if part.what in LAST else self._free)[part] = None
 
     def drop(self, step: int, index: int | None = None, *, again: bool = False) -> None:
-        """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again of that
-        microbatch."""
+        """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again, or checked,
+        of that microbatch."""
 
         def dropped(found: _Uncut | Part) -> bool:
             if found.step != step or index not in (None, found.index):
                 return False
-            return index is None or again or found.what is not Pass.AGAIN
+            return index is None or again or found.what not in LAST
 
         for what, waiting in self._uncut.items():
             self._uncut[what] = deque(uncut for uncut in waiting if not dropped(uncut))
@@ -234,8 +240,8 @@ class Pool:
             self._close(part)
 
     def drop_again(self, step: int) -> None:
-        """Forget what is to be computed again of a step."""
-        for part in [p for p in self._open if p.what is Pass.AGAIN and p.step == step]:
+        """Forget what is to be computed again, or checked, of a step."""
+        for part in [p for p in self._open if p.what in LAST and p.step == step]:
             self._close(part)
 
     def drop_parts(self, parts: Iterable[Part]) -> None:
@@ -265,9 +271,8 @@ class Pool:
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
-        idle = worker == OWN and (self._others_have_room() or self._holds_up(taker))
-        part = self._of_its_own(taker) or self._first_of(self._free, worker, now, idle=idle)
-        part = part or self._share(worker, now, idle=idle) or self._first_of(self._again, worker, now, idle=idle)
+        part = self._of_its_own(taker) or self._first_of(self._free, worker, now)
+        part = part or self._share(worker, now) or self._first_of(self._again, worker, now)
         if part is None:
             return None
         self._numbers += 1
@@ -278,8 +283,20 @@ class Pool:
         self._open[part].givings.add(number)
         return Given(number, part)
 
-    def _others_have_room(self) -> bool:
-        return any(len(w.out) < w.room and not w.late for name, w in self._workers.items() if name != OWN)
+    def can_check(self, *by: str) -> bool:
+        """Could a worker other than ``by`` compute again soon what they computed?"""
+        return any(
+            w.ready and not w.late and name not in by and (name != OWN or not self._holds_up(w))
+            for name, w in self._workers.items()
+        )
+
+    def _others_take(self, barred: Collection[str] = ()) -> bool:
+        """Is there a worker, not ``barred`` and beside the server's own device, that has room, or is much faster?"""
+        slow = self._holds_up(self._workers[OWN])
+        return any(
+            w.ready and not w.late and name != OWN and name not in barred and (slow or len(w.out) < w.room)
+            for name, w in self._workers.items()
+        )
 
     def _holds_up(self, own: _Worker) -> bool:
         """Is the server's own device much slower than its clients?"""
@@ -292,24 +309,23 @@ class Pool:
                 return part
         return None
 
-    def _first_of(self, free: dict[Part, None], worker: str, now: float, *, idle: bool) -> Part | None:
-        """``idle``: take only what others could not, or do not, compute."""
+    def _first_of(self, free: dict[Part, None], worker: str, now: float) -> Part | None:
         for part in free:
             wanted = self._open[part]
             if (
-                worker == wanted.holder
+                worker in wanted.barred
                 or worker in wanted.failed
                 or any(self._givings[n].worker == worker for n in wanted.givings)
             ):
                 continue
-            if not idle or wanted.failed or now - wanted.since >= LEFT_S:
+            if worker != OWN or wanted.failed or now - wanted.since >= LEFT_S or not self._others_take(wanted.barred):
                 del free[part]
                 return part
         return None
 
-    def _share(self, worker: str, now: float, *, idle: bool) -> Part | None:
+    def _share(self, worker: str, now: float) -> Part | None:
         for waiting in self._uncut.values():
-            if waiting and (not idle or now - waiting[0].since >= LEFT_S):
+            if waiting and (worker != OWN or now - waiting[0].since >= LEFT_S or not self._others_take()):
                 uncut = waiting[0]
                 unknown = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
                 share = 0.0 if unknown else self._share_of(worker)  # a device that may be very slow begins with little

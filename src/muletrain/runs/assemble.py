@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,9 +23,10 @@ from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import import_hf
-from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import Stage
+from muletrain.model.hf import import_hf, is_native
+from muletrain.model.make import make_model, make_stage
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.folder import import_traced, load_traced
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.data.microbatch import TokenArray
     from muletrain.data.tokens import TokenCache
+    from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
     from muletrain.runs.measure.machine import Machine
     from muletrain.strategies.base import Strategy
@@ -51,14 +53,14 @@ class RunFacts:
     """Facts that follow from the configuration alone."""
 
     config: RunConfig
-    spec: ModelSpec
+    spec: Model
     cut: Cut
     """(first layer, end) of each stage."""
 
     @classmethod
     def of(cls, config: RunConfig) -> RunFacts:
         """Raises ConfigError when the model cannot be cut as asked."""
-        spec = ModelSpec.from_config(config.model)
+        spec = make_model(config.model)
         return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
 
     def drawn(self) -> RunFacts:
@@ -113,6 +115,7 @@ class RunFacts:
             adopt_after_s=c.fleet.adopt_after,
             from_seed=c.model.from_ is None,
             delayed=c.optimizer.delayed,
+            verify=c.hub.verify if self.strategy.pooled else 0.0,
         )
 
     def source(self, cache: TokenCache) -> MicrobatchSource:
@@ -235,10 +238,13 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
     shared differ: all but the first would be lost."""
     if facts.config.model.from_ is None:
         return None
-    load = import_hf(Path(facts.config.model.from_))[1]
+    folder = Path(facts.config.model.from_)
+    if isinstance(facts.spec, TracedModel):
+        return load_traced(folder, facts.spec)
+    load = import_hf(folder)[1]
     first, end = facts.cut[stage]
     prefix = f"model.layers.{first}."
-    leaves = [n.removeprefix(prefix) for n in Stage(facts.spec, stage, facts.cut).shapes() if n.startswith(prefix)]
+    leaves = [n.removeprefix(prefix) for n in make_stage(facts.spec, stage, facts.cut).shapes() if n.startswith(prefix)]
     for layer in range(first + 1, end) if facts.spec.share_layers else ():
         if not all(torch.equal(load(f"model.layers.{layer}.{leaf}"), load(prefix + leaf)) for leaf in leaves):
             raise CheckpointError(
@@ -256,11 +262,9 @@ def resolve_start(config: RunConfig) -> RunConfig:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     try:
-        spec, _ = import_hf(Path(config.model.from_), context=given.get("context"))
+        sizes = _sizes_in(Path(config.model.from_), given)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
-    own = {"dropout": given.get("dropout", 0.0), "share_layers": config.model.share_layers}
-    sizes: dict[str, object] = {**json.loads(spec.to_json()), **own}
     for name, value in given.items():
         if value != sizes.get(name):
             raise ConfigError(
@@ -273,6 +277,22 @@ def resolve_start(config: RunConfig) -> RunConfig:
     if data.tokenizer == "train" and tokenizer.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer)})
     return RunConfig.model_validate({**dict(config), "model": model, "data": data})
+
+
+def _sizes_in(folder: Path, given: dict[str, Any]) -> dict[str, object]:
+    """Fields of ``ModelConfig`` that describe the model in ``folder``. Raises CheckpointError or ConfigError."""
+    if is_native(folder):
+        spec, _ = import_hf(folder, context=given.get("context"))
+        own = {
+            "dropout": given.get("dropout", 0.0),
+            "share_layers": given.get("share_layers", False),
+            "untie": given.get("untie", False),
+        }
+        return {**json.loads(spec.to_json()), **own}
+    own = {name: given[name] for name in ("dropout", "untie") if name in given}
+    model = import_traced(folder, context=given.get("context"), **own)
+    sizes = {name: getattr(model, name) for name in ("layers", "width", "vocab", "context", "architecture")}
+    return {**sizes, "chain": model.chain_name, **own}
 
 
 def versions() -> dict[str, str]:

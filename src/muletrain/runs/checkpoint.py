@@ -16,8 +16,7 @@ from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokenizer import end_of_text, parse_tokenizer
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
-from muletrain.model.generate import load_model
-from muletrain.model.spec import ModelSpec
+from muletrain.model.make import load_model, model_from_json
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place
 
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.model.stage import Stage
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
 
 COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'run --resume' tries again"
 FORMAT = 2
@@ -90,7 +90,7 @@ class Checkpoint:
 
     folder: Path
     manifest: dict[str, Any]
-    spec: ModelSpec
+    spec: Model
     config: RunConfig
 
     @classmethod
@@ -102,7 +102,7 @@ class Checkpoint:
             manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
             if manifest["format"] != FORMAT:
                 raise CheckpointError(f"{folder}: written in format {manifest['format']}, this version reads {FORMAT}")
-            spec = ModelSpec.from_json(json.dumps(manifest["spec"]))
+            spec = model_from_json(json.dumps(manifest["spec"]))
             config = RunConfig.model_validate(manifest["config"])
             missing = {"step", "parts", "files"} - manifest.keys()
             if missing:
@@ -237,6 +237,6 @@ class Checkpoint:
                 weights |= {name.removeprefix("model/"): file.get_tensor(name) for name in names}
         return weights
 
-    def model(self) -> Stage:
+    def model(self) -> StageModule:
         """Load the whole model on the CPU."""
         return load_model(self.spec, self.weights())

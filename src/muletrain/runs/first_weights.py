@@ -14,7 +14,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from muletrain.errors import CheckpointError
-from muletrain.model.stage import Stage
+from muletrain.model.make import make_stage
 from muletrain.runs.assemble import initial_weights
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _write_part(path: Path, facts: RunFacts, stage: int) -> str:
     assert load is not None
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in _safetensors(Stage(facts.spec, stage, facts.cut).shapes(), load):
+        for piece in _safetensors(make_stage(facts.spec, stage, facts.cut).shapes(), load):
             digest.update(piece)
             file.write(piece)
     return digest.hexdigest()

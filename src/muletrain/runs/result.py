@@ -20,8 +20,8 @@ from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from muletrain.data.tokens import TokenCache
-    from muletrain.model.spec import ModelSpec
-    from muletrain.model.stage import Stage
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
     from muletrain.runs.checkpoint import Checkpoint
 
 HELDOUT_TOKENS = 1 << 20
@@ -39,7 +39,7 @@ LOGITS = 1 << 26
 PROMPTS = ("The ", "If the ", "A class ")
 
 
-def check_memory(spec: ModelSpec) -> None:
+def check_memory(spec: Model) -> None:
     """Check that the whole model fits this machine: a peer only ever holds a stage. Raises CapacityError."""
     needed, free = 4 * spec.params, free_memory(torch.device("cpu"))
     if needed > MEMORY_SHARE * free:
@@ -49,12 +49,12 @@ def check_memory(spec: ModelSpec) -> None:
         )
 
 
-def report_tokens(spec: ModelSpec) -> int:
+def report_tokens(spec: Model) -> int:
     """Held-out tokens that the end of a run measures, so that it takes about ``REPORT_FLOPS``."""
     return max(spec.context, int(REPORT_FLOPS / (spec.layers * spec.layer_flops() + spec.head_flops)))
 
 
-def quality(checkpoint: Checkpoint, model: Stage, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
+def quality(checkpoint: Checkpoint, model: StageModule, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
     """Measure mean cross-entropy [nats/token] on at most ``tokens`` held-out tokens, of the model and of the baselines.
     The first token is no target. Raises DataError when the corpus has another tokenizer than the run."""
     if cache.tokenizer_json != checkpoint.tokenizer_json:
@@ -93,12 +93,12 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def write(checkpoint: Checkpoint, model: Stage, prompt: str, **options: float) -> str:
+def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
     """Return ``prompt`` with the model's continuation."""
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
     end = end_of_text(tokenizer)
     return prompt + generate(model, tokenizer, prompt, end_of_text=end, **options)  # type: ignore[arg-type]
 
 
-def samples(checkpoint: Checkpoint, model: Stage) -> list[str]:
+def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:
     return [write(checkpoint, model, p, max_tokens=40, top_k=40, seed=k) for k, p in enumerate(PROMPTS)]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet_file import Fleet, FleetPeer, Link
     from muletrain.config.fleet_sections import Machine
     from muletrain.config.schema import RunConfig
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
 
 AMPLE = 1 << 62
@@ -155,7 +155,7 @@ def mortal(setting: Setting) -> list[int]:
     return [k for k, kind in enumerate(setting.kinds) if not kind.reliable] or list(range(len(setting.kinds)))
 
 
-def run_cost(config: RunConfig, spec: ModelSpec, cut: Cut) -> RunCost:
+def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
     """Costs of a microbatch and a step; sequences have their full length."""
     sequences, tokens = config.train.microbatch, spec.context
     ids = encoded_size(IDS16 if spec.vocab <= 1 << 16 else IDS32, (sequences, tokens))
@@ -183,10 +183,10 @@ def _flat_size(codec: Codec, elements: int) -> int:
     return int(encoded_size(codec, (1 << 20,)) / (1 << 20) * elements)
 
 
-def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
+def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
     """Find the fewest stages that every kind can hold, or else that each fit some machine. Raises CapacityError."""
     peers = first_of_each(fleet)
-    possible = range(1, min(spec.layers, len(fleet.peers())) + 1)
+    possible = range(1, min(spec.most_stages, len(fleet.peers())) + 1)
     for enough in (all, any):
         for stages in possible:
             needs = stage_needs(config, spec, spec.cut(stages))
@@ -195,7 +195,7 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: ModelSpec) -> int:
     return possible[-1]
 
 
-def setting(fleet: Fleet, config: RunConfig, spec: ModelSpec, cut: Cut | None = None) -> Setting:
+def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None) -> Setting:
     """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the
     fleet file that they are about."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
@@ -232,7 +232,7 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
     return firsts
 
 
-def stage_needs(config: RunConfig, spec: ModelSpec, cut: Cut, graphs: int = 1) -> list[StageMemory]:
+def stage_needs(config: RunConfig, spec: Model, cut: Cut, graphs: int = 1) -> list[StageMemory]:
     """Memory that each stage of this run needs."""
     precision = precision_of(config)
     return [
@@ -255,7 +255,7 @@ def precision_of(config: RunConfig) -> Precision:
     return Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
 
 
-def _client_needs(config: RunConfig, spec: ModelSpec, cut: Cut) -> list[StageMemory]:
+def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
     """Memory that each stage needs of a client of a hub."""
     tokens, precision = config.train.microbatch * spec.context, precision_of(config)
     return [client_memory(spec, cut, s, tokens=tokens, precision=precision) for s in range(len(cut))]
@@ -296,7 +296,7 @@ def _kind(
     )
 
 
-def takes_s(fleet: Fleet, config: RunConfig, spec: ModelSpec, stages: int) -> NDArray[np.float64]:
+def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArray[np.float64]:
     """Seconds of a microbatch, forward and backward, by stage, entry of the file and number of layers, (S, K, L +
     1); inf without room. Layers cost the same, so only the embedding and the head matter beside their number."""
     machines, longest = first_of_each(fleet), spec.layers - stages + 1
@@ -354,7 +354,7 @@ def stash_room(offer: Offer, need: StageMemory) -> float:
     return min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
 
 
-def _check_memory(fleet: Fleet, spec: ModelSpec, needs: list[StageMemory]) -> None:
+def _check_memory(fleet: Fleet, spec: Model, needs: list[StageMemory]) -> None:
     offers = [offer_of(p) for p in first_of_each(fleet)]
     total = sum(offer.device * m.count for offer, m in zip(offers, fleet.machines, strict=True))
     largest = max(range(len(offers)), key=lambda n: offers[n].device)

@@ -12,8 +12,8 @@ from muletrain.config.peer_sections import HubConfig, PipelineConfig
 from muletrain.config.plan_file import VERSION, Plan, Prediction
 from muletrain.config.schema import ModelConfig, RunConfig
 from muletrain.errors import ConfigError
+from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
-from muletrain.model.spec import ModelSpec
 from muletrain.planning.splits import title
 from muletrain.strategies import CHOICES, asks_for, choose, find
 
@@ -132,7 +132,7 @@ def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
         from muletrain.runs.assemble import resolve_start
 
         config = resolve_start(config)
-    spec = ModelSpec.from_config(config.model)
+    spec = make_model(config.model)
     if (spec.params, spec.context) != (plan.params, plan.context):
         raise ConfigError(
             f"{path}: the plan is for a model ({plan.model}) with {plan.params} parameters and sequences of {plan.context} tokens, but the "
@@ -155,7 +155,7 @@ def _hub(config: RunConfig, chosen: Prediction) -> HubConfig:
     seats = tuple(tuple(name for name in stage.machines if name not in stage.clients) for stage in chosen.stages)
     helpers = tuple(stage.clients for stage in chosen.stages)
     clients = sum(map(len, helpers)) if config.hub.clients is None else config.hub.clients
-    return HubConfig(clients=clients, seats=seats, helpers=helpers)
+    return config.hub.model_copy(update={"clients": clients, "seats": seats, "helpers": helpers})
 
 
 def names_of(config: RunConfig) -> list[str]:

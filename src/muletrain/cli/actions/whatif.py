@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.sim.fleet.accounts import Outcome
     from muletrain.sim.fleet.advice import Change, Suggestion
     from muletrain.sim.fleet.flow import Weather
@@ -131,7 +131,7 @@ class _Question:
         return _stages_given(self.config, self.given)
 
     @cached_property
-    def run(self) -> tuple[RunConfig, ModelSpec]:
+    def run(self) -> tuple[RunConfig, Model]:
         return _run(self.fleet, self.config, self.given, self.choice)
 
     def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
@@ -147,7 +147,7 @@ class _Question:
         return suggestions(self.scene, churn) if able else []
 
 
-def _run(fleet: Fleet, config: Path | None, given: list[str], choice: str | None) -> tuple[RunConfig, ModelSpec]:
+def _run(fleet: Fleet, config: Path | None, given: list[str], choice: str | None) -> tuple[RunConfig, Model]:
     """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
     ConfigError for a strategy that is not played."""
     run, spec = load_run(config, given)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from muletrain.config.costs import Costs
     from muletrain.config.fleet_file import Fleet
     from muletrain.config.schema import RunConfig
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.sim.fleet.accounts import Outcome
     from muletrain.sim.fleet.advice import Suggestion
     from muletrain.sim.setting import Setting
@@ -40,7 +40,7 @@ NAMED_STAGES = 12
 
 
 def say_run(
-    console: Console, fleet: Fleet, run: RunConfig, spec: ModelSpec, scene: Setting, outcome: Outcome, hours: float
+    console: Console, fleet: Fleet, run: RunConfig, spec: Model, scene: Setting, outcome: Outcome, hours: float
 ) -> None:
     kinds = ", ".join(f"{k.count} x {k.device} in {k.region}" for k in scene.kinds)
     name = run.model.preset or "model"
@@ -88,7 +88,7 @@ def say_advice(console: Console, scene: Setting, outcome: Outcome, found: Sequen
     console.print(table)
 
 
-def say_costs(console: Console, costs: Costs, spec: ModelSpec, scene: Setting) -> None:
+def say_costs(console: Console, costs: Costs, spec: Model, scene: Setting) -> None:
     runs = ", ".join(costs.runs) or "nowhere"
     console.print(
         f"costs measured in {escape(runs)}: {costs.call_ms:g} ms per call on paced machines, {costs.hop_ms:g} ms per message, "

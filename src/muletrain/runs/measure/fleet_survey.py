@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.compute.estimate import Offer
     from muletrain.events import Event
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.network.base import Network, PeerId
 
 FILE = "fleet.toml"
@@ -51,7 +51,7 @@ class Survey:
 
     net: Network
     emit: Callable[[Event], None]
-    spec: ModelSpec
+    spec: Model
     sequences: int
     folder: File
     people: Callable[[], dict[PeerId, tuple[str, Offer]]]

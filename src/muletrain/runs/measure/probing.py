@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.clock import Clock
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.measure.machine import Machine
 
@@ -242,7 +242,7 @@ def seconds_per_byte(volley: list[tuple[float, int]]) -> float:
     return slope(*edge)
 
 
-def block_of(spec: ModelSpec, sequences: int, machine: Machine, folder: Path, identity: bytes) -> BlockFound:
+def block_of(spec: Model, sequences: int, machine: Machine, folder: Path, identity: bytes) -> BlockFound:
     """Measure a block on this machine. Raises CapacityError."""
     times = block_times(spec, sequences, machine.device, machine.precision)
     return BlockFound(

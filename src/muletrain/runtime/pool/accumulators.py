@@ -10,21 +10,24 @@ import torch
 
 from muletrain.compute.checks import is_finite
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.optim.sketch import sketch
 from muletrain.policy.deadline import Usual
+from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import AccumulatorChunk, AskAccumulator, Contents
 from muletrain.wire.codec import Encoded, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
     from torch import Tensor
 
     from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
+    from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
+    from muletrain.runtime.pool.checks import Checks
+    from muletrain.runtime.pool.parts import PartsBySteps
 
 TRANSFERS = 4
 """Clients that hand over at once: more of them would fill the server's download."""
@@ -48,42 +51,28 @@ class Lost(MuletrainError):
 
 
 class Receiver(Protocol):
-    """Who accumulators are for (``desk.PartsDesk``)."""
+    """Whose clients hand over (``desk.PartsDesk``)."""
 
-    n_params: int
     plan: Plan
 
-    def holders(self, step: int) -> dict[PeerId, set[int]]:
-        """Returns the clients that should have gradients of ``step``, and the numbers of these."""
-        ...
-
-    def complete(self, step: int) -> bool:
-        """Is every gradient of ``step`` here?"""
-        ...
-
-    def busy(self, client: PeerId) -> bool:
-        """Does ``client`` compute parts that it should bring back soon?"""
-        ...
-
-    def arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
-        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
-        ...
-
-    def hedge(self, client: PeerId) -> None:
-        """The accumulator of ``client`` takes unusually long: others may compute again what is in it. If that is done
-        before it comes, it is lost."""
-        ...
-
-    def trust(self, client: PeerId) -> None:
-        """``client`` goes on."""
+    def doubt(self, client: PeerId) -> None:
+        """``client`` takes unusually long."""
         ...
 
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
         """``worker`` is gone. ``again_at``: who computes again what it had accumulated."""
         ...
 
-    async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
-        """See ``Compute``."""
+    def expel(self, client: PeerId, why: str) -> None:
+        """``client`` works for this server no more."""
+        ...
+
+    def withdraw(self) -> None:
+        """Tell clients what they need not compute any more."""
+        ...
+
+    def seed(self) -> bytes:
+        """Returns what sketches are drawn from."""
         ...
 
 
@@ -103,8 +92,22 @@ class _Transfer:
 class Accumulators:
     """Fetches accumulators of the clients of one server."""
 
-    def __init__(self, receiver: Receiver, net: Network, clock: Clock, tasks: Tasks) -> None:
-        self._receiver, self._net, self._clock, self._tasks = receiver, net, clock, tasks
+    def __init__(
+        self,
+        receiver: Receiver,
+        inner: Compute,
+        pool: Pool,
+        parts: PartsBySteps,
+        checks: Checks,
+        net: Network,
+        clock: Clock,
+        tasks: Tasks,
+    ) -> None:
+        """``inner`` takes what is handed over."""
+        self._receiver, self._inner, self._pool, self._parts, self._checks = receiver, inner, pool, parts, checks
+        self._net, self._clock, self._tasks = net, clock, tasks
+        self._hedged: set[PeerId] = set()
+        """Clients whose accumulators take unusually long: what is in them may be computed again by others."""
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, _Transfer] = {}
         self._numbers = 0
@@ -116,15 +119,17 @@ class Accumulators:
         """Number of times that accumulators began anew."""
 
     async def gather(self, step: int) -> None:
-        """Return once all gradients of ``step`` are here. A client that computes a part again is asked after that. It
-        always ends: what does not come is computed again, by the server itself if nobody else does."""
+        """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are being
+        checked, is asked after that. It always ends: what does not come is computed again, by the server itself if
+        nobody else does."""
         coming: dict[PeerId, asyncio.Task[None]] = {}
         try:
-            while not self._receiver.complete(step):
+            while not self._parts.of(step).complete:
                 self.news.clear()
                 coming = {client: task for client, task in coming.items() if not task.done()}
-                for client in sorted(self._receiver.holders(step)):
-                    if client not in coming and not self._receiver.busy(client):
+                checked = self._checks.concerned(step)
+                for client in sorted(self._parts.of(step).holders()):
+                    if client not in coming and client not in checked and not self._pool.busy(client):
                         coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
                 await self.news.wait()
         finally:
@@ -137,26 +142,55 @@ class Accumulators:
         try:
             values, numbers = await self.fetch(client, generation, step)
         except Unreached:
-            self._receiver.hedge(client)
+            self._hedge(client)
             await self._clock.sleep(AGAIN_S)
         except Lost as e:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
         else:
-            if generation == self.generation and numbers <= self._receiver.holders(step).get(client, set()):
-                self._receiver.arrived(client, step, values, numbers)
+            found = await self._inner.offload(sketch, values, self._receiver.seed())
+            claimed = self._parts.of(step).claimed(client, numbers)
+            if claimed is not None and not alike(found, claimed):
+                self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
+                return
+            if generation == self.generation and numbers <= self._parts.of(step).holders().get(client, set()):
+                self._arrived(client, step, values, numbers)
             else:
                 self._receiver.lose(client, "parts in its accumulator were taken back while it came")
         finally:
             self.news.set()
 
+    def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
+        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
+        self._inner.add(step, values)
+        self._pool.drop_parts(self._parts.again(client))
+        self._parts.of(step).arrived(client, numbers)
+        self._trust(client)
+        self._receiver.withdraw()
+
+    def _hedge(self, client: PeerId) -> None:
+        """An accumulator takes unusually long: others may compute again what is in it. If that is done before it comes, it
+        is lost."""
+        if client not in self._hedged:
+            self._hedged.add(client)
+            for part in self._parts.again(client):
+                self._pool.put_part(part, self._clock.now(), barred=(client,))
+            self._receiver.doubt(client)
+
+    def _trust(self, client: PeerId) -> None:
+        """An accumulator comes after all."""
+        if client in self._hedged:
+            self._hedged.discard(client)
+            self._pool.drop_parts(self._parts.again(client))
+            self._receiver.withdraw()
+
     async def fetch(self, client: PeerId, generation: int, step: int) -> tuple[Tensor, set[int]]:
         """Returns the accumulator of ``client``, flat fp32 [P], and the numbers of the gradients in it: those that it
         should have, and what has come to count meanwhile. Raises Lost and Unreached."""
         async with self._turns:
-            wanted = self._receiver.holders(step).get(client, set())
+            wanted = self._parts.of(step).holders().get(client, set())
             self._numbers += 1
-            chunks = range(-(-self._receiver.n_params // self._receiver.plan.chunk))
-            transfer = _Transfer(self._numbers, torch.empty(self._receiver.n_params), set(chunks))
+            chunks = range(-(-self._inner.n_params // self._receiver.plan.chunk))
+            transfer = _Transfer(self._numbers, torch.empty(self._inner.n_params), set(chunks))
             ask = AskAccumulator(
                 generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted))
             )
@@ -170,7 +204,7 @@ class Accumulators:
                 del self._transfers[client]
         if not wanted <= (contents := transfer.contents or set()):
             raise Lost("its accumulator lacks parts that it should contain")
-        if not await self._receiver.offload(is_finite, transfer.values):
+        if not await self._inner.offload(is_finite, transfer.values):
             raise Lost("its accumulator is not finite", here=True)
         return transfer.values, contents
 
@@ -191,10 +225,10 @@ class Accumulators:
                 await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
                 if not transfer.problem:
-                    self._receiver.hedge(client)
+                    self._hedge(client)
                 continue
             self._usual.measured(self._clock.now() - begin)
-            self._receiver.trust(client)
+            self._trust(client)
             if transfer.problem:
                 raise Lost(transfer.problem)
 
@@ -203,7 +237,7 @@ class Accumulators:
         transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
         if transfer is None or message.transfer != transfer.number:
             raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")
-        size = min(plan.chunk, self._receiver.n_params - message.chunk * plan.chunk)
+        size = min(plan.chunk, self._inner.n_params - message.chunk * plan.chunk)
         if (chunk.codec, chunk.shape) != (plan.gradients, (size,)) or message.chunk in transfer.begun:
             raise Malformed(f"{message.KIND}: no chunk {message.chunk} of {chunk.codec} {chunk.shape} is expected")
 
@@ -220,12 +254,13 @@ class Accumulators:
         transfer, begin = self._transfers[client], message.chunk * self._receiver.plan.chunk
         transfer.begun.add(message.chunk)
         out = transfer.values[begin : begin + self._receiver.plan.chunk]
-        await self._receiver.offload(_store, tensors[0], out)
+        await self._inner.offload(_store, tensors[0], out)
         transfer.left.discard(message.chunk)
         transfer.news.set()
 
     def lose(self, client: PeerId) -> None:
         """``client`` is gone."""
+        self._hedged.discard(client)
         self.news.set()
         if (transfer := self._transfers.get(client)) is not None:
             transfer.problem = "it is gone"

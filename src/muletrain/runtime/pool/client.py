@@ -273,7 +273,7 @@ class Client:
         if values is None:
             raise _Left("the weights did not come whole")
         await self._accumulator.load(values)
-        self._have = digest
+        self._have = self._work.seed = digest
 
     async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
         """To our server. Raises _Left and NetworkError."""

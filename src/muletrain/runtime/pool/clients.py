@@ -23,6 +23,7 @@ from muletrain.runtime.pool.messages import (
     AccumulatorChunk,
     AreYouThere,
     Begun,
+    Checked,
     Contents,
     Ended,
     Enlist,
@@ -45,9 +46,8 @@ from muletrain.wire.codec import encoded_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from torch import Tensor
-
     from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.base import Channel, Frame, Network, PeerId
     from muletrain.policy.pool import Pool
@@ -85,12 +85,12 @@ class Desk(Protocol):
     """Who the clients work for (``desk.PartsDesk``)."""
 
     stage: int
-    n_params: int
+    inner: Compute
     plan: Plan
     pool: Pool
     accumulators: Accumulators
 
-    async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
+    async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
         """A client brings back a part."""
         ...
 
@@ -112,14 +112,6 @@ class Desk(Protocol):
 
     def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
         """A client is there, and has these givings."""
-        ...
-
-    async def copied_weights(self) -> Tensor:
-        """See ``Compute``."""
-        ...
-
-    async def offload(self, fn: Callable[..., Encoded], *args: object) -> Encoded:
-        """See ``Compute``."""
         ...
 
 
@@ -154,12 +146,14 @@ class Clients:
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
         self._tally = Tally()
+        self._banned: set[PeerId] = set()
+        """Clients whose results were wrong."""
         self._digest: bytes | None = None
         """Of the current weights."""
         self._version = 0
         self._open = False
         """The weights are whole, and clients may have them."""
-        self._weights = WeightsUpload(desk, net, tasks)
+        self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
         self._there = Deadline(unmeasured_s=THERE_S, floor_s=THERE_FLOOR_S)
         net.serve(Enlist.KIND, self._on_enlist)
         net.serve(GetState.KIND, self._on_get_state)
@@ -173,6 +167,10 @@ class Clients:
         ask = Enlist.unpack(payload)
         if (ask.config, ask.stage) != (self._config, self._desk.stage):
             raise AdmissionError(f"this server serves stage {self._desk.stage} of another configuration; join again")
+        if sender in self._banned:
+            raise AdmissionError(
+                "this server does without you: results of yours were wrong; check this machine's memory"
+            )
         state = self._state()
         if self._clients.pop(sender, None) is not None:
             self._desk.lose(sender, "it begins anew")
@@ -215,6 +213,15 @@ class Clients:
             self._tally.count(known.name, "redone", parts)
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
             self._tasks.spawn(self._tell(client, Ended(enlistment=known.enlistment, over=False)), Ended.KIND)
+
+    def ban(self, client: PeerId) -> None:
+        """``client`` works here no more."""
+        self._banned.add(client)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the current weights; empty: there are none."""
+        return self._digest or b""
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -339,7 +346,7 @@ class Clients:
         if isinstance(message, Numbered):
             client.unable = client.unable + 1 if isinstance(message, Unable) else 0
         match message:
-            case Output() | Finished():
+            case Output() | Finished() | Checked():
                 await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
             case Unable() if client.unable > MAX_UNABLE:
                 self._desk.lose(sender, f"it computes nothing: {message.reason[:200]}")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import is_finite
 from muletrain.errors import MuletrainError, NetworkError
+from muletrain.optim.sketch import unpacked
 from muletrain.policy.pool import OWN, Given, Part, Pass, Pool
 from muletrain.runtime.pool.accumulators import Accumulators
+from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
-from muletrain.runtime.pool.messages import Counted, Finished, Output, Withdraw
+from muletrain.runtime.pool.messages import Checked, Counted, Finished, Output, Withdraw
 from muletrain.runtime.pool.parts import KeptPart, PartsBySteps, computed_part, given_message
-from muletrain.wire.codec import Encoded, decode, encode, encode_ids
+from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Collection
 
     from torch import Tensor
@@ -25,13 +29,13 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.base import Network, PeerId
+    from muletrain.optim.sketch import Sketch
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Call
     from muletrain.runtime.pool.clients import Servers
     from muletrain.runtime.pool.parts import StepParts
 
-R = TypeVar("R")
 SEND_S = 60.0
 """Seconds within which a client takes what is sent to it."""
 LOOK_S = 1.0
@@ -55,9 +59,10 @@ class PartsDesk:
         servers: Servers,
         config: bytes,
         emit: Callable[[Event], None],
+        rng: random.Random,
     ) -> None:
-        """``config``: digest of the run's configuration."""
-        self.stage, self.n_params = inner.stage, inner.n_params
+        """``config``: digest of the run's configuration; ``rng`` draws what is checked."""
+        self.stage = inner.stage
         self.plan, self.inner = plan, inner
         self._net, self._clock, self._tasks = net, clock, tasks
         self.pool = Pool()
@@ -65,9 +70,8 @@ class PartsDesk:
         self.pool.ready(OWN, 1)
         self._calls: dict[tuple[Pass, int, int], Call] = {}
         self._parts = PartsBySteps()
-        self._hedged: set[PeerId] = set()
-        """Clients whose accumulators take unusually long: what is in them may be computed again by others."""
-        self.accumulators = Accumulators(self, net, clock, tasks)
+        self._checks = Checks(self, clock, plan.verify, rng)
+        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self._checks, net, clock, tasks)
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
         tasks.spawn(self._watch(), "pool")
 
@@ -103,7 +107,9 @@ class PartsDesk:
     async def _put_backward(self, call: Call, grad: Tensor) -> None:
         """Put the parts of a backward into the pool, cut as its forward was."""
         kept, mb = self._parts.of(call.mb.step).of(call.mb.index), call.mb
-        encoded = [await self.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()]
+        encoded = [
+            await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
+        ]
         now = self._parts.of(mb.step).of(mb.index)
         if call.done.done() or any(now.get(first) is not part for first, part in kept.items()):
             raise MuletrainError("the microbatch was given up")
@@ -124,6 +130,7 @@ class PartsDesk:
     def discard(self, mb: Microbatch) -> None:
         """See ``Compute``."""
         self.pool.drop(mb.step, mb.index)
+        self._checks.forget_microbatch(mb.step, mb.index)
         self.withdraw()
         if mb.step in self._parts.steps:
             self._through(self._parts.steps[mb.step], mb.step, mb.index)
@@ -139,6 +146,7 @@ class PartsDesk:
         """What passes through goes on; its gradients are accumulated anew."""
         self.accumulators.generation += 1
         self.pool.drop_again(step)
+        self._checks.forget(step)
         for call in [c for c in self._calls.values() if c.mb.step == step and c.accumulate]:
             call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
         if step in self._parts.steps:
@@ -149,6 +157,7 @@ class PartsDesk:
         """Nothing of ``step`` is computed any more."""
         self.accumulators.generation += 1
         self.pool.drop(step)
+        self._checks.forget(step)
         self.withdraw()
         for call in [c for c in self._calls.values() if c.mb.step == step]:
             call.fail(MuletrainError(f"step {step} is over"))
@@ -192,15 +201,14 @@ class PartsDesk:
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns from what ``part`` is computed; None: it is no longer wanted."""
+        kept = self._checks.find(part) if part.what is Pass.CHECK else self._parts.find(part)
         call = self._calls.get((part.what, part.step, part.index))
-        if (kept := self._parts.find(part)) is not None or call is None or call.inputs is None or call.done.done():
+        if kept is not None or call is None or call.inputs is None or call.done.done():
             return kept
-        rows = slice(part.first, part.first + part.rows)
-        inputs, targets = call.inputs[rows], None if call.targets is None else encode_ids(call.targets[rows])
-        sent = encode_ids(inputs) if self.stage == 0 else await self.offload(encode, inputs, self.plan.activations)
+        cut = await call.cut(part, self.inner, self.plan.activations)
         if call.done.done():
             return None
-        kept = self._parts.find(part) or KeptPart(part.rows, sent, targets)
+        kept = self._parts.find(part) or cut
         self._parts.of(part.step).keep(part, kept)
         return kept
 
@@ -227,23 +235,33 @@ class PartsDesk:
                 raise MuletrainError("it is no longer wanted")
             if part.what is Pass.AGAIN:
                 self._parts.of(part.step).forward_lost(OWN, part)
-            loss, values = await computed_part(self.inner, mb, part, kept, accumulate=accumulate)
+            loss, values, found = await computed_part(self.inner, mb, part, kept, self.seed(), accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
             if (call := self._calls.get((part.what, part.step, part.index))) is not None:
                 call.fail(MuletrainError(str(e)))
             self.feed()
             return
-        self._came_back(OWN, given.number, part, accumulate, loss, values)
+        if found:
+            self._checked(OWN, given.number, part, found)
+        else:
+            self._came_back(OWN, given.number, part, accumulate, loss, values)
         self.feed()
 
     # Coming back ----------------------------------------------------------------------------------------------------
 
     def _came_back(
-        self, worker: PeerId, number: int, part: Part, accumulate: bool, loss: float, values: Tensor | None
-    ) -> bool:
-        """Take the result of a giving. Returns whether its gradient counts: then it is in the accumulator of
-        ``worker``."""
+        self,
+        worker: PeerId,
+        number: int,
+        part: Part,
+        accumulate: bool,
+        loss: float,
+        values: Tensor | None,
+        claim: Sketch | None = None,
+    ) -> KeptPart | None:
+        """Take the result of a giving. Returns from what it was computed, if it counts: then a gradient is in the
+        accumulator of ``worker``, which announced ``claim``."""
         kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
         self.withdraw()
@@ -252,23 +270,25 @@ class PartsDesk:
         if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
             if worker == OWN and (accumulate or kept is None or kept.forward_at != OWN):
                 self.inner.discard(mb)
-            return False
+            return None
         self.clients.did_part(worker)
         if part.what is Pass.FORWARD:
             kept.forward_at = worker
         elif accumulate:
-            self._accumulated(worker, number, part, kept, call)
+            self._accumulated(worker, number, part, kept, call, claim)
         if call is not None:
             call.fill(part, loss, values)
-        return accumulate
+        return kept
 
-    def _accumulated(self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None) -> None:
+    def _accumulated(
+        self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
+    ) -> None:
         """Note where the gradient of ``part`` is."""
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
         parts = self._parts.of(part.step)
         holder = parts.holder(part) if part.what is Pass.AGAIN else None
         if worker != OWN:
-            parts.accumulated(part, kept, worker, number)
+            parts.accumulated(part, kept, worker, number, claim)
             if call is not None:
                 call.places.append((part.index, part.first))
         elif call is not None:
@@ -280,23 +300,49 @@ class PartsDesk:
         if holder is not None:
             self.lose(holder, "it took too long, and others have done its work")
 
-    async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
+    async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
         """A client brings back a part. If there is a gradient to add, it is told whether it counts."""
-        values = None if tensor is None else await self.offload(decode, tensor)
-        fine = values is None or await self.offload(is_finite, values)
+        if isinstance(message, Checked):
+            if (part := self.pool.part(worker, message.number)) is not None and part.what is Pass.CHECK:
+                self._checked(worker, message.number, part, checked_sketches(message))
+            return self.feed()
+        values = None if tensor is None else await self.inner.offload(decode, tensor)
+        claim = None if message.sketch is None else unpacked(message.sketch)
+        fine = values is None or await self.inner.offload(is_finite, values)
+        fine &= claim is None or bool(np.isfinite(claim).all())
+        drawn = None
+        if (part := self.pool.part(worker, message.number)) is not None and fine:
+            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed())
         if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
         call = self._calls.get((part.what, part.step, part.index))
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
-        counts = False
-        if fine:
-            counts = self._came_back(worker, message.number, part, accumulate, message.loss, values)
-        else:
+        kept = None
+        if not fine or (accumulate and self.plan.verify and claim is None):
             self.on_unable(worker, message.number)
+        else:
+            kept = self._came_back(worker, message.number, part, accumulate, message.loss, values, claim)
+        if kept is not None:
+            self._checks.came(worker, part, kept, drawn, claim if accumulate else None)
         if part.what is not Pass.FORWARD:
-            self.clients.tell(worker, Counted(number=message.number, counts=counts))
+            self.clients.tell(worker, Counted(number=message.number, counts=accumulate and kept is not None))
         self.feed()
+
+    def _checked(self, worker: PeerId, number: int, part: Part, found: dict[str, Sketch]) -> None:
+        """``worker`` has computed a part again for comparison."""
+        if self.pool.done(worker, number, self._clock.now()):
+            self._checks.checked(worker, part, found)
+        self.accumulators.news.set()
+
+    def expel(self, client: PeerId, why: str) -> None:
+        """See ``accumulators.Receiver``."""
+        self.clients.ban(client)
+        self.lose(client, why)
+
+    def seed(self) -> bytes:
+        """See ``accumulators.Receiver``."""
+        return self.clients.digest
 
     def on_unable(self, worker: PeerId, number: int) -> None:
         """A client did not compute a part: others may, and not from its forward."""
@@ -323,29 +369,13 @@ class PartsDesk:
         """``client`` is there: these are the numbers of the parts that it computes, and of the gradients of which it has
         not heard whether they count."""
         self.pool.reconcile(client, parts, self._clock.now())
-        counted = {n for step in self._parts.steps for n in self.holders(step).get(client, ())}
+        counted = {n for step in self._parts.steps for n in self._parts.of(step).holders().get(client, ())}
         for number in uncounted:
             self.clients.tell(client, Counted(number=number, counts=number in counted))
         self.feed()
 
-    def hedge(self, client: PeerId) -> None:
-        """See ``accumulators.Receiver``."""
-        if client not in self._hedged:
-            self._hedged.add(client)
-            for part in self._parts.again(client):
-                self.pool.put_part(part, self._clock.now(), holder=client)
-            self.doubt(client)
-
-    def trust(self, client: PeerId) -> None:
-        """See ``accumulators.Receiver``."""
-        if client in self._hedged:
-            self._hedged.discard(client)
-            self.pool.drop_parts(self._parts.again(client))
-            self.withdraw()
-
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
         """``worker`` is gone, with everything that it had. ``again_at``: who computes again what it had accumulated."""
-        self._hedged.discard(worker)
         self.pool.lost(worker, self._clock.now())
         again = self._parts.again(worker)
         self._parts.lost(worker)
@@ -366,35 +396,3 @@ class PartsDesk:
                 self.doubt(worker)
             self.accumulators.news.set()  # who is late is no longer busy
             self.feed()
-
-    # Accumulators -----------------------------------------------------------------------------------------------------
-
-    def holders(self, step: int) -> dict[PeerId, set[int]]:
-        """See ``accumulators.Receiver``."""
-        return self._parts.of(step).holders()
-
-    def complete(self, step: int) -> bool:
-        """See ``accumulators.Receiver``."""
-        return self._parts.of(step).complete
-
-    def busy(self, client: PeerId) -> bool:
-        """See ``accumulators.Receiver``."""
-        return self.pool.busy(client)
-
-    def arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
-        """See ``accumulators.Receiver``."""
-        self.inner.add(step, values)
-        self.pool.drop_parts(self._parts.again(client))
-        self._parts.of(step).arrived(client, numbers)
-        self.trust(client)
-        self.withdraw()
-
-    # The weights ------------------------------------------------------------------------------------------------------
-
-    async def copied_weights(self) -> Tensor:
-        """See ``Compute``."""
-        return await self.inner.copied_weights()
-
-    async def offload(self, fn: Callable[..., R], *args: object) -> R:
-        """See ``Compute``."""
-        return await self.inner.offload(fn, *args)

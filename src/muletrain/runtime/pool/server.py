@@ -13,6 +13,7 @@ from muletrain.runtime.pool.calls import Call
 from muletrain.runtime.pool.desk import PartsDesk
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable
 
     from torch import Tensor
@@ -40,10 +41,11 @@ class PooledCompute(WrappedCompute):
         servers: Servers,
         config: bytes,
         emit: Callable[[Event], None],
+        rng: random.Random,
     ) -> None:
-        """``config``: digest of the run's configuration."""
+        """``config``: digest of the run's configuration; ``rng`` draws what is checked."""
         super().__init__(inner)
-        self._desk = PartsDesk(inner, net, clock, tasks, plan, servers, config, emit)
+        self._desk = PartsDesk(inner, net, clock, tasks, plan, servers, config, emit, rng)
 
     @property
     def clients(self) -> Clients:

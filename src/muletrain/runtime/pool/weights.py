@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from blake3 import blake3
@@ -37,26 +37,12 @@ TAKERS = 32
 """Peers that get weights at once; others wait in line."""
 
 
-class Holder(Protocol):
-    """Who has the weights (``desk.PartsDesk``)."""
-
-    n_params: int
-    plan: Plan
-
-    async def copied_weights(self) -> Tensor:
-        """See ``Compute``."""
-        ...
-
-    async def offload(self, fn: Callable[..., Encoded], *args: object) -> Encoded:
-        """See ``Compute``."""
-        ...
-
-
 class WeightsUpload:
     """Gives the weights of one server to those who ask."""
 
-    def __init__(self, holder: Holder, net: Network, tasks: Tasks) -> None:
-        self._holder, self._net, self._tasks = holder, net, tasks
+    def __init__(self, compute: Compute, chunk: int, net: Network, tasks: Tasks) -> None:
+        """``chunk``: numbers of a chunk."""
+        self._compute, self._chunk, self._net, self._tasks = compute, chunk, net, tasks
         self._digest: bytes | None = None
         """Of the current weights; None: they are about to change."""
         self._weights: asyncio.Task[Tensor] | None = None
@@ -78,7 +64,7 @@ class WeightsUpload:
         """Send the chunks, unless other weights are asked for: then ``sender`` hears of the current ones."""
         if self._digest is None or ask.weights != self._digest:
             return
-        chunks = -(-self._holder.n_params // self._holder.plan.chunk)
+        chunks = -(-self._compute.n_params // self._chunk)
         asked = deque(dict.fromkeys(c for c in ask.chunks if c < chunks))
         if (taker := self._takers.get(sender)) is not None:
             taker.clear()
@@ -92,13 +78,13 @@ class WeightsUpload:
             async with self._turns:
                 while chunks and self._takers.get(peer) is chunks:
                     if self._weights is None:
-                        self._weights = self._tasks.spawn(self._holder.copied_weights(), "weights")
-                    values, size = await asyncio.shield(self._weights), self._holder.plan.chunk
+                        self._weights = self._tasks.spawn(self._compute.copied_weights(), "weights")
+                    values, size = await asyncio.shield(self._weights), self._chunk
                     if self._takers.get(peer) is not chunks or not chunks:
                         return
                     chunk = chunks.popleft()
                     part = values[chunk * size : (chunk + 1) * size]
-                    tensor = await self._holder.offload(encode, part, Codec.FP32)
+                    tensor = await self._compute.offload(encode, part, Codec.FP32)
                     message = WeightsChunk(weights=digest, chunk=chunk)
                     await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
         except NetworkError:  # it asks again, if it is there

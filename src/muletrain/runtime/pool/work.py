@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 from muletrain.compute.base import Microbatch
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError
+from muletrain.optim.sketch import packed
 from muletrain.policy.pool import Pass
-from muletrain.runtime.pool.messages import Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
+from muletrain.runtime.pool.checks import checked_message
+from muletrain.runtime.pool.messages import Checked, Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
+from muletrain.runtime.pool.parts import recomputed
 from muletrain.wire.codec import IDS, Encoded, decode, encode
 
 if TYPE_CHECKING:
@@ -135,6 +138,8 @@ class PartWork:
         self._compute, self._plan, self._accumulator = compute, plan, accumulator
         self._forwards: set[Microbatch] = set()
         """Parts whose forward is kept."""
+        self.seed = b""
+        """Digest of the weights, from which sketches are drawn."""
 
     def forget_forwards(self) -> None:
         """Nobody will ask for the backward of what was computed so far."""
@@ -162,13 +167,20 @@ class PartWork:
     def unable(message: Give, reason: str) -> Unable:
         return Unable(number=message.number, reason=reason[:1000])
 
-    async def compute(self, message: Give, tensors: list[Encoded]) -> tuple[Output | Finished | Unable, list[Encoded]]:
+    async def compute(
+        self, message: Give, tensors: list[Encoded]
+    ) -> tuple[Output | Finished | Checked | Unable, list[Encoded]]:
         """Returns the answer to ``message``, with its tensors."""
         mb = Microbatch(message.step, message.index, message.first, message.whole)
         try:
-            if not message.accumulate:
+            if not message.accumulate and message.what is not Pass.CHECK:
                 return await self._computed(message, mb, tensors)
             await self._accumulator.reserve(mb, message.generation)
+            if message.what is Pass.CHECK:
+                try:
+                    return await self._computed(message, mb, tensors)
+                finally:
+                    self._accumulator.free(mb)
             try:
                 return await self._computed(message, mb, tensors)
             except BaseException:
@@ -182,10 +194,12 @@ class PartWork:
 
     async def _computed(
         self, message: Give, mb: Microbatch, tensors: list[Encoded]
-    ) -> tuple[Output | Finished, list[Encoded]]:
+    ) -> tuple[Output | Finished | Checked, list[Encoded]]:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
         compute, part = self._compute, message.part
         first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
+        if part.what is Pass.CHECK:
+            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], self.seed)), []
         loss, result = 0.0, None
         if part.what is Pass.FORWARD:
             compute.discard(mb)
@@ -202,9 +216,12 @@ class PartWork:
         sent = []
         if result is not None and part.what is not Pass.AGAIN:
             sent = [await compute.offload(encode, await result, self._plan.activations)]
+        claim = None
         if message.accumulate:
+            if self._plan.verify:
+                claim = packed(await compute.part_sketch(mb, self.seed))
             self._accumulator.check(message.generation)
             self._accumulator.computed(message.number, mb)
         if sent:
-            return Output(number=message.number, loss=loss), sent
-        return Finished(number=message.number, loss=loss), []
+            return Output(number=message.number, loss=loss, sketch=claim), sent
+        return Finished(number=message.number, loss=loss, sketch=claim), []

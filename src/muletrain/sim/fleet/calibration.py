@@ -26,7 +26,7 @@ from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.fleet_sections import Machine
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
-from muletrain.model.spec import ModelSpec
+from muletrain.model.make import make_model
 from muletrain.planning.cost import service_s
 from muletrain.planning.devices import find_device
 from muletrain.sim.fleet.rates import TRAINERS, Rates
@@ -182,7 +182,7 @@ def observe(folder: Path) -> Sample:
     first, last, seconds = _steady(folder, events)
     applied = [e for e in events if isinstance(e, ev.StepApplied) and first <= e.step <= last]
     joined = [e for e in events if isinstance(e, ev.PeerJoined)]
-    spec = ModelSpec.from_config(config.model)
+    spec = make_model(config.model)
     cost = run_cost(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
     fleet, kind_of = _fleet(config, {e.name: e.chip or e.device.partition(":")[0] for e in joined})
     speeds = _speeds(applied, config, cost, kind_of, fleet)

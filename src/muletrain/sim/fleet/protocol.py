@@ -303,7 +303,15 @@ class Actors:
             tasks, note = Tasks(InlineExecutor()), partial(self.note, name)
             if self._strategy.pooled:
                 compute = PooledCompute(
-                    compute, network, self._clock, tasks, self.plan, roster, self.genesis.config, note
+                    compute,
+                    network,
+                    self._clock,
+                    tasks,
+                    self.plan,
+                    roster,
+                    self.genesis.config,
+                    note,
+                    random.Random(name),
                 )
             ctx = Context(network, self._clock, compute, roster, self.plan, note, tasks=tasks)
             source = HollowTokens(self.plan.sequences)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from muletrain.config.fleet_file import FleetPeer, Link
     from muletrain.config.plan_file import Prediction
     from muletrain.config.schema import RunConfig
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
     from muletrain.sim.setting import Setting
 
@@ -65,7 +65,7 @@ class Question:
 
     fleet: Fleet
     run: RunConfig
-    spec: ModelSpec
+    spec: Model
     stages: int | None = None
     microbatch: int | None = None
     costs: Costs = field(default_factory=Costs)
@@ -118,7 +118,7 @@ class Question:
             return [stages_for(self.fleet, self.run, self.spec)]
         layers = self.spec.layers
         counts = {math.ceil(layers / most) for most in range(1, layers + 1)}
-        return sorted(c for c in counts if c <= len(self.fleet.peers()))
+        return sorted(c for c in counts if c <= min(self.spec.most_stages, len(self.fleet.peers())))
 
     def microbatches(self) -> list[int]:
         """Sizes worth a look [sequences]."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import StageMemory
     from muletrain.config.fleet_file import FleetPeer
     from muletrain.config.schema import RunConfig
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.sim.plan.question import Question
 
 NOTES = (
@@ -71,7 +71,7 @@ def _problem(why: str) -> Prediction:
     return Prediction(strategy="swap", runnable=find("swap").runs, problem=why)
 
 
-def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: ModelSpec) -> Whole:
+def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: Model) -> Whole:
     """Plan one entry. Raises CapacityError with the entry and the reason."""
     offer, cut = offer_of(peer), spec.cut(1)
     precision = precision_of(run)
@@ -111,7 +111,7 @@ def _whole(n: int, peer: FleetPeer, name: str, run: RunConfig, spec: ModelSpec) 
     return Whole(n, swapper, _row(name, need, on_device, beside, graphs, offer.device, on_host, offer.host))
 
 
-def _layers(spec: ModelSpec, tokens: int, precision: Precision, flops: float) -> tuple[Layer, ...]:
+def _layers(spec: Model, tokens: int, precision: Precision, flops: float) -> tuple[Layer, ...]:
     """Blocks, the first one with the embedding (ATOM sec. III-C), and the head; activations are computed again before a
     backward."""
     size = 4 if precision is Precision.FP32 else 2

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def unequal(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
     """Find a few layouts that may be the fastest; none without room, or if the file declares a stage's times."""
-    if question.paced or not 1 < stages <= min(question.spec.layers, len(question.fleet.peers())):
+    if question.paced or not 1 < stages <= min(question.spec.most_stages, len(question.fleet.peers())):
         return []
     fleet = _Fleet(question, stages, microbatch)
     choices, complete = search(fleet.work, fleet.roughly_s, seed=seed, time_limit_s=time_limit_s)

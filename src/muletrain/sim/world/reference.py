@@ -18,8 +18,7 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.model.dropout import Masks, keep_mask
-from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import Stage
+from muletrain.model.make import make_model, make_stage
 from muletrain.optim.schedule import learning_rate
 from muletrain.runtime.core.plan import Plan
 from muletrain.strategies import strategy_of
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.config.schema import OptimizerConfig, RunConfig
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
     from muletrain.planning.partition import Cut
     from muletrain.sim.world.scenario import Scenario
 
@@ -44,7 +45,7 @@ class Facts:
     """Of one scenario."""
 
     config: RunConfig
-    spec: ModelSpec
+    spec: Model
     cut: Cut
     plan: Plan
     given: Callable[[str], Tensor] | None = None
@@ -128,7 +129,7 @@ def facts_of(scenario: Scenario) -> Facts:
             *scenario.overrides,
         ],
     )
-    spec = ModelSpec.from_config(config.model)
+    spec = make_model(config.model)
     plan = Plan(
         stages=len(scenario.stages),
         steps=scenario.steps,
@@ -156,6 +157,7 @@ def facts_of(scenario: Scenario) -> Facts:
         work=(1.0,) * len(scenario.stages),
         state_bytes=(0,) * len(scenario.stages),
         delayed=config.optimizer.delayed,
+        verify=config.hub.verify if scenario.clients else 0.0,
         strategy=strategy_of(config),
     )
     facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
@@ -201,8 +203,8 @@ class SingleProcess(VirtualCompute):
         self._runs, self._each = facts.cut, facts.plan.sequences
         super().__init__(facts.spec, facts.spec.cut(1), 0, setup, facts.given)
 
-    def _empty(self, spec: ModelSpec, cut: Cut) -> Stage:
-        return Stage(spec, None, self._runs)
+    def _empty(self, spec: Model, cut: Cut) -> StageModule:
+        return make_stage(spec, None, self._runs)
 
     def mean_gradient(self, step: int, inputs: Tensor, targets: Tensor) -> tuple[Tensor, float]:
         """Of the microbatches, flat fp32 [P], and their mean loss [nats/token]; ``inputs`` and ``targets``: tokens

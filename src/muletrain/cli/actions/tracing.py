@@ -1,0 +1,52 @@
+"""``muletrain trace``: a model's blocks as Python, and a table of them."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from muletrain.cli.show.console import make_console
+from muletrain.errors import MuletrainError
+from muletrain.units import format_count, format_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOURCE, TABLE = "blocks.py", "blocks.json"
+
+
+def trace_model(folder: Path, out: Path, *, context: int | None, json: bool) -> None:
+    """Trace the model in ``folder``, and write its blocks to ``out``. Raises MuletrainError."""
+    from muletrain.model.traced.folder import traced_in
+    from muletrain.model.traced.source import source_of, table_rows
+
+    console = make_console(sys.stderr)
+    with console.status("tracing the model"):
+        model = traced_in(folder, context=context)
+        rows = list(table_rows(model))
+        source = source_of(model)
+    about = {"context": model.context, "parameters": model.params, "chain": model.chain_name, "parts": rows}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / SOURCE).write_text(source, encoding="utf-8")
+        (out / TABLE).write_text(jsonlib.dumps(about, indent=1) + "\n", encoding="utf-8")
+    except OSError as e:
+        raise MuletrainError(f"--out: cannot write {out}: {e.strerror or e}; choose another folder") from e
+    if json:
+        print(jsonlib.dumps(about))
+        return
+    table = Table("part", "class", "parameters", "FLOP/token", "activations/token", "lines", box=None)
+    for row in rows:
+        table.add_row(
+            row["part"],
+            row["class"],
+            format_count(row["parameters"]),
+            format_count(row["flops_per_token"]),
+            format_memory(int(row["kept_bytes_per_token"])),
+            str(row["lines"]),
+        )
+    make_console(sys.stdout).print(table)
+    print(f"wrote {out / SOURCE} and {out / TABLE}: {format_count(model.params)} parameters, context {model.context}")

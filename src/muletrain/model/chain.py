@@ -1,0 +1,165 @@
+"""A model as a chain of blocks: what planning, estimates, runs and exports know of a model. Imports no torch.
+
+A cut separates blocks. The first stage also has what comes before the first block (the embedding), the last one what
+comes after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
+``traced.chain.TracedModel``, any causal language model of ``transformers``.
+
+Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one
+multiply-add = 2 FLOPs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from muletrain.errors import ConfigError
+from muletrain.planning.partition import Chain, Cut, Shared, partition
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MAX_SEARCH = 1 << 24
+"""Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
+
+
+class Model(ABC):
+    """A chain of ``layers`` blocks, numbered from 0, with a part before and a part after them."""
+
+    layers: int
+    """Blocks that a cut can separate."""
+    width: int
+    """Numbers that one block passes to the next for each token."""
+    vocab: int
+    context: int
+    """Longest sequence [tokens]."""
+    share_layers: bool
+    """Inside a stage one block is repeated."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """All that it takes to make the model again (``make.model_from_json``)."""
+
+    @abstractmethod
+    def params_of(self, layer: int) -> int:
+        """Parameters of a block."""
+
+    @property
+    @abstractmethod
+    def embedding_params(self) -> int:
+        """Parameters of the part before the first block."""
+
+    @property
+    @abstractmethod
+    def head_params(self) -> int:
+        """Parameters of the part after the last block."""
+
+    @abstractmethod
+    def flops_of(self, layer: int, tokens: int | None = None) -> float:
+        """Forward FLOPs per token of a block in a sequence of ``tokens`` (default: the context)."""
+
+    @property
+    @abstractmethod
+    def embedding_flops(self) -> float:
+        """Forward FLOPs per token of the part before the first block."""
+
+    @property
+    @abstractmethod
+    def head_flops(self) -> float:
+        """Forward FLOPs per token of the part after the last block, the loss included."""
+
+    @abstractmethod
+    def kept_bytes(self, layer: int, size: int) -> float:
+        """Bytes that autograd keeps of a block between forward and backward, per token. ``size``: bytes of a number in
+        the working precision."""
+
+    @abstractmethod
+    def head_kept_bytes(self, size: int) -> float:
+        """The same of the part after the last block."""
+
+    @property
+    def most_stages(self) -> int:
+        """Stages that the chain can be cut into at most."""
+        return self.layers
+
+    def check_cut(self, cut: Cut) -> None:  # noqa: B027 # most chains can be cut anywhere
+        """Raises ConfigError if the chain cannot be cut there."""
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of the largest block."""
+        return max(self.params_of(layer) for layer in range(self.layers))
+
+    def layer_flops(self, tokens: int | None = None) -> float:
+        """Mean forward FLOPs per token of a block."""
+        return sum(self.flops_of(layer, tokens) for layer in range(self.layers)) / self.layers
+
+    @property
+    def params(self) -> int:
+        """Parameters of the whole model without sharing (as it is exported)."""
+        return sum(map(self.params_of, range(self.layers))) + self.embedding_params + self.head_params
+
+    def stage_params(self, cut: Cut, stage: int) -> int:
+        """Parameters of ``stage``; shared layers count once."""
+        first, end = cut[stage]
+        total = sum(map(self.params_of, range(first, first + 1 if self.share_layers else end)))
+        return total + self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
+
+    def stage_flops(self, cut: Cut, stage: int, tokens: int | None = None) -> float:
+        """Forward FLOPs per token of ``stage``."""
+        first, end = cut[stage]
+        total = sum(self.flops_of(layer, tokens) for layer in range(first, end))
+        return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
+
+    def stage_kept_bytes(self, cut: Cut, stage: int, size: int) -> float:
+        """Bytes that autograd keeps of ``stage`` between forward and backward, per token."""
+        first, end = cut[stage]
+        total = sum(self.kept_bytes(layer, size) for layer in range(first, end))
+        return total + (self.head_kept_bytes(size) if stage == len(cut) - 1 else 0)
+
+    def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
+        """The most even cut into ``stages`` by compute cost, or the one into stages of ``sizes`` layers. Raises
+        ConfigError for more stages than layers, for other layers than there are, and where the model cannot be cut."""
+        if sizes is not None:
+            if len(sizes) != stages or sum(sizes) != self.layers or min(sizes) < 1:
+                raise ConfigError(
+                    f"fleet.layers: {list(sizes)} for {stages} stages and {self.layers} layers; give one number a stage"
+                )
+            ends = list(itertools.accumulate(sizes))
+            cut: Cut = tuple(zip([0, *ends[:-1]], ends, strict=True))
+        else:
+            cut = self._best_cut(stages)
+        self.check_cut(cut)
+        return cut
+
+    def _best_cut(self, stages: int) -> Cut:
+        if not 1 <= stages <= self.layers:
+            raise ConfigError(
+                f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"
+            )
+        if stages * self.layers**2 > MAX_SEARCH:  # also what a founder's configuration can make a joiner compute
+            raise ConfigError(
+                f"fleet.layers: {self.layers} layers in {stages} stages are too many to search for the best cut; say how many layers each "
+                f"stage has"
+            )
+        costs = [self.flops_of(layer) for layer in range(self.layers)]
+        return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
+
+    def chain(self, sequences: int, tokens: int, *, parameter_bytes: float, token_bytes: float) -> Chain:
+        """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and
+        backward [FLOP].
+
+        ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``:
+        what a layer keeps of a token until its backward. Embedding and head belong to the first and the last layer;
+        shared layers are held once a stage."""
+        layers = range(self.layers)
+        work = [3.0 * sequences * tokens * self.flops_of(layer, tokens) for layer in layers]
+        work[0] += 3.0 * sequences * tokens * self.embedding_flops
+        work[-1] += 3.0 * sequences * tokens * self.head_flops
+        blocks = [self.params_of(layer) * parameter_bytes for layer in layers]
+        state = [0.0 if self.share_layers else block for block in blocks]
+        state[0] += self.embedding_params * parameter_bytes
+        state[-1] += self.head_params * parameter_bytes
+        shared = (Shared(blocks[0], tuple(layers)),) if self.share_layers else ()
+        return Chain(tuple(work), tuple(state), (token_bytes * sequences * tokens,) * self.layers, shared)

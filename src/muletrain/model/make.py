@@ -1,0 +1,64 @@
+"""Makes chains and their stages: the native decoder's, and traced ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from muletrain.errors import ConfigError
+from muletrain.model.hf import expand_shared
+from muletrain.model.spec import ModelSpec
+from muletrain.model.stage import Stage
+from muletrain.model.traced.chain import TracedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from muletrain.config.schema import ModelConfig
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
+    from muletrain.planning.partition import Cut
+
+
+def make_model(config: ModelConfig) -> Model:
+    """The model that ``config`` describes. Raises ConfigError for an unknown preset, for sizes that do not fit together,
+    and for a model that cannot be traced."""
+    if config.architecture is not None:
+        return TracedModel.from_config(config)
+    return ModelSpec.from_config(config)
+
+
+def make_stage(model: Model, index: int | None, cut: Cut) -> StageModule:
+    """Stage ``index`` of ``model``, or (None) the whole of it, without storage."""
+    if isinstance(model, TracedModel):
+        return model.stage(index, cut)
+    assert isinstance(model, ModelSpec)
+    return Stage(model, index, cut)
+
+
+def middle_block(model: Model) -> StageModule:
+    """One block, without what comes before the first and after the last one."""
+    if isinstance(model, TracedModel):
+        return model.middle_block()
+    assert isinstance(model, ModelSpec)
+    return Stage(dataclasses.replace(model, layers=3), 1, ((0, 1), (1, 2), (2, 3)))
+
+
+def load_model(model: Model, state: Mapping[str, Tensor]) -> StageModule:
+    """The whole model with the weights ``state`` (all stages' tensors by name; shared layers once)."""
+    if isinstance(model, ModelSpec):
+        one_each = tuple((layer, layer + 1) for layer in range(model.layers))
+        return Stage(model, None, one_each).bind(expand_shared(state, model))
+    return make_stage(model, None, model.cut(1)).bind(state)
+
+
+def model_from_json(text: str) -> Model:
+    """The inverse of ``Model.to_json``. Raises ConfigError when fields are missing or unknown."""
+    try:
+        traced = "architecture" in json.loads(text)
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"not a model: {e}") from e
+    return TracedModel.from_json(text) if traced else ModelSpec.from_json(text)

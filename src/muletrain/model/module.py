@@ -1,0 +1,49 @@
+"""A stage as a torch module: a run of a chain's blocks, under the names that the whole model has."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from muletrain.model.chain import Model
+    from muletrain.model.dropout import Masks
+
+
+class StageModule(nn.Module):
+    """A new stage has no storage: ``bind`` gives it weights, which their owner may change in place. All stages' states
+    together are the model's."""
+
+    def __init__(self, spec: Model, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.spec = spec
+        self.is_first, self.is_last = first, last
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter, in a fixed order."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+
+    def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
+        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Returns the stage."""
+        for name, shape in self.shapes().items():
+            if tuple(weights[name].shape) != shape:
+                raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, expected {shape}")
+            module, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(module), leaf, nn.Parameter(weights[name]))
+        return self
+
+    def caches(self) -> Mapping[int, Any] | None:
+        """What ``forward`` fills while it generates text, so that a token is computed once. None: it keeps nothing."""
+        return None
+
+    @abstractmethod
+    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+        """Tokens int64 [B, T] in the first stage, else activations [B, T, D], to activations, or to logits [B, T, V] in
+        the last.
+
+        ``masks``: identity of the microbatch, None outside of training. ``caches``: see ``caches``.
+        """

@@ -1,0 +1,142 @@
+"""Builds a causal language model of ``transformers`` from its configuration: on the meta device, without weights.
+
+The configuration may come from another machine. It chooses among the architectures that the installed ``transformers``
+has, and says how large they are; nothing in it is imported, evaluated or downloaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+MOST_LAYERS = 1024
+"""More are refused: a configuration that another machine sent must not keep this one busy."""
+MOST_BUFFER_BYTES = 1 << 30
+"""Of one module: tables are made when the model is, on every machine."""
+_FOREIGN = ("auto_map", "custom_pipelines", "quantization_config", "kernel_config")
+"""Entries that have ``transformers`` run other code than its own, or change what a weight is."""
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_local_experts", "num_experts")
+
+
+class Logits(nn.Module):
+    """Tokens int64 [B, T] -> logits [B, T, V] of a causal language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def checked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without what only describes files and software. Raises ConfigError for what this machine will not
+    build."""
+    for name in _FOREIGN:
+        if config.get(name):
+            what = "remote code" if name in _FOREIGN[:2] else name
+            raise ConfigError(
+                f"model.from: config.json has {name} ({what}), and muletrain builds models with the code of the "
+                f"installed transformers alone; take a model without it"
+            )
+    for name in _COUNTS:
+        count = config.get(name)
+        if isinstance(count, int) and count > MOST_LAYERS:
+            raise ConfigError(f"model.from: {name} = {count}; at most {MOST_LAYERS} are taken")
+    dropped = (
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "attn_implementation",
+        "experts_implementation",
+    )
+    return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model on the meta device, in training mode. Raises ConfigError for an architecture that the installed
+    ``transformers`` does not have, or that is no causal language model."""
+    config = checked(config)
+    with quiet():
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        from transformers import __version__ as version
+
+        kind = config.get("model_type")
+        try:
+            hf = CONFIG_MAPPING[kind].from_dict(dict(config))
+        except Exception as e:  # transformers raises what it likes
+            raise ConfigError(
+                f"model.from: transformers {version} cannot build a {kind!r} model from config.json ({e}); install one that can"
+            ) from e
+        if type(hf) not in AutoModelForCausalLM._model_mapping:
+            raise ConfigError(
+                f"model.from: a {kind!r} model is no causal language model, and only these can be traced; take a "
+                f"text model that predicts the next token"
+            )
+        hf.use_cache = False
+        try:
+            with torch.device("meta"):
+                model: nn.Module = _built(AutoModelForCausalLM, hf, dtype)
+        except Exception as e:
+            raise ConfigError(f"model.from: config.json does not describe a {kind!r} model: {e}") from e
+    return model.train()
+
+
+def _built(auto: Any, hf: Any, dtype: torch.dtype) -> Any:
+    try:
+        return auto.from_config(hf, attn_implementation="sdpa", dtype=dtype)
+    except ValueError:  # it has no implementation with scaled_dot_product_attention
+        return auto.from_config(hf, attn_implementation="eager", dtype=dtype)
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """The values of the model's buffers by name, on the CPU: tables that follow from its configuration. Raises
+    ConfigError for a buffer that the architecture does not compute itself."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_buffers(recurse=False))
+        if not own:
+            continue
+        if (size := sum(b.numel() * b.element_size() for b in own.values())) > MOST_BUFFER_BYTES:
+            raise ConfigError(f"model.from: {path} has {size} bytes of tables; at most {MOST_BUFFER_BYTES} are made")
+        for name, buffer in own.items():
+            fill = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
+        with quiet(), torch.no_grad():
+            model._init_weights(module)  # type: ignore[operator]
+        for name in own:
+            value = module._buffers[name]
+            assert value is not None
+            full = f"{path}.{name}" if path else name
+            if value.is_floating_point() and bool(value.isnan().any()):
+                raise ConfigError(
+                    f"model.from: the buffer {full} is not computed by {type(model).__name__}, but stored; models with "
+                    f"stored buffers are not supported"
+                )
+            found[full] = value
+        for name, buffer in own.items():
+            module._buffers[name] = buffer
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the remarks that ``transformers`` makes on its own behalf."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,306 @@
+"""Cuts a flat graph into parts: what comes before the first block, the blocks, what comes after the last one.
+
+A part is a function of weights, of values that earlier parts made, and of *tables*: values that depend on the shape of
+the microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that
+depend on tokens or weights travel. Equal parts have equal code, and share one function.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from muletrain.errors import ConfigError
+from muletrain.model.traced import operators
+from muletrain.model.traced.export import path_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from muletrain.model.traced.export import Traced
+
+aten = torch.ops.aten
+_FIRST_ARGUMENTS_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the chain."""
+
+    function: fx.GraphModule
+    """(weights, values, tables, where, masks, site, sequences) -> values, each of the first three unpacked. Equal parts
+    have the same one."""
+    weights: tuple[str, ...]
+    """Parameters, in the function's order."""
+    inputs: tuple[str, ...]
+    tables: tuple[str, ...]
+    outputs: tuple[str, ...]
+    site: int
+    """Number of its first dropout."""
+    nodes: tuple[fx.Node, ...]
+    """Where it comes from, in the flat graph."""
+
+    @property
+    def code(self) -> str:
+        return str(self.function.code)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The whole chain: ``parts[0]``, blocks ``parts[1:-1]``, ``parts[-1]``."""
+
+    parts: tuple[Part, ...]
+    tables: fx.GraphModule
+    """(constants, sequences, tokens, where) -> tables"""
+    constants: tuple[str, ...]
+    """Buffers and constants that the tables follow from."""
+    table_names: tuple[str, ...]
+    masks: frozenset[str]
+    """Tables that only say which tokens attention sees."""
+    passed: tuple[tuple[fx.Node, ...], ...]
+    """Values that go from each part to the next ones."""
+    block_path: str
+    """Of the module list whose members are the blocks."""
+
+
+def cut(traced: Traced, module: nn.Module) -> Parts:
+    """Cut ``traced``, the graph of ``module``. Raises ConfigError where no chain of blocks is found, and for operators
+    that draw random numbers."""
+    path, count = _blocks(module, traced)
+    for node in traced.graph.nodes:
+        _refuse_random(node)
+    fixed = _fixed(traced)
+    place = _places(traced, fixed, path, count)
+    _hoist(traced, fixed, place)
+    parts: list[Part] = []
+    site, functions = 0, dict[str, fx.GraphModule]()
+    passed = _passed(traced, place, count + 2)
+    tables = {n for n, part in place.items() if part == -1} | traced.constants.keys()
+    for number in range(count + 2):
+        nodes = [n for n in traced.graph.nodes if place.get(n) == number]
+        made = _Function(traced, nodes, tables)
+        outputs = tuple(n for n in passed[number] if place[n] == number) if number <= count else (traced.output,)
+        part = made.part(outputs, site, functions)
+        site += made.sites
+        parts.append(part)
+    return Parts(tuple(parts), *_tables(traced, place, parts), tuple(passed[: count + 1]), path)
+
+
+def _blocks(module: nn.Module, traced: Traced) -> tuple[str, int]:
+    """Path and length of the list of modules that holds most of the parameters: the layers."""
+    seen = {name for node in traced.graph.nodes if node.op == "call_function" for name in _around(node)}
+    best, most = None, 0
+    for path, child in module.named_modules():
+        if not isinstance(child, nn.ModuleList | nn.Sequential) or len(child) == 0:
+            continue
+        if not all(f"{path}.{k}" in seen for k in range(len(child))):
+            continue
+        size = sum(p.numel() for p in child.parameters())
+        if size > most:
+            best, most = (path, len(child)), size
+    if best is None:
+        raise ConfigError(
+            "model.from: the model has no list of layers (nn.ModuleList) that it runs one after the other, so it cannot be "
+            "cut; keep its layers in one"
+        )
+    return best
+
+
+def _around(node: fx.Node) -> list[str]:
+    """Paths of the modules that a node is in."""
+    return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values() if isinstance(entry, tuple)]
+
+
+def _refuse_random(node: fx.Node) -> None:
+    """Two kinds of random operators have a counterpart whose numbers are facts."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return
+    if target not in (aten.dropout.default, aten.scaled_dot_product_attention.default):
+        raise ConfigError(
+            f"model.from: {path_of(node)} calls {target}, which draws random numbers that another machine could not draw "
+            f"again; switch it off in config.json (dropout and attention dropout are supported)"
+        )
+
+
+def _fixed(traced: Traced) -> set[fx.Node]:
+    """Nodes that depend on the microbatch's shape alone."""
+    fixed: set[fx.Node] = {traced.device, *traced.constants}
+    for node in traced.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if (node.target is aten.sym_size.int and node.args[0] is traced.tokens) or (
+            all(n in fixed for n in node.all_input_nodes) and not _drops(node)
+        ):
+            fixed.add(node)
+    return fixed
+
+
+def _drops(node: fx.Node) -> bool:
+    return node.target in (aten.dropout.default, aten.scaled_dot_product_attention.default)
+
+
+def _places(traced: Traced, fixed: set[fx.Node], path: str, count: int) -> dict[fx.Node, int]:
+    """Node -> its part: 0 before the blocks, 1 + k in block k, 1 + ``count`` after them; -1: the tables."""
+    place: dict[fx.Node, int] = {}
+    now = 0
+    prefix = f"{path}."
+    nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
+    in_block = {n: _number(n, prefix) for n in nodes}
+    last = max(i for i, n in enumerate(nodes) if in_block[n] is not None and n not in fixed)
+    for i, node in enumerate(nodes):
+        block = in_block[node]
+        if node in fixed:
+            place[node] = -1 if block is None else 1 + block
+            continue
+        if block is not None:
+            if 1 + block < now:
+                raise ConfigError(
+                    f"model.from: {path}.{block} computes after a later block did; only a chain of blocks can be cut"
+                )
+            now = 1 + block
+        place[node] = now if i <= last else count + 1
+    return place
+
+
+def _number(node: fx.Node, prefix: str) -> int | None:
+    for path in _around(node):
+        if path.startswith(prefix):
+            return int(path[len(prefix) :].partition(".")[0])
+    return None
+
+
+def _hoist(traced: Traced, fixed: set[fx.Node], place: dict[fx.Node, int]) -> None:
+    """What is fixed and wanted elsewhere is a table, with all that it follows from."""
+    for node in reversed(list(traced.graph.nodes)):
+        if node in fixed and place.get(node, -1) >= 0 and any(place.get(u, -1) != place[node] for u in node.users):
+            place[node] = -1
+
+
+def _passed(traced: Traced, place: dict[fx.Node, int], parts: int) -> list[tuple[fx.Node, ...]]:
+    """Values that are alive after each part, in the order they are made."""
+    alive: list[list[fx.Node]] = [[] for _ in range(parts)]
+    for node in traced.graph.nodes:
+        if place.get(node, -1) < 0:
+            continue
+        until = max((place[u] for u in node.users if u in place), default=-1)
+        for number in range(place[node], until):
+            alive[number].append(node)
+    for number, nodes in enumerate(alive[:-1]):
+        for node in nodes:
+            val = node.meta.get("val")
+            if (
+                not isinstance(val, Tensor)
+                or not val.is_floating_point()
+                or val.dim() < 2
+                or _lead(val) != traced.sizes
+            ):
+                raise ConfigError(
+                    f"model.from: {path_of(node)} makes a value ({node.target}, {_describe(val)}) that is used after part "
+                    f"{number}, and only numbers for each token can be sent from block to block"
+                )
+    return [tuple(nodes) for nodes in alive]
+
+
+def _lead(val: Tensor) -> tuple[Any, Any]:
+    return val.shape[0], val.shape[1]
+
+
+def _describe(val: object) -> str:
+    return f"{val.dtype} {tuple(val.shape)}" if isinstance(val, Tensor) else type(val).__name__
+
+
+class _Function:
+    """Makes a part's function from its nodes."""
+
+    def __init__(self, traced: Traced, nodes: Sequence[fx.Node], tables: set[fx.Node]) -> None:
+        self._traced, self._nodes, own = traced, nodes, {*nodes, traced.device}
+        outside = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own))
+        self._weights = [n for n in outside if n in traced.parameters]
+        self._tables = [n for n in outside if n in tables]
+        self._values = [n for n in outside if n not in traced.parameters and n not in tables]
+        self.sites = 0
+
+    def part(self, outputs: tuple[fx.Node, ...], site: int, functions: dict[str, fx.GraphModule]) -> Part:
+        graph, env = fx.Graph(), {}
+        for kind, nodes in (("weight", self._weights), ("x", self._values), ("table", self._tables)):
+            for number, node in enumerate(nodes):
+                env[node] = graph.placeholder(f"{kind}_{number}")
+                env[node].meta.update(node.meta)
+        env[self._traced.device] = graph.placeholder("where")
+        masks, first, sequences = (graph.placeholder(name) for name in ("masks", "site", "sequences"))
+        for node in self._nodes:
+            env[node] = self._copied(graph, node, lambda n: env[n], (masks, first, sequences))
+            env[node].meta.update(node.meta)  # for those who read the code
+        graph.output(tuple(env[n] for n in outputs))
+        module = fx.GraphModule(nn.Module(), graph)
+        shared = functions.setdefault(str(module.code), module)
+        return Part(
+            shared,
+            tuple(self._traced.parameters[n] for n in self._weights),
+            tuple(n.name for n in self._values),
+            tuple(n.name for n in self._tables),
+            tuple(n.name for n in outputs),
+            site,
+            tuple(self._nodes),
+        )
+
+    def _copied(
+        self, graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], fx.Node], drop: tuple[fx.Node, ...]
+    ) -> fx.Node:
+        if node.target is aten.histc.default:
+            return graph.call_function(operators.histogram, fx.map_arg(node.args, new))
+        if not _drops(node):
+            # named after its operator alone, so that equal parts have equal code
+            args, kwargs = fx.map_arg((node.args, node.kwargs), new)
+            return graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        masks, site, sequences = drop
+        site = site if self.sites == 0 else graph.call_function(operator.add, (site, self.sites))
+        args = fx.map_arg(node.args, new)
+        if node.target is aten.dropout.default:
+            if not args[2] or args[1] == 0:
+                return args[0]  # type: ignore[return-value]
+            self.sites += 1
+            return graph.call_function(operators.dropout, (args[0], args[1], masks, site, sequences))
+        given = dict(zip(_FIRST_ARGUMENTS_OF_ATTENTION, args, strict=False)) | fx.map_arg(dict(node.kwargs), new)
+        probability = given.get("dropout_p", 0.0)
+        self.sites += 1 if probability else 0
+        named = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if given.get(name)}
+        first = (given["query"], given["key"], given["value"], given.get("attn_mask"))
+        return graph.call_function(operators.attention, (*first, probability, masks, site), named)
+
+
+def _tables(
+    traced: Traced, place: dict[fx.Node, int], parts: Iterable[Part]
+) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...], frozenset[str]]:
+    """The function that makes the tables which ``parts`` use, the constants that it takes, and its outputs' names."""
+    wanted = list(dict.fromkeys(name for part in parts for name in part.tables))
+    graph, env = fx.Graph(), {}
+    for node in traced.constants:
+        env[node] = graph.placeholder(node.name)
+    sizes = [graph.placeholder("sequences"), graph.placeholder("tokens")]
+    env[traced.device] = graph.placeholder("where")
+    for node in traced.graph.nodes:
+        if place.get(node) != -1:
+            continue
+        if node.target is aten.sym_size.int and node.args[0] is traced.tokens:
+            env[node] = sizes[int(node.args[1])]
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].meta.update(node.meta)
+    by_name = {node.name: copy for node, copy in env.items()}
+    graph.output(tuple(by_name[name] for name in wanted))
+    graph.eliminate_dead_code()
+    constants = tuple(traced.constants.values())
+    masks = frozenset(n.name for n in place if n.name in by_name and n.users and all(_masks(u, n) for u in n.users))
+    return fx.GraphModule(nn.Module(), graph), constants, tuple(wanted), masks
+
+
+def _masks(user: fx.Node, node: fx.Node) -> bool:
+    """Does ``user`` take ``node`` as its attention mask, and as nothing else?"""
+    attends = user.target is aten.scaled_dot_product_attention.default
+    return attends and len(user.args) > 3 and user.args[3] is node and user.all_input_nodes.count(node) == 1

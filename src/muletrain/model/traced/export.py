@@ -1,0 +1,240 @@
+"""Traces a module to one flat graph of operators, ready to be cut.
+
+``torch.export`` records what the module computes on the meta device, with batch and length symbolic. Regions that only
+switch gradients or autocasting off are inlined, checks of tensors' metadata are dropped, and devices become an input:
+the graph runs anywhere.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import operator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+from torch.export.graph_signature import InputKind
+
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+aten = torch.ops.aten
+
+TRACED_SHAPE = (3, 24)
+"""Sequences and tokens that are traced with; both are symbolic in the graph, and no size of a model should equal
+them."""
+_CHECKS = {
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+}
+_REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
+INSIDE = "model."
+"""The traced module holds the model under this name, which is not part of its parameters' names."""
+
+
+@dataclass
+class Traced:
+    """One graph: placeholders for parameters, buffers, constants, the tokens and the device; the logits are its
+    output."""
+
+    graph: fx.Graph
+    tokens: fx.Node
+    device: fx.Node
+    output: fx.Node
+    parameters: dict[fx.Node, str] = field(default_factory=dict)
+    """Placeholder -> name of the parameter; of names for one tensor the first."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    constants: dict[fx.Node, str] = field(default_factory=dict)
+    """Placeholder -> name of the buffer or constant."""
+    values: dict[str, Tensor] = field(default_factory=dict)
+    """Constants that tracing found; buffers are not among them."""
+    sizes: tuple[Any, Any] = (None, None)
+    """Symbols of batch and length."""
+
+
+def trace(module: nn.Module, context: int) -> Traced:
+    """Trace ``module``, which lies on the meta device and maps tokens int64 [B, T] to logits [B, T, V]. Raises
+    ConfigError that says where tracing failed, and why."""
+    tokens = torch.zeros(TRACED_SHAPE[0], min(TRACED_SHAPE[1], context), dtype=torch.int64, device="meta")
+    dynamic = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC if context > 1 else None},)
+    try:
+        with torch.device("meta"), _silenced():
+            program = torch.export.export(module, (tokens,), dynamic_shapes=dynamic, strict=False)
+    except Exception as e:  # whatever the model's own code, or torch's tracer, raises
+        raise ConfigError(
+            f"model.from: the model cannot be traced{_where(e)}: {_first_line(e)}; change what config.json says of that "
+            f"part, or take another model"
+        ) from e
+    if program.graph_signature.buffers_to_mutate:
+        name = next(iter(program.graph_signature.buffers_to_mutate.values()))
+        raise ConfigError(
+            f"model.from: the model changes its buffer {name} while it computes, so a microbatch could not be computed "
+            f"twice; take a model without running statistics"
+        )
+    return _Flattening(program, module).run()
+
+
+class _Flattening:
+    """Copies an exported program's graph node by node."""
+
+    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module) -> None:
+        self._program, self._graph = program, fx.Graph()
+        self._first_names = first_names(module)
+
+    def run(self) -> Traced:
+        specs = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
+        env: dict[fx.Node, Any] = {}
+        parameters, constants, shapes, values = {}, {}, {}, {}
+        device = self._graph.placeholder("where")
+        known: dict[str, fx.Node] = {}
+        tokens: fx.Node | None = None
+        for node in self._program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            spec, val = specs[node.name], node.meta["val"]
+            if spec.kind is InputKind.USER_INPUT:
+                tokens = env[node] = self._placeholder(node)
+                sizes = tuple(val.shape)
+                continue
+            name = self._first_names.get(spec.target, spec.target).removeprefix(INSIDE)
+            if name not in known:
+                known[name] = self._placeholder(node)
+                if spec.kind is InputKind.PARAMETER:
+                    parameters[known[name]], shapes[name] = name, tuple(val.shape)
+                else:
+                    constants[known[name]] = name
+                    if spec.kind is InputKind.CONSTANT_TENSOR:
+                        values[name] = self._program.constants[spec.target]
+            env[node] = known[name]
+        assert tokens is not None
+        self._device = device
+        (output,) = self._copy(self._program.graph_module, env, {})
+        return Traced(self._graph, tokens, device, output, parameters, shapes, constants, values, sizes)
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        copy = self._graph.placeholder(node.name)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _copy(self, body: fx.GraphModule, env: dict[fx.Node, Any], stack: dict[str, Any]) -> tuple[Any, ...]:
+        """Copy the nodes of ``body``, whose placeholders are in ``env``. Returns its outputs. ``stack``: the modules
+        around it."""
+        for node in body.graph.nodes:
+            if node.op == "output":
+                return tuple(fx.map_arg(node.args[0], lambda n: env[n]))
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+            inner = node.meta.get("nn_module_stack") or stack
+            if name in _CHECKS:
+                continue
+            if name in _REGIONS:
+                env[node] = self._region(body, node, name, env, inner)
+            elif node.target is operator.getitem and isinstance(env.get(node.args[0]), tuple):
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                env[node] = self._node(node, env, inner)
+        raise AssertionError("a graph without output")
+
+    def _region(
+        self, body: fx.GraphModule, node: fx.Node, name: str, env: dict[fx.Node, Any], stack: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        at = 1 if name == "wrap_with_set_grad_enabled" else 4
+        if name == "wrap_with_autocast" and node.args[2]:
+            raise ConfigError(
+                f"model.from: {_path(stack)} switches autocast on; muletrain chooses the arithmetic (compute.precision)"
+            )
+        inner = getattr(body, str(node.args[at].target))  # type: ignore[union-attr]
+        holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        given = [env[n] for n in node.args[at + 1 :]]  # type: ignore[index]
+        outputs = self._copy(inner, dict(zip(holders, given, strict=True)), stack)
+        if name == "wrap_with_autocast" or node.args[0]:
+            return outputs
+        return tuple(self._detached(value) for value in outputs)
+
+    def _detached(self, value: Any) -> Any:
+        """Gradients end where the module switched them off."""
+        if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
+            return value
+        copy = self._graph.call_function(aten.detach.default, (value,))
+        copy.meta = dict(value.meta)
+        return copy
+
+    def _node(self, node: fx.Node, env: dict[fx.Node, Any], stack: dict[str, Any]) -> fx.Node:
+        if node.op != "call_function" or not _known(node.target):
+            raise ConfigError(
+                f"model.from: {_path(stack)} calls {node.target}, which is no operator that can be cut; write that part of "
+                f"the model without it"
+            )
+        given: Any = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        args, kwargs = fx.node.map_aggregate(given, lambda x: self._device if isinstance(x, torch.device) else x)
+        copy = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = {**node.meta, "nn_module_stack": stack}
+        return copy
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Without the whole graph that torch prints when tracing fails: the error names the place."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def path_of(node: fx.Node) -> str:
+    """The module that a node belongs to, as a dotted path."""
+    return _path(node.meta.get("nn_module_stack") or {})
+
+
+def _path(stack: dict[str, Any]) -> str:
+    """The innermost of the modules around a node."""
+    entries = list(stack.values())
+    path = entries[-1][0] if entries and isinstance(entries[-1], tuple) else ""
+    return str(path).removeprefix(INSIDE) or "the model"
+
+
+def _known(target: Any) -> bool:
+    """Operators of torch, and arithmetic on sizes."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace in ("aten", "transformers")  # transformers has operators for experts
+    return getattr(target, "__module__", "") in ("_operator", "operator", "torch", "math")
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Name -> the first name of the same tensor."""
+    found: dict[int, str] = {}
+    tensors: Iterable[tuple[str, Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: found.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+def _where(e: BaseException) -> str:
+    """Of the last line of the model's own code that the tracer was in."""
+    trace, found = e.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "muletrain" not in file and "<" not in file:
+            found = f" (in {trace.tb_frame.f_code.co_name}, {'/'.join(file.split('/')[-2:])}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return found
+
+
+def _first_line(e: BaseException) -> str:
+    text = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+    return text[:300]

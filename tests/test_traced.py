@@ -1,0 +1,396 @@
+"""Models that are traced: a chain cut into stages computes what ``transformers`` does, and what cannot be cut says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from muletrain.cli.main import app
+from muletrain.config.load import load_config
+from muletrain.config.schema import ModelConfig
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.dropout import Masks
+from muletrain.model.hf import is_native
+from muletrain.model.make import load_model, make_model, make_stage, model_from_json
+from muletrain.model.traced.architecture import build
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.cutting import cut
+from muletrain.model.traced.export import trace
+from muletrain.model.traced.folder import import_traced, load_traced
+from muletrain.model.traced.source import class_names, source_of
+from muletrain.model.traced.stage import TracedStage, numbers, pack, unpack
+from muletrain.runs.assemble import resolve_start
+from tests.traced_models import (
+    ARCHITECTURES,
+    CONTEXT,
+    VOCAB,
+    HashedDropout,
+    chain_of,
+    new_model,
+    write_folder,
+    write_text,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+QUICK = ("gpt2", "gemma3", "mixtral")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def bound(chain: TracedModel, model: Any, stages: int) -> list[Any]:
+    """The stages, with the model's weights."""
+    state = dict(model.named_parameters())
+    cut_ = chain.cut(stages)
+    made = [make_stage(chain, s, cut_) for s in range(stages)]
+    return [m.bind({n: state[n].detach().clone() for n in m.shapes()}) for m in made]
+
+
+def run(stages: list[Any], x: Tensor, masks: Masks | None = None) -> Tensor:
+    for stage in stages:
+        x = stage(x, masks)
+    return x
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float(((a - b).norm() / b.norm()).detach())
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_stages_compute_what_transformers_does(name: str) -> None:
+    """Logits at every shape, one token of one sequence included; gradients; parameters counted; equal blocks shared."""
+    model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
+    chain = chain_of(model)
+    stages = bound(chain, model, 2)
+    for shape in [(3, 24), (1, 32), (2, 7), (1, 2), (1, 1), (4, 1)]:
+        tokens = torch.randint(0, VOCAB, shape)
+        expected = model(input_ids=tokens, use_cache=False).logits
+        found = run(stages, tokens)
+        assert off(found, expected) <= 1e-6, shape
+    wanted = dict(model.named_parameters())
+    names = [name for stage in stages for name in stage.shapes()]
+    assert sorted(names) == sorted(wanted)
+    theirs = torch.autograd.grad(expected.square().mean(), [wanted[n] for n in names])
+    ours = torch.autograd.grad(found.square().mean(), [p for stage in stages for p in stage.parameters()])
+    for n, a, b in zip(names, ours, theirs, strict=True):
+        assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-9, n
+    assert chain.params == sum(p.numel() for p in model.parameters())
+    assert sum(chain.stage_params(chain.cut(2), s) for s in range(2)) == chain.params
+    functions = {id(part.function) for part in chain.parts[1:-1]}
+    assert len(functions) == 1, "all layers have one function"
+
+
+def test_a_chain_states_its_costs() -> None:
+    """FLOPs as the sizes give them; a longer sequence costs more per token; what is kept is at least what must be."""
+    chain = chain_of(new_model("qwen2"))
+    width, ffn, heads = 32, 64, 32 + 2 * 16
+    matrices = width * heads + width * width + 3 * width * ffn
+    assert chain.layers == 3
+    assert chain.width == width
+    assert chain.flops_of(0, 16) == pytest.approx(2 * matrices + 2 * 16 * width)
+    assert chain.head_flops == pytest.approx(2 * width * VOCAB + 5 * VOCAB)
+    assert chain.embedding_params == width * VOCAB
+    assert chain.kept_bytes(0, 4) > 4 * (6 * width + 3 * ffn)
+    assert model_from_json(chain.to_json()) == chain
+
+
+def test_dropout_is_the_counter_hash_attention_included() -> None:
+    """The same masks in a stage as in the whole model, and in a loop in which torch's own dropout is replaced."""
+    model = new_model("gpt2", resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.3).train()
+    stages = bound(chain_of(model), model, 3)
+    tokens, dropout = torch.randint(0, VOCAB, (4, 16)), HashedDropout()
+    dropout.begin(7, 3, 1)
+    with dropout.patched():
+        expected = model(input_ids=tokens, use_cache=False).logits
+    found = run(stages, tokens, Masks(7, 3, 1))
+    assert off(found, expected) <= 1e-6
+    parts = torch.cat([run(stages, tokens[k : k + 2], Masks(7, 3, 1, k)) for k in (0, 2)])
+    assert torch.allclose(parts, found, atol=1e-5), "parts of a microbatch drop what the whole drops"
+    assert not torch.allclose(run(stages, tokens, Masks(7, 3, 2)), found, atol=1e-2)
+    plain = run(stages, tokens)
+    assert torch.allclose(plain, model.eval()(input_ids=tokens, use_cache=False).logits, atol=1e-5)
+
+
+def test_a_run_in_16_bits_is_traced_in_16_bits() -> None:
+    model = new_model("qwen3").to(torch.bfloat16)
+    stages = bound(chain_of(model), model, 2)
+    tokens = torch.randint(0, VOCAB, (2, 16))
+    between = stages[0](tokens)
+    assert between.dtype == torch.bfloat16
+    found, expected = stages[1](between.float()), model(input_ids=tokens, use_cache=False).logits
+    assert off(found.float(), expected.float()) <= 0.02
+
+
+class TwoStreams(torch.nn.Module):
+    """Two tensors go from layer to layer, of other widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB, 8)
+        self.wide = torch.nn.ModuleList([torch.nn.Linear(12, 12) for _ in range(3)])
+        self.head = torch.nn.Linear(12, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = torch.cat([x, x[..., :4] * 2], dim=-1)
+        for layer in self.wide:
+            y = torch.tanh(layer(y)) + y
+            x = x + y[..., :8]
+        out: Tensor = self.head(torch.cat([x, y[..., 8:]], dim=-1))
+        return out
+
+
+def test_all_values_that_live_on_travel_together() -> None:
+    with torch.device("meta"):
+        traced = trace(module := TwoStreams(), CONTEXT)
+    chain = cut(traced, module)
+    assert [len(nodes) for nodes in chain.passed] == [2, 2, 2, 3]
+    real, spec = TwoStreams(), cast("Any", SimpleNamespace(width=8 + 12 + 12))
+    state, tokens = dict(real.named_parameters()), torch.randint(0, VOCAB, (3, 5))
+    stages = [TracedStage(spec, lambda _: chain, run_, traced.shapes, {}) for run_ in ((0, 2), (2, 3), (3, 4), (4, 5))]
+    for stage in stages:
+        stage.bind({name: state[name].detach() for name in stage.shapes()})
+    assert stages[0](tokens).shape == (3, 5, 32)
+    assert torch.allclose(run(stages, tokens), real(tokens), atol=1e-6)
+    values = {node.name: torch.randn(2, 5, numbers(node)) for node in chain.passed[1]}
+    packed = pack(list(values.values()), 24)
+    assert packed.shape == (2, 5, 24)
+    again = unpack(packed, chain.passed[1])
+    assert all(torch.equal(again[name], value) for name, value in values.items())
+
+
+def test_tied_weights_lie_in_one_stage_or_are_untied(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "mine.txt")
+    model = write_folder(tmp_path / "hf", text, "qwen2", tie_word_embeddings=True)
+    chain = import_traced(tmp_path / "hf", context=CONTEXT)
+    assert chain.params == sum(p.numel() for p in model.parameters())
+    tokens = torch.randint(0, VOCAB, (2, 8))
+    expected = model(input_ids=tokens, use_cache=False).logits
+    whole = load_model(chain, {n: load_traced(tmp_path / "hf", chain)(n) for n in chain.shapes})
+    assert torch.allclose(whole(tokens), expected, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"fleet.stages: model.embed_tokens.weight .* again in stage 1 .*model.untie"):
+        chain.cut(2)
+    untied = import_traced(tmp_path / "hf", context=CONTEXT, untie=True)
+    load = load_traced(tmp_path / "hf", untied)
+    stages = [make_stage(untied, s, untied.cut(2)) for s in range(2)]
+    for stage in stages:
+        stage.bind({name: load(name) for name in stage.shapes()})
+    assert torch.allclose(run(stages, tokens), expected, atol=1e-5), "the head begins as a copy"
+
+
+def test_weights_under_older_names_are_found(tmp_path: Path) -> None:
+    """GPT-2's published files lack a prefix; Mixtral's have a tensor for each expert."""
+    text = write_text(tmp_path / "mine.txt")
+    write_folder(tmp_path / "gpt2", text, "gpt2", tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2")
+    model.transformer.save_pretrained(tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").write_text((tmp_path / "gpt2" / "config.json").read_text())
+    for folder in ("gpt2", "bare"):
+        chain = import_traced(tmp_path / folder, context=CONTEXT)
+        load = load_traced(tmp_path / folder, chain)
+        assert all(torch.equal(load(n), p) for n, p in model.named_parameters())
+    experts = write_folder(tmp_path / "mixtral", text, "mixtral")
+    chain = import_traced(tmp_path / "mixtral", context=CONTEXT)
+    load = load_traced(tmp_path / "mixtral", chain)
+    assert all(torch.equal(load(n), p) for n, p in experts.named_parameters())
+
+
+def test_dropout_of_the_configuration_can_be_replaced(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), "gpt2")
+    config = resolve_start(
+        load_config(None, [f"model.from={tmp_path / 'hf'}", "model.context=32", "model.dropout=0.5"])
+    )
+    kept = json.loads(config.model.architecture or "")
+    assert {kept[name] for name in NO_DROPOUT} == {0.5}
+    assert resolve_start(config) == config
+
+
+@pytest.mark.parametrize("name", [p for p in EACH if p.values[0] in ("gpt2", "gemma3", "qwen3")])
+def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Loaded as a module, with the model's weights: logits and gradients as ``transformers`` has them."""
+    model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
+    chain = chain_of(model)
+    (tmp_path / "blocks.py").write_text(source_of(chain))
+    spec = importlib.util.spec_from_file_location("blocks", tmp_path / "blocks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tokens = torch.randint(0, VOCAB, (2, 12))
+    made = module.tables(*chain.constants.values(), 2, 12, tokens.device)
+    tables = dict(zip(chain.tables, made, strict=True))
+    state, x, used = dict(model.named_parameters()), tokens, []
+    for class_, part in zip(class_names(chain), chain.parts, strict=True):
+        block = getattr(module, class_)()
+        for parameter, weight in zip(block.parameters(), part.weights, strict=True):
+            parameter.data.copy_(state[weight].detach())
+            used.append((parameter, state[weight]))
+        x = block(x, *(tables[t] for t in part.tables))
+    expected = model(input_ids=tokens, use_cache=False).logits
+    assert off(x, expected) <= 1e-6
+    ours = torch.autograd.grad(x.square().mean(), [a for a, _ in used])
+    theirs = torch.autograd.grad(expected.square().mean(), [b for _, b in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_trace_writes_a_models_blocks_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2")))
+    answer = CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(tmp_path / "out"), "--json"])
+    assert answer.exit_code == 0, answer.output
+    about = json.loads((tmp_path / "out" / "blocks.json").read_text())
+    assert json.loads(answer.stdout) == about
+    assert [row["class"] for row in about["parts"]] == ["Embedding", "Block", "Block", "Block", "Head"]
+    assert about["parameters"] == sum(row["parameters"] for row in about["parts"])
+    assert "class Block(nn.Module)" in (tmp_path / "out" / "blocks.py").read_text()
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    kind, sizes = ARCHITECTURES[name]
+    return {"model_type": kind, **sizes, **changes}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of("qwen2", auto_map={"AutoModel": "theirs.Model"}), "remote code.*without it"),
+        (config_of("qwen2", quantization_config={"bits": 4}), "quantization_config.*without it"),
+        (config_of("qwen2", num_hidden_layers=5000), "num_hidden_layers = 5000; at most"),
+        (config_of("qwen2", num_attention_heads="many"), "cannot build|does not describe"),
+        ({"model_type": "of-tomorrow"}, "transformers .* cannot build a 'of-tomorrow' model.*install"),
+        ({}, "cannot build a None model"),
+        ({"model_type": "vit"}, "a 'vit' model is no causal language model"),
+    ],
+)
+def test_a_configuration_that_cannot_be_built_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "llama-linear",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            r"cannot be traced \(in dynamic_frequency_update, transformers/modeling_rope_utils.py:\d+\).*data",
+        ),
+        ("mixtral", {"router_jitter_noise": 0.1}, r"model.layers.0.mlp.*draws random numbers.*switch it off"),
+    ],
+)
+def test_what_cannot_be_traced_is_named_with_its_place(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _ = TracedModel(json.dumps(config_of(name, **changes)), CONTEXT).layers
+
+
+class NoList(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.embedding(tokens)
+        return out
+
+
+class BackAndForth(TwoStreams):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y = torch.cat([x, x[..., :4]], dim=-1)
+        for layer in (*self.wide, self.wide[0]):
+            y = torch.tanh(layer(y))
+        out: Tensor = self.head(y)
+        return out
+
+
+class Counts(TwoStreams):
+    """Its layers need to know how often a token occurs: a number for each sequence, not for each token."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        y, most = torch.cat([x, x[..., :4]], dim=-1), x.amax(dim=1)
+        for layer in self.wide:
+            y = torch.tanh(layer(y)) * most[:, None, :1]
+        out: Tensor = self.head(y)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (NoList, "no list of layers"),
+        (BackAndForth, "wide.0 computes after a later block did"),
+        (Counts, r"only numbers for each token can be sent"),
+    ],
+)
+def test_what_is_no_chain_of_blocks_is_refused(kind: type[torch.nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        module = kind()
+    with pytest.raises(ConfigError, match=message):
+        cut(trace(module, CONTEXT), module)
+
+
+def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    write_folder(folder, write_text(tmp_path / "mine.txt"), "qwen2")
+
+    def refused(*settings: str) -> str:
+        with pytest.raises((ConfigError, CheckpointError)) as e:
+            resolve_start(load_config(None, [f"model.from={folder}", *settings]))
+        return str(e.value)
+
+    assert "was made for 64 tokens; model.context = 65" in refused("model.context=65")
+    assert "model.layers: 7 beside model.from" in refused("model.layers=7")
+    (folder / "config.json").write_text(json.dumps(config_of("qwen2", intermediate_size=96)))
+    assert "gate_proj.weight in" in (said := refused("model.context=32"))
+    assert "has shape (64, 32), config.json says (96, 32)" in said
+    (folder / "config.json").write_text(json.dumps(config_of("qwen2", num_hidden_layers=4)))
+    assert "has no tensor model.layers.3" in refused("model.context=32")
+    (folder / "model.safetensors").unlink()
+    assert "has no readable model.safetensors" in refused("model.context=32")
+
+
+def test_another_chain_than_the_founders_is_refused() -> None:
+    architecture = json.dumps(config_of("qwen2"))
+    model = ModelConfig.model_validate({"architecture": architecture, "context": CONTEXT, "chain": "0123 (torch 1)"})
+    with pytest.raises(ConfigError, match=r"blocks are 0123 \(torch 1\), and this machine makes .*install the same"):
+        make_model(model)
+
+
+def test_llamas_that_the_decoder_computes_stay_native(tmp_path: Path) -> None:
+    base = {**config_of("llama-linear"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    changes = [{}, {"attention_bias": True}, {"attention_dropout": 0.1}, {"head_dim": 16}, {"model_type": "qwen2"}]
+    found = []
+    for change in changes:
+        (tmp_path / "config.json").write_text(json.dumps(base | change))
+        found.append(is_native(tmp_path))
+    assert found == [True, False, False, False, False]
+
+
+def test_memory_and_cuts_are_planned_from_the_chain() -> None:
+    chain = chain_of(new_model("qwen2"))
+    assert [end - first for first, end in chain.cut(3)] == [1, 1, 1]
+    with pytest.raises(ConfigError, match="a stage needs at least one layer"):
+        chain.cut(4)
+    needs = [chain.stage_kept_bytes(chain.cut(3), s, 4) for s in range(3)]
+    assert needs[2] > needs[0] == pytest.approx(needs[1])
+    costs = chain.chain(2, 16, parameter_bytes=16, token_bytes=64).work
+    assert all(a > 0 for a in costs)
+
+
+def test_a_model_with_tied_weights_is_planned_in_one_stage() -> None:
+    chain = TracedModel(json.dumps(config_of("qwen2", tie_word_embeddings=True)), CONTEXT)
+    assert (chain.most_stages, chain_of(new_model("qwen2")).most_stages) == (1, 3)

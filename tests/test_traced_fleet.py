@@ -1,0 +1,131 @@
+"""A run of real processes that starts from a model of ``transformers``: as a plain loop trains it, and out again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from muletrain.config.load import load_config
+from muletrain.data.tokens import TokenCache
+from muletrain.events import Event, StepDone
+from muletrain.model.generate import evaluate
+from muletrain.model.hf import export_hf
+from muletrain.runs.assemble import RunFacts, resolve_start
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.result import quality, write
+from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.traced_models import ARCHITECTURES, train_by_transformers, write_folder, write_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from muletrain.runs.fleet import LocalFleet
+
+SETTINGS = [
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "compute.precision=fp32",
+    "model.context=32",
+    "train.batch=8",
+    "train.microbatch=2",
+    "optimizer.warmup=2",
+    "optimizer.lr=3e-3",
+    "optimizer.clip=0.5",
+    # a bias of keys changes no attention: its gradient is rounding error, which Adam would turn into whole steps
+    "optimizer.eps=1e-5",
+    "fleet.stages=2",
+    "checkpoint.every=0",
+]
+
+
+def start(tmp_path: Path, name: str, steps: int, **changes: Any) -> tuple[Any, RunFacts, TokenCache]:
+    """A model's folder, and a run that starts from it."""
+    text = write_text(tmp_path / "mine.txt")
+    model = write_folder(tmp_path / "hf", text, name, **changes)
+    paths = [f"model.from={tmp_path / 'hf'}", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
+    facts = RunFacts.of(resolve_start(load_config(None, [*SETTINGS, *paths, f"train.steps={steps}"])))
+    return model, facts, TokenCache.build(facts.config.data, facts.spec.vocab)
+
+
+def check_equal(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    wanted = dict(model.named_parameters())
+    assert weights.keys() == wanted.keys()
+    for name, found in weights.items():
+        theirs = wanted[name].detach()
+        assert float((found - theirs).norm() / theirs.norm()) <= 1e-5, name
+
+
+def test_a_fleet_trains_gpt2_as_a_loop_does_and_gives_it_back(tmp_path: Path) -> None:
+    """2 stages x 2 peers, fp32, with the dropout of GPT-2's configuration, attention's included; then 'export',
+    'generate' and 'eval'."""
+    model, facts, cache = start(tmp_path, "gpt2", steps=4)
+    assert facts.spec.layers == 3
+    losses = list(train_by_transformers(model, facts, facts.source(cache)))
+    events = run_fleet(facts.config, tmp_path / "run")
+    check_equal(model, checkpoint_weights(tmp_path / "run"))
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_export(tmp_path, model)
+
+
+def check_export(tmp_path: Path, model: Any) -> None:
+    """The same class with the same logits, special tokens, generation settings and declared context as the source."""
+    checkpoint = Checkpoint.open(tmp_path / "run")
+    source = checkpoint.source(None)
+    export_hf(
+        checkpoint.weights(),
+        checkpoint.spec,
+        checkpoint.tokenizer_json,
+        tmp_path / "out",
+        end_of_text="</s>",
+        source=source,
+    )
+    again, before = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "hf"))
+    assert type(again) is type(before)
+    tokens = torch.randint(0, 300, (2, 20))
+    model.eval()
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        assert torch.allclose(again(input_ids=tokens).logits, expected, atol=1e-4)
+        assert torch.allclose(checkpoint.model()(tokens), expected, atol=1e-4)
+    assert not torch.allclose(before(input_ids=tokens).logits, expected, atol=1e-3), "it was trained"
+    assert again.generation_config.to_dict() == before.generation_config.to_dict()
+    old, new = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "out"))
+    ignored = ("torch_dtype", "dtype")
+    assert {k: v for k, v in new.items() if k not in ignored} == {k: v for k, v in old.items() if k not in ignored}
+    theirs, ours = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("hf", "out"))
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours("Mule 7")["input_ids"] == theirs("Mule 7")["input_ids"]
+    whole = checkpoint.model()
+    found = quality(checkpoint, whole, checkpoint.corpus(), tokens=500)
+    assert found.loss == pytest.approx(evaluate(whole, _heldout(checkpoint)), rel=0.2)
+    assert write(checkpoint, whole, "Mule", max_tokens=8, temperature=0).startswith("Mule")
+
+
+def _heldout(checkpoint: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = torch.from_numpy(checkpoint.corpus().heldout[:321].astype("int64"))
+    return [(tokens[:-1].view(10, 32), tokens[1:].view(10, 32))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_fleet_that_loses_a_replica_trains_every_architecture_as_a_loop_does(tmp_path: Path, name: str) -> None:
+    model, facts, cache = start(tmp_path, name, steps=20)
+    losses = list(train_by_transformers(model, facts, facts.source(cache)))
+    killed: list[Event] = []
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 7 and not killed:
+            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
+            killed.append(event)
+
+    events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({"peer-3"}))
+    assert killed
+    check_equal(model, checkpoint_weights(tmp_path / "run"))
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_export(tmp_path, model)
