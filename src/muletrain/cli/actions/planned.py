@@ -166,7 +166,7 @@ def _hub(config: RunConfig, chosen: Prediction) -> HubConfig:
     seats = tuple(tuple(name for name in stage.machines if name not in stage.clients) for stage in chosen.stages)
     helpers = tuple(stage.clients for stage in chosen.stages)
     clients = sum(map(len, helpers)) if config.hub.clients is None else config.hub.clients
-    return HubConfig(clients=clients, seats=seats, helpers=helpers)
+    return config.hub.model_copy(update={"clients": clients, "seats": seats, "helpers": helpers})
 
 
 def names_of(config: RunConfig) -> list[str]:
