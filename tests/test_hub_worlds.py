@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from muletrain.events import ClientLost, StepDone
 from muletrain.policy.pool import Pool
-from muletrain.runtime.pool.accumulators import Lost
-from muletrain.runtime.pool.server import PooledCompute
+from muletrain.runtime.pool.accumulators import Accumulators, Lost
 from muletrain.runtime.pool.work import Accumulator
 from muletrain.sim.world import draws
 from muletrain.sim.world.play import play
@@ -78,6 +78,25 @@ def test_clients_take_work_from_servers() -> None:
     assert play(replace(few, clients=clients)).virtual_s < 0.7 * play(few).virtual_s
 
 
+@pytest.mark.parametrize("how", ["reversed", "doubled"])
+def test_a_client_that_computes_falsely_is_out_before_its_gradients_count(how: str) -> None:
+    """Where everything is checked, no false gradient is in any step."""
+    lie = Fault(0.0, "corrupt", ("client-1b",), 100.0, how=how)
+    outcome = play(replace(world(lie), overrides=("hub.verify=1.0",), trace=True))
+    assert outcome.violations == []
+    assert outcome.difference < 1e-5
+    lost = {e.name: e.reason for e in outcome.events if isinstance(e, ClientLost) and e.reason != "it left"}
+    assert [*lost] == ["client-1b"]
+    assert "results are wrong" in lost["client-1b"] or "announced" in lost["client-1b"]
+    assert max(e.t for e in outcome.events if isinstance(e, StepDone)) < 5, "nobody waits for the liar"
+
+
+def test_of_a_client_that_always_computes_falsely_enough_is_checked() -> None:
+    lie = Fault(0.0, "corrupt", ("client-1b",), 100.0, how="reversed")
+    outcome = play(replace(world(lie, steps=12), overrides=("hub.verify=0.1",), trace=True))
+    assert "client-1b" in {e.name for e in outcome.events if isinstance(e, ClientLost)}
+
+
 def test_thirty_seeds_keep_every_promise() -> None:
     broken = {seed: found for seed in range(30) if (found := play(draws.draw(seed, "hub")).violations)}
     assert broken == {}
@@ -108,15 +127,15 @@ def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
-    async def take_over(self: PooledCompute, worker: str, step: int) -> None:
+    async def take_over(self: Accumulators, client: str, step: int) -> None:
         try:
-            values, numbers = await self.accumulators.fetch(worker, self._generation, step)
-            self.inner.add(step, values)
+            values, numbers = await self.fetch(client, self.generation, step)
         except Lost:
-            numbers = self.holds(worker, step)
-        self._parts.of(step).arrived(worker, numbers)
+            values, numbers = torch.zeros(self._inner.n_params), self._parts.of(step).holders().get(client, set())
+        self._arrived(client, step, values, numbers)
+        self.news.set()
 
-    patch.setattr(PooledCompute, "_take_over", take_over)
+    patch.setattr(Accumulators, "_take_over", take_over)
 
 
 @pytest.mark.slow

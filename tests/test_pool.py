@@ -99,6 +99,32 @@ def test_the_server_computes_what_nobody_else_does_and_what_it_began() -> None:
     assert taken(pool, OWN, LEFT_S).part == Part(Pass.FORWARD, 0, 0, 0, 4), "nobody took it"
 
 
+@pytest.mark.parametrize(("own_s", "helps"), [(1.0, True), (3.9, True), (5.0, False)])
+def test_the_server_helps_workers_that_have_no_room_unless_it_is_much_slower(own_s: float, helps: bool) -> None:
+    pool = pool_of(a=1.0)
+    for worker, seconds in (A, 1.0), (OWN, own_s):
+        pool.put_part(part := Part(Pass.FORWARD, 0, 7, 0, 1), 0.0, worker)
+        given = taken(pool, worker)
+        assert given.part == part
+        pool.done(worker, given.number, seconds)
+    pool.put(Pass.FORWARD, 0, 0, 8, 10.0)
+    assert taken(pool, A, 10.0).part.rows == (round(8 * own_s / (own_s + 1)) if helps else 8)
+    pool.put(Pass.FORWARD, 0, 1, 8, 10.0)
+    assert (pool.take(OWN, 10.0) is not None) == helps
+
+
+def test_who_may_still_hand_a_gradient_over_does_not_compute_it_again() -> None:
+    pool = pool_of(a=1.0, b=1.0)
+    again = Part(Pass.AGAIN, 0, 0, 0, 1)
+    pool.put_part(again, 0.0, barred=[A])
+    assert pool.take(A, 0.0) is None
+    given = taken(pool, B)
+    assert given.part == again
+    pool.drop_parts([again])
+    assert pool.unwanted() == [(B, given.number)]
+    assert not pool.done(B, given.number, 1.0), "it was handed over meanwhile"
+
+
 def test_what_a_worker_cannot_compute_is_for_others_and_for_the_server() -> None:
     pool = pool_of(a=1.0)
     pool.put_part(FORWARD, 0.0)

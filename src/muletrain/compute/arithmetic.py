@@ -23,6 +23,7 @@ from muletrain.compute.weights import StageWeights
 from muletrain.config.schema import Precision
 from muletrain.model.dropout import Masks
 from muletrain.model.stage import initial_weight
+from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from muletrain.compute.stash import Checkpointing
     from muletrain.config.schema import OptimizerConfig
     from muletrain.model.module import StageModule
+    from muletrain.optim.sketch import Sketch
 
 Gradients = tuple[Tensor, ...]
 
@@ -173,6 +175,10 @@ class StageArithmetic:
     def accumulate(self, gradients: Gradients, step: int) -> None:
         """Add the gradients of one microbatch, as ``differentiate`` returned them, to the accumulator of ``step``."""
         self.weights.accumulate(gradients, step, self.scale.of(step))
+
+    def sketch(self, gradients: Gradients, step: int, seed: bytes) -> Sketch:
+        """Returns the sketch of one microbatch's gradients, as ``accumulate`` would add them."""
+        return sketch(torch.cat([g.reshape(-1).float() for g in gradients]), seed) / self.scale.of(step)
 
     def add(self, gradient: Tensor, step: int) -> None:
         """Add ``gradient``, fp32 [P], to the accumulator of ``step``."""

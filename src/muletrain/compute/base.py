@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.jobs import Jobs
     from muletrain.compute.results import Result
+    from muletrain.optim.sketch import Sketch
 
 R = TypeVar("R")
 
@@ -103,6 +104,11 @@ class Compute(Protocol):
 
     def count(self, mb: Microbatch) -> None:
         """Add the gradient of ``mb``, a part, to the accumulator. Raises KeyError when none is kept."""
+        ...
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        """The sketch (``optim.sketch``, from ``seed``) of the gradient of ``mb``, a part, that was not counted yet. Raises
+        KeyError when none is kept."""
         ...
 
     def add(self, step: int, gradient: Tensor) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Microbatch, Update
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
+    from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
 
 R = TypeVar("R")
@@ -122,6 +123,9 @@ class TorchCompute:
 
     def count(self, mb: Microbatch) -> None:
         self._add(self._uncounted.pop(mb), mb.step)
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        return await self._compute(self.arithmetic.sketch, self._uncounted[mb], mb.step, seed)
 
     def _check_shape(self, inputs: Tensor) -> None:
         if self.stage == 0:

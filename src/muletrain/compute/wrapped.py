@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute, Microbatch, Update
     from muletrain.compute.slot import Turn
+    from muletrain.optim.sketch import Sketch
 
 R = TypeVar("R")
 
@@ -30,6 +31,9 @@ class WrappedCompute:
 
     def count(self, mb: Microbatch) -> None:
         self.inner.count(mb)
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        return await self.inner.part_sketch(mb, seed)
 
     def add(self, step: int, gradient: Tensor) -> None:
         self.inner.add(step, gradient)

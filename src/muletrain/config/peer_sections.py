@@ -96,6 +96,13 @@ class HubConfig(Section):
         "client [peers]",
         examples=[4],
     )
+    verify: float = Field(
+        default=0.02,
+        ge=0,
+        le=1,
+        description="share of the parts that clients compute which another worker computes again, to find clients that compute falsely; "
+        "results that stand out are always checked; 0: nothing is [1]",
+    )
 
 
 class NetworkConfig(Section):

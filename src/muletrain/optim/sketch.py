@@ -23,18 +23,18 @@ Sketch = NDArray[np.float64]
 
 
 def sketch(values: Tensor, seed: bytes) -> Sketch:
-    """Of ``values``, flat fp32 [P] on the CPU. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy
+    """Of ``values``, flat fp32 [P], computed where they are. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy
     promises to draw it for ever: peers have different versions of everything."""
     total = np.zeros(SIZE)
     whole = values.numel() // SIZE
-    tail = torch.zeros(SIZE)
+    tail = torch.zeros(SIZE, device=values.device)
     tail[: values.numel() - whole * SIZE] = values[whole * SIZE :]
     rows = values[: whole * SIZE].view(-1, SIZE)
     bits = np.random.PCG64(int.from_bytes(seed, "big"))
     for block in (*torch.split(rows, ROWS), tail.view(1, SIZE)):
         raw = bits.random_raw((block.shape[0] + 63) // 64)
         signs = np.unpackbits(raw.astype("<u8").view(np.uint8))[: block.shape[0]].astype(np.float32)
-        total += (torch.from_numpy(2 * signs - 1) @ block).double().numpy()
+        total += (torch.from_numpy(2 * signs - 1).to(values.device) @ block).double().cpu().numpy()
     return total
 
 

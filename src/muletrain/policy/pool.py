@@ -12,17 +12,23 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.policy.deadline import Usual
 
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
 OWN = ""
 """The worker that is the server's own device."""
-LATE, FLOOR_S, UNMEASURED_S = 4.0, 1.0, 30.0
+LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
 """A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
 nor before any measurement within the second [s]."""
+SLOWEST = 0.25
+"""Share of its clients' mean speed that a server's own device must have to compute beside them. A slower one would hold
+microbatches up."""
 LEFT_S = 10.0
-"""Seconds for which nobody took a part, after which the server's own device may take it although workers are there."""
+"""Seconds for which nobody took a part, after which also a slower device of the server takes it."""
 
 
 class Pass(StrEnum):
@@ -34,11 +40,17 @@ class Pass(StrEnum):
     """Forward and backward of the last stage."""
     AGAIN = "again"
     """Forward and backward for the parameter gradient alone: it was lost with the worker that had it."""
+    CHECK = "check"
+    """Forward and backward to compare with what other workers brought back. Nothing is accumulated."""
 
     @property
     def cost(self) -> int:
         """Compute per sequence, in forward passes."""
         return {Pass.FORWARD: 1, Pass.BACKWARD: 2}.get(self, 3)
+
+
+LAST = Pass.AGAIN, Pass.CHECK
+"""Passes that nobody waits for before the step's end."""
 
 
 class Part(NamedTuple):
@@ -85,11 +97,12 @@ class _Giving:
 @dataclass
 class _Open:
     """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone."""
+    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it."""
 
     givings: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     since: float = math.inf
+    barred: frozenset[str] = frozenset()
 
 
 class _Worker:
@@ -148,7 +161,7 @@ class Pool:
 
     def ready(self, worker: str, room: int, hint: float = 0.0) -> None:
         """``worker`` takes up to ``room`` parts at once, from now on."""
-        if (known := self._workers.get(worker)) is not None and not known.ready:
+        if (known := self._workers.get(worker)) is not None:
             known.room, known.hint = room, hint
 
     def rest(self, now: float) -> None:
@@ -191,12 +204,13 @@ class Pool:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
         self._uncut[what].append(_Uncut(what, step, index, 0, rows, now))
 
-    def put_part(self, part: Part, now: float, prefers: str | None = None) -> None:
+    def put_part(self, part: Part, now: float, prefers: str | None = None, barred: Collection[str] = ()) -> None:
         """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
-        late."""
+        late. ``barred``: workers that do not get it."""
         if part in self._open:
+            self._open[part].barred = frozenset(barred)
             return
-        self._open[part] = _Open()
+        self._open[part] = _Open(barred=frozenset(barred))
         worker = self._workers.get(prefers) if prefers is not None else None
         if worker is None or worker.late or not worker.ready:
             self._release(part, now)
@@ -209,16 +223,16 @@ class Pool:
         if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
             return
         wanted.since = min(wanted.since, now)
-        (self._again if part.what is Pass.AGAIN else self._free)[part] = None
+        (self._again if part.what in LAST else self._free)[part] = None
 
     def drop(self, step: int, index: int | None = None, *, again: bool = False) -> None:
-        """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again of that
-        microbatch."""
+        """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again, or checked,
+        of that microbatch."""
 
         def dropped(found: _Uncut | Part) -> bool:
             if found.step != step or index not in (None, found.index):
                 return False
-            return index is None or again or found.what is not Pass.AGAIN
+            return index is None or again or found.what not in LAST
 
         for what, waiting in self._uncut.items():
             self._uncut[what] = deque(uncut for uncut in waiting if not dropped(uncut))
@@ -226,9 +240,15 @@ class Pool:
             self._close(part)
 
     def drop_again(self, step: int) -> None:
-        """Forget what is to be computed again of a step."""
-        for part in [p for p in self._open if p.what is Pass.AGAIN and p.step == step]:
+        """Forget what is to be computed again, or checked, of a step."""
+        for part in [p for p in self._open if p.what in LAST and p.step == step]:
             self._close(part)
+
+    def drop_parts(self, parts: Iterable[Part]) -> None:
+        """Forget these parts."""
+        for part in parts:
+            if part in self._open:
+                self._close(part)
 
     def _close(self, part: Part) -> None:
         """``part`` is no longer wanted. It takes a place of the workers that have it until they bring it back."""
@@ -245,29 +265,43 @@ class Pool:
 
     def take(self, worker: str, now: float) -> Given | None:
         """Gives ``worker`` the part that it computes next: one whose forward it has, then one that nobody else has (any
-        more), then its share of the microbatch that waits for longest. The server's own device takes only what it has
-        the forward of, what a worker could not compute, and what nobody takes, while another worker is there. Returns
-        None if there is nothing for it, or it has no room."""
+        more), then its share of the microbatch that waits for longest. While others have room, or are much faster, the
+        server's own device takes only what it has the forward of, what a worker could not compute, and what nobody
+        takes. Returns None if there is nothing for it, or it has no room."""
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
-        idle = worker == OWN and self._helped()
-        part = self._of_its_own(taker) or self._first_of(self._free, worker, now, idle=idle)
-        part = part or self._share(worker, now, idle=idle) or self._first_of(self._again, worker, now, idle=idle)
+        part = self._of_its_own(taker) or self._first_of(self._free, worker, now)
+        part = part or self._share(worker, now) or self._first_of(self._again, worker, now)
         if part is None:
             return None
         self._numbers += 1
         number = self._numbers
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        due = math.inf if worker == OWN else now + taker.due_s(cost)
-        self._givings[number] = _Giving(worker, part, now, due)
+        self._givings[number] = _Giving(worker, part, now, now + taker.due_s(cost))
         taker.out.add(number)
         self._open[part].givings.add(number)
         return Given(number, part)
 
-    def _helped(self) -> bool:
-        """Is there a worker, beside the server's own device, that computes?"""
-        return any(w.ready and not w.late for name, w in self._workers.items() if name != OWN)
+    def can_check(self, *by: str) -> bool:
+        """Could a worker other than ``by`` compute again soon what they computed?"""
+        return any(
+            w.ready and not w.late and name not in by and (name != OWN or not self._holds_up(w))
+            for name, w in self._workers.items()
+        )
+
+    def _others_take(self, barred: Collection[str] = ()) -> bool:
+        """Is there a worker, not ``barred`` and beside the server's own device, that has room, or is much faster?"""
+        slow = self._holds_up(self._workers[OWN])
+        return any(
+            w.ready and not w.late and name != OWN and name not in barred and (slow or len(w.out) < w.room)
+            for name, w in self._workers.items()
+        )
+
+    def _holds_up(self, own: _Worker) -> bool:
+        """Is the server's own device much slower than its clients?"""
+        speeds = [w.speed for w in self._workers.values() if w is not own and w.ready and not w.late]
+        return bool(speeds and own.measured) and own.speed < SLOWEST * sum(speeds) / len(speeds)
 
     def _of_its_own(self, taker: _Worker) -> Part | None:
         while taker.reserved:
@@ -275,22 +309,27 @@ class Pool:
                 return part
         return None
 
-    def _first_of(self, free: dict[Part, None], worker: str, now: float, *, idle: bool) -> Part | None:
-        """``idle``: take only what others could not, or do not, compute."""
+    def _first_of(self, free: dict[Part, None], worker: str, now: float) -> Part | None:
         for part in free:
             wanted = self._open[part]
-            if worker in wanted.failed or any(self._givings[n].worker == worker for n in wanted.givings):
+            if (
+                worker in wanted.barred
+                or worker in wanted.failed
+                or any(self._givings[n].worker == worker for n in wanted.givings)
+            ):
                 continue
-            if not idle or wanted.failed or now - wanted.since >= LEFT_S:
+            if worker != OWN or wanted.failed or now - wanted.since >= LEFT_S or not self._others_take(wanted.barred):
                 del free[part]
                 return part
         return None
 
-    def _share(self, worker: str, now: float, *, idle: bool) -> Part | None:
+    def _share(self, worker: str, now: float) -> Part | None:
         for waiting in self._uncut.values():
-            if waiting and (not idle or now - waiting[0].since >= LEFT_S):
+            if waiting and (worker != OWN or now - waiting[0].since >= LEFT_S or not self._others_take()):
                 uncut = waiting[0]
-                rows = min(uncut.end - uncut.next, max(1, round(uncut.end * self._share_of(worker))))
+                unknown = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
+                share = 0.0 if unknown else self._share_of(worker)  # a device that may be very slow begins with little
+                rows = min(uncut.end - uncut.next, max(1, round(uncut.end * share)))
                 part = Part(uncut.what, uncut.step, uncut.index, uncut.next, rows)
                 self._open[part] = _Open()
                 uncut.next += rows
@@ -300,9 +339,21 @@ class Pool:
         return None
 
     def _share_of(self, worker: str) -> float:
-        """Returns the share of ``worker`` in the speed of all; of equal ones if the speed of any is unknown."""
-        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or (w.ready and not w.late and n != OWN)}
+        """Returns the share of ``worker`` in the speed of all that share; of equal ones if the speed of any is
+        unknown."""
+        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or self._shares(n, w)}
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
+
+    def _shares(self, name: str, worker: _Worker) -> bool:
+        """Does a worker get its share of each microbatch?"""
+        if not worker.ready or worker.late:
+            return False
+        return name != OWN or (worker.measured and not self._holds_up(worker))
+
+    def busy(self, worker: str) -> bool:
+        """Has ``worker`` parts that it should bring back soon?"""
+        known = self._workers.get(worker)
+        return known is not None and not known.late and bool(known.out or known.reserved)
 
     def part(self, worker: str, number: int) -> Part | None:
         """Returns what was given to ``worker`` under ``number``, and has not come back."""
@@ -344,12 +395,31 @@ class Pool:
         get nothing more until they bring something back."""
         late = dict.fromkeys(g.worker for g in self._givings.values() if g.due <= now and not self._is_late(g))
         for name in late:
-            worker = self._workers[name]
-            worker.late = True
-            for part in (*worker.reserved, *(self._givings[number].part for number in worker.out)):
-                self._release(part, now)
-            worker.reserved.clear()
+            self.doubt(name, now)
         return tuple(late)
+
+    def doubt(self, worker: str, now: float) -> None:
+        """Let others take what ``worker`` has, and should compute next. It gets nothing more until it brings something
+        back, or is there again (``reconcile``)."""
+        if (known := self._workers.get(worker)) is None:
+            return
+        known.late = True
+        for part in (*known.reserved, *(self._givings[number].part for number in known.out)):
+            self._release(part, now)
+        known.reserved.clear()
+
+    def reconcile(self, worker: str, parts: Collection[int], now: float) -> None:
+        """``worker`` is there, and computes these of its givings. The others never came to it, or their results were
+        lost."""
+        if (known := self._workers.get(worker)) is None:
+            return
+        for number in sorted(known.out.difference(parts)):
+            known.out.discard(number)
+            giving = self._givings.pop(number)
+            if giving.part in self._open:
+                self._open[giving.part].givings.discard(number)
+                self._release(giving.part, now)
+        known.late = any(self._givings[number].due <= now for number in known.out)
 
     def _is_late(self, giving: _Giving) -> bool:
         return self._workers[giving.worker].late

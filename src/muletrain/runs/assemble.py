@@ -116,6 +116,7 @@ class RunFacts:
             adopt_after_s=c.fleet.adopt_after,
             from_seed=c.model.from_ is None,
             delayed=c.optimizer.delayed,
+            verify=c.hub.verify if self.strategy.pooled else 0.0,
         )
 
     def source(self, cache: TokenCache) -> MicrobatchSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,9 @@ class Training:
         plan, tasks, helpers = facts.plan(), Tasks(), None
         if plan.strategy.pooled:
             digest, emit = facts.config_digest, self._of_pool
-            compute = pooled = PooledCompute(compute, links, host.clock, tasks, plan, roster, digest, emit)
+            compute = pooled = PooledCompute(
+                compute, links, host.clock, tasks, plan, roster, digest, emit, random.SystemRandom()
+            )
             helpers = pooled.clients.__len__
         ctx = Context(
             net=links,

@@ -50,5 +50,7 @@ class Plan:
     """Steps are averaged and applied while the next step computes (``microbatch.inflight``)."""
     chunk: int = CHUNK
     """Elements of a gradient that are averaged, and sent, at a time."""
+    verify: float = 0.0
+    """Share of parts that clients' results are checked of (strategy ``hub``)."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""

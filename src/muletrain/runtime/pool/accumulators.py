@@ -1,4 +1,4 @@
-"""A client's accumulator comes to its server, in chunks."""
+"""What a server's clients have accumulated comes to it, in chunks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,36 @@ import torch
 
 from muletrain.compute.checks import is_finite
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.optim.sketch import sketch
+from muletrain.policy.deadline import Usual
+from muletrain.policy.outliers import alike
+from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import AccumulatorChunk, AskAccumulator, Contents
 from muletrain.wire.codec import Encoded, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
-
     from torch import Tensor
 
     from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
+    from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.core.tasks import Tasks
+    from muletrain.runtime.pool.checks import Checks
+    from muletrain.runtime.pool.parts import PartsBySteps
 
 TRANSFERS = 4
 """Clients that hand over at once: more of them would fill the server's download."""
 SILENT_S, STALLED_S = 10.0, 60.0
 """Seconds without a word, and without another chunk, after which an accumulator is lost with its client. It may have a
 part to finish before it can begin."""
-SEND_S = 60.0
-"""Seconds within which a client takes the question."""
+SEND_S, AGAIN_S = 60.0, 0.5
+"""Seconds within which a client takes the question, and until one that cannot be reached is asked again."""
+
+
+class Unreached(MuletrainError):
+    """The client cannot be asked now."""
 
 
 class Lost(MuletrainError):
@@ -41,17 +51,28 @@ class Lost(MuletrainError):
 
 
 class Receiver(Protocol):
-    """Who accumulators are for (``server.PooledCompute``)."""
+    """Whose clients hand over (``desk.PartsDesk``)."""
 
-    n_params: int
     plan: Plan
 
-    def holds(self, client: PeerId, step: int) -> set[int]:
-        """Returns the numbers of the gradients of ``step`` that ``client`` should have."""
+    def doubt(self, client: PeerId) -> None:
+        """``client`` takes unusually long."""
         ...
 
-    async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
-        """See ``Compute``."""
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
+        """``worker`` is gone. ``again_at``: who computes again what it had accumulated."""
+        ...
+
+    def expel(self, client: PeerId, why: str) -> None:
+        """``client`` works for this server no more."""
+        ...
+
+    def withdraw(self) -> None:
+        """Tell clients what they need not compute any more."""
+        ...
+
+    def seed(self) -> bytes:
+        """Returns what sketches are drawn from."""
         ...
 
 
@@ -71,20 +92,105 @@ class _Transfer:
 class Accumulators:
     """Fetches accumulators of the clients of one server."""
 
-    def __init__(self, receiver: Receiver, net: Network, clock: Clock) -> None:
-        self._receiver, self._net, self._clock = receiver, net, clock
+    def __init__(
+        self,
+        receiver: Receiver,
+        inner: Compute,
+        pool: Pool,
+        parts: PartsBySteps,
+        checks: Checks,
+        net: Network,
+        clock: Clock,
+        tasks: Tasks,
+    ) -> None:
+        """``inner`` takes what is handed over."""
+        self._receiver, self._inner, self._pool, self._parts, self._checks = receiver, inner, pool, parts, checks
+        self._net, self._clock, self._tasks = net, clock, tasks
+        self._hedged: set[PeerId] = set()
+        """Clients whose accumulators take unusually long: what is in them may be computed again by others."""
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, _Transfer] = {}
         self._numbers = 0
+        self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
+        """Seconds between two chunks of a transfer."""
+        self.news = asyncio.Event()
+        """Set when ``gather`` may have something to do."""
+        self.generation = 0
+        """Number of times that accumulators began anew."""
+
+    async def gather(self, step: int) -> None:
+        """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are being
+        checked, is asked after that. It always ends: what does not come is computed again, by the server itself if
+        nobody else does."""
+        coming: dict[PeerId, asyncio.Task[None]] = {}
+        try:
+            while not self._parts.of(step).complete:
+                self.news.clear()
+                coming = {client: task for client, task in coming.items() if not task.done()}
+                checked = self._checks.concerned(step)
+                for client in sorted(self._parts.of(step).holders()):
+                    if client not in coming and client not in checked and not self._pool.busy(client):
+                        coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
+                await self.news.wait()
+        finally:
+            for task in coming.values():
+                task.cancel()
+
+    async def _take_over(self, client: PeerId, step: int) -> None:
+        """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
+        generation = self.generation
+        try:
+            values, numbers = await self.fetch(client, generation, step)
+        except Unreached:
+            self._hedge(client)
+            await self._clock.sleep(AGAIN_S)
+        except Lost as e:
+            self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
+        else:
+            found = await self._inner.offload(sketch, values, self._receiver.seed())
+            claimed = self._parts.of(step).claimed(client, numbers)
+            if claimed is not None and not alike(found, claimed):
+                self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
+                return
+            if generation == self.generation and numbers <= self._parts.of(step).holders().get(client, set()):
+                self._arrived(client, step, values, numbers)
+            else:
+                self._receiver.lose(client, "parts in its accumulator were taken back while it came")
+        finally:
+            self.news.set()
+
+    def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
+        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
+        self._inner.add(step, values)
+        self._pool.drop_parts(self._parts.again(client))
+        self._parts.of(step).arrived(client, numbers)
+        self._trust(client)
+        self._receiver.withdraw()
+
+    def _hedge(self, client: PeerId) -> None:
+        """An accumulator takes unusually long: others may compute again what is in it. If that is done before it comes, it
+        is lost."""
+        if client not in self._hedged:
+            self._hedged.add(client)
+            for part in self._parts.again(client):
+                self._pool.put_part(part, self._clock.now(), barred=(client,))
+            self._receiver.doubt(client)
+
+    def _trust(self, client: PeerId) -> None:
+        """An accumulator comes after all."""
+        if client in self._hedged:
+            self._hedged.discard(client)
+            self._pool.drop_parts(self._parts.again(client))
+            self._receiver.withdraw()
 
     async def fetch(self, client: PeerId, generation: int, step: int) -> tuple[Tensor, set[int]]:
         """Returns the accumulator of ``client``, flat fp32 [P], and the numbers of the gradients in it: those that it
-        should have. Raises Lost."""
+        should have, and what has come to count meanwhile. Raises Lost and Unreached."""
         async with self._turns:
-            wanted = self._receiver.holds(client, step)
+            wanted = self._parts.of(step).holders().get(client, set())
             self._numbers += 1
-            chunks = range(-(-self._receiver.n_params // self._receiver.plan.chunk))
-            transfer = _Transfer(self._numbers, torch.empty(self._receiver.n_params), set(chunks))
+            chunks = range(-(-self._inner.n_params // self._receiver.plan.chunk))
+            transfer = _Transfer(self._numbers, torch.empty(self._inner.n_params), set(chunks))
             ask = AskAccumulator(
                 generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted))
             )
@@ -93,14 +199,14 @@ class Accumulators:
                 await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
                 await self._arrival(client, transfer)
             except NetworkError as e:
-                raise Lost(str(e)) from e
+                raise Unreached(str(e)) from e
             finally:
                 del self._transfers[client]
-        if transfer.contents != wanted:
-            raise Lost("its accumulator contains other parts than it should")
-        if not await self._receiver.offload(is_finite, transfer.values):
+        if not wanted <= (contents := transfer.contents or set()):
+            raise Lost("its accumulator lacks parts that it should contain")
+        if not await self._inner.offload(is_finite, transfer.values):
             raise Lost("its accumulator is not finite", here=True)
-        return transfer.values, wanted
+        return transfer.values, contents
 
     async def _arrival(self, client: PeerId, transfer: _Transfer) -> None:
         """Wait for all of it. Raises Lost."""
@@ -114,10 +220,15 @@ class Accumulators:
             wait_s = min(last + STALLED_S, max(last, self._net.heard_s(client)) + SILENT_S) - now
             if wait_s <= 0:
                 raise Lost("its accumulator does not come")
+            begin = self._clock.now()
             try:
-                await self._clock.deadline(transfer.news.wait(), wait_s, "an accumulator")
+                await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
+                if not transfer.problem:
+                    self._hedge(client)
                 continue
+            self._usual.measured(self._clock.now() - begin)
+            self._trust(client)
             if transfer.problem:
                 raise Lost(transfer.problem)
 
@@ -126,7 +237,7 @@ class Accumulators:
         transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
         if transfer is None or message.transfer != transfer.number:
             raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")
-        size = min(plan.chunk, self._receiver.n_params - message.chunk * plan.chunk)
+        size = min(plan.chunk, self._inner.n_params - message.chunk * plan.chunk)
         if (chunk.codec, chunk.shape) != (plan.gradients, (size,)) or message.chunk in transfer.begun:
             raise Malformed(f"{message.KIND}: no chunk {message.chunk} of {chunk.codec} {chunk.shape} is expected")
 
@@ -143,12 +254,14 @@ class Accumulators:
         transfer, begin = self._transfers[client], message.chunk * self._receiver.plan.chunk
         transfer.begun.add(message.chunk)
         out = transfer.values[begin : begin + self._receiver.plan.chunk]
-        await self._receiver.offload(_store, tensors[0], out)
+        await self._inner.offload(_store, tensors[0], out)
         transfer.left.discard(message.chunk)
         transfer.news.set()
 
     def lose(self, client: PeerId) -> None:
         """``client`` is gone."""
+        self._hedged.discard(client)
+        self.news.set()
         if (transfer := self._transfers.get(client)) is not None:
             transfer.problem = "it is gone"
             transfer.news.set()

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muletrain.runtime.pool.parts import KeptPart
+from muletrain.wire.codec import encode, encode_ids
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.compute.base import Microbatch
+    from muletrain.compute.base import Compute, Microbatch
     from muletrain.compute.slot import Turn
+    from muletrain.config.schema import Codec
     from muletrain.policy.pool import Part, Pass
     from muletrain.runtime.pool.parts import Place
 
@@ -38,6 +42,14 @@ class Call:
 
     def __post_init__(self) -> None:
         self._left = self.sequences
+
+    async def cut(self, part: Part, compute: Compute, codec: Codec) -> KeptPart:
+        """Returns from what ``part`` is computed."""
+        assert self.inputs is not None  # a backward is cut as its forward was
+        rows = slice(part.first, part.first + part.rows)
+        inputs, targets = self.inputs[rows], None if self.targets is None else encode_ids(self.targets[rows])
+        sent = encode_ids(inputs) if compute.stage == 0 else await compute.offload(encode, inputs, codec)
+        return KeptPart(part.rows, sent, targets)
 
     def fail(self, error: BaseException) -> None:
         if not self.done.done():

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import (
+    AdmissionError,
+    DeadlineExceeded,
+    MuletrainError,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+)
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
@@ -22,7 +29,6 @@ from muletrain.runtime.pool.messages import (
     Ended,
     Enlist,
     Enlisted,
-    GetState,
     Give,
     GiveBoth,
     GiveGradient,
@@ -30,12 +36,14 @@ from muletrain.runtime.pool.messages import (
     Gone,
     Ready,
     StillThere,
+    There,
     WeightsChunk,
     Withdraw,
 )
+from muletrain.runtime.pool.servers import StageServers
 from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.runtime.pool.work import Accumulator, PartWork
-from muletrain.wire.codec import IDS, Encoded, encode
+from muletrain.wire.codec import Encoded, encode
 
 if TYPE_CHECKING:
     from muletrain.clock import Clock
@@ -47,14 +55,15 @@ if TYPE_CHECKING:
 
 ROOM = 2
 """Parts that a client takes at once: one to compute, one on its way."""
-ALIVE_S = 3.0
-"""Seconds between two calls by which it shows its server that it lives."""
-CALL_S, SEND_S = 10.0, 60.0
-"""Seconds for a call, and within which a server takes what is sent to it."""
+ALIVE_S = 1.0
+"""Seconds between two calls by which it shows its server that it lives, and learns whether the server still counts on
+it."""
+CUT_OFF_S = 10.0
+"""Seconds without an answer from any server, after which ours has surely given us up."""
+SEND_S = 60.0
+"""Seconds within which a server takes what is sent to it."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
-"""Seconds between two tries to find a server, the first time and at most; doubles."""
-SERVED_S = 30.0
-"""Seconds with one server, after which the next search begins without a pause."""
+"""Seconds between two tries to find a server, the first time and at most; doubles until it works for one."""
 COMPARE_S = 10.0
 """Seconds between two looks whether another server needs us more, at least."""
 PATIENCE_S = 120.0
@@ -87,11 +96,14 @@ class Client:
         """``servers``: of the stage, as far as known; ``speed``: forward passes of a sequence per second by the device's
         own measure; 0: unknown."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
-        self._config, self._name, self._servers, self._speed = config, name, servers, speed
+        self._config, self._name, self._speed = config, name, speed
+        self._servers = StageServers(net, clock, tasks, servers)
         self._home: PeerId | None = None
         self._enlistment = 0
         """Number of times that we have enlisted."""
-        self._dismissed = self._ended = False
+        self._dismissed = self._ended = self._worked = False
+        self._missed = False
+        """Something that we sent to our server, or it to us, may not have come."""
         self._wanted: bytes | None = None
         """Digest of the server's current weights."""
         self._version = -1
@@ -131,11 +143,10 @@ class Client:
         while not self._ended:
             try:
                 await self._enlist()
-                begun = lost_at = self._clock.now()
                 await self._serve()
                 break
             except (_Left, NetworkError):
-                tries = 0 if self._home is not None and self._clock.now() - begun > SERVED_S else tries + 1
+                tries = 0 if self._worked else tries + 1
                 lost_at = lost_at if self._home is None else self._clock.now()
                 await self._leave()
             if self._clock.now() - lost_at > PATIENCE_S:
@@ -149,8 +160,7 @@ class Client:
 
     async def _enlist(self) -> None:
         """Find the server of our stage whose clients are slowest together. Raises _Left if none answers."""
-        states = await asyncio.gather(*map(self._state_of, self._servers))
-        found = {s: state for s, state in zip(self._servers, states, strict=True) if state is not None}
+        found = await self._servers.states()
 
         def need(server: PeerId) -> tuple[float, int, bytes]:
             state = found[server]  # clients that come at the same time do not all go to the same one
@@ -158,27 +168,21 @@ class Client:
 
         for server in sorted(found, key=need):
             self._enlistment += 1
-            self._home, self._dismissed, self._version, self._told = server, False, -1, -1
+            self._home, self._version, self._told = server, -1, -1
+            self._dismissed = self._worked = self._missed = False
             ask = Enlist(name=self._name, config=self._config, stage=self._compute.stage, enlistment=self._enlistment)
             try:
-                self._heard(Enlisted.unpack(await self._net.call(server, Enlist.KIND, ask.pack(), timeout_s=CALL_S)))
+                self._heard(Enlisted.unpack(await self._servers.call(server, ask)))
             except NetworkError:
                 self._home = None
                 continue
             return
         raise _Left("no server answers")
 
-    async def _state_of(self, server: PeerId) -> Enlisted | None:
-        """Returns the state of ``server``; None: it does not answer."""
-        try:
-            return Enlisted.unpack(await self._net.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S))
-        except NetworkError:
-            return None
-
     def _heard(self, state: Enlisted | Begun) -> None:
         """Take in what our server says of its weights, unless it is older than what we know."""
         if isinstance(state, Enlisted) and state.servers:
-            self._servers = state.servers
+            self._servers.known = state.servers
         if state.version > self._version:
             self._version, self._wanted = state.version, state.weights
             self._changed()
@@ -205,22 +209,36 @@ class Client:
                 elif self._told < self._version:
                     self._told = self._version
                     assert self._have is not None  # it is what is wanted
-                    await self._send(Ready(weights=self._have, speed=self._speed, room=ROOM))
+                    await self._try_to_send(Ready(weights=self._have, speed=self._speed, room=ROOM))
                 else:
                     await self._news.wait()
         finally:
             alive.cancel()
 
     async def _show_life(self, enlistment: int) -> None:
-        while self._home is not None and self._enlistment == enlistment:
+        """Call our server every second. A server that does not answer twice is gone if another one answers; otherwise we
+        are cut off, and what we have stays of use for some seconds (``clients.GONE_S``)."""
+        failed, answered = 0, self._clock.now()
+        while (home := self._home) is not None and self._enlistment == enlistment:
             await self._clock.sleep(ALIVE_S)
+            missed = self._missed
             try:
-                server = self._home
-                if server is not None and self._enlistment == enlistment:
-                    answer = await self._net.call(server, StillThere.KIND, StillThere().pack(), timeout_s=CALL_S)
-                    self._heard(Enlisted.unpack(answer))
+                answer = await self._servers.call(home, StillThere(enlistment=enlistment, missed=missed))
+            except (PeerUnreachable, DeadlineExceeded):
+                failed, self._missed = failed + 1, True
+                cut_off = self._clock.now() - answered > CUT_OFF_S
+                if failed < 2 or not (cut_off or await self._servers.states(but=home)):
+                    continue
+                return self._give_up(enlistment)
             except NetworkError:
-                self._give_up(enlistment)
+                return self._give_up(enlistment)
+            failed, answered = 0, self._clock.now()
+            if self._enlistment == enlistment:
+                self._heard(Enlisted.unpack(answer))
+                if missed:
+                    self._missed, self._told = False, -1
+                    self._weights.ask_again()
+                    self._changed()
 
     def _give_up(self, enlistment: int) -> None:
         """Our server is gone, or does not hear us."""
@@ -231,11 +249,10 @@ class Client:
     async def _compare(self) -> None:
         """A step begins, so our accumulator is empty: go to a server whose clients are so much slower together that they
         still are with us. Raises _Left."""
-        if self._clock.now() - self._compared_at < COMPARE_S or len(self._servers) < 2:
+        if self._clock.now() - self._compared_at < COMPARE_S or len(self._servers.known) < 2:
             return
         self._compared_at = self._clock.now()
-        states = await asyncio.gather(*map(self._state_of, self._servers))
-        found = {s: (a.speed, a.clients) for s, a in zip(self._servers, states, strict=True) if a is not None}
+        found = {s: (state.speed, state.clients) for s, state in (await self._servers.states()).items()}
         if self._home in found:
             speed, clients = found.pop(self._home)
             own = speed / max(1, clients)
@@ -250,13 +267,13 @@ class Client:
         def wanted() -> bool:
             return self._wanted == digest and not (self._dismissed or self._ended)
 
-        values = await self._weights.fetch(digest, self._servers, wanted)
+        values = await self._weights.fetch(digest, self._servers.known, wanted)
         if not wanted():
             return
         if values is None:
             raise _Left("the weights did not come whole")
         await self._accumulator.load(values)
-        self._have = digest
+        self._have = self._work.seed = digest
 
     async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
         """To our server. Raises _Left and NetworkError."""
@@ -275,27 +292,11 @@ class Client:
         """See ``network.base.Bounds``."""
         frame.message = message = FROM_SERVER[frame.kind].parse(frame)
         if isinstance(message, WeightsChunk):
-            if sender not in self._servers:
+            if sender not in self._servers.known:
                 raise ProtocolError("weights from a peer that is no server of our stage")
             self._weights.expects(message, frame.tensors[0])
         elif isinstance(message, Give):
-            self._check_shapes(message, frame.tensors)
-
-    def _check_shapes(self, message: Give, tensors: list[Encoded]) -> None:
-        """Raises Malformed for a part that this stage does not have."""
-        plan, length = self._plan, self._plan.sequence_length(message.step)
-        tokens, activations = (message.rows, length), (message.rows, length, plan.width)
-        first, last = self._compute.stage == 0, self._compute.stage == self._compute.stages - 1
-        inputs = (tokens, IDS) if first else (activations, (plan.activations,))
-        other = (tokens, IDS) if last else (activations, (plan.activations,))
-        expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
-        if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
-            raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
-        if last and type(message) is not GiveBoth:  # it computes forward and backward together
-            raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
-        for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
-            if tensor.shape != shape or tensor.codec not in codecs:
-                raise Malformed(f"{message.KIND}: {tensor.codec} {tensor.shape} instead of {shape}")
+            self._work.check(message, frame.tensors)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = FROM_SERVER[frame.kind].parse(frame)
@@ -313,6 +314,7 @@ class Client:
             case GiveInputs() | GiveGradient() | GiveBoth():
                 self._begin(message, frame.tensors)
             case Counted():
+                self._worked = True
                 await self._accumulator.settle(message.number, counts=message.counts)
             case Withdraw():
                 if (task := self._out.get(message.number)) is not None:
@@ -322,8 +324,10 @@ class Client:
                 self._tasks.spawn(self._hand_over(message, self._enlistment), "accumulator")
 
     async def _on_question(self, sender: PeerId, payload: bytes) -> bytes:
-        AreYouThere.unpack(payload)
-        return b""
+        ask = AreYouThere.unpack(payload)
+        if (sender, ask.enlistment) != (self._home, self._enlistment) or self._dismissed:
+            raise AdmissionError("this client does not work for this server (any more)")
+        return There(parts=tuple(sorted(self._out)), uncounted=self._accumulator.uncounted()).pack()
 
     # Parts ------------------------------------------------------------------------------------------------------------
 
@@ -349,13 +353,16 @@ class Client:
     async def _report(self, answer: Message, tensors: list[Encoded], enlistment: int) -> None:
         """Send an answer to our server, if it is still the same; also if we are cancelled meanwhile."""
         if enlistment == self._enlistment:
-            await asyncio.shield(self._tasks.spawn(self._try_to_send(answer, tensors, enlistment), answer.KIND))
+            await asyncio.shield(self._tasks.spawn(self._try_to_send(answer, tensors), answer.KIND))
 
-    async def _try_to_send(self, answer: Message, tensors: list[Encoded], enlistment: int) -> None:
+    async def _try_to_send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
+        """To our server; if it does not come there, the server hears that something is missing."""
         try:
-            await self._send(answer, tensors)
-        except (NetworkError, _Left):
-            self._give_up(enlistment)
+            await self._send(message, tensors)
+        except NetworkError:
+            self._missed = True
+        except _Left:  # it is of no use to another one
+            return
 
     async def _hand_over(self, ask: AskAccumulator, enlistment: int) -> None:
         """Send the accumulator, with all givings that count. It begins anew."""

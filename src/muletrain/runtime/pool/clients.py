@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from muletrain.config.schema import Codec
-from muletrain.errors import AdmissionError, DeadlineExceeded, Malformed, NetworkError, ProtocolError
+from muletrain.errors import (
+    AdmissionError,
+    DeadlineExceeded,
+    Malformed,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+)
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
+from muletrain.policy.deadline import Deadline
 from muletrain.policy.pool import Pass
 from muletrain.runtime.pool.messages import (
     FROM_CLIENT,
     AccumulatorChunk,
     AreYouThere,
     Begun,
+    Checked,
     Contents,
     Ended,
     Enlist,
@@ -29,18 +36,18 @@ from muletrain.runtime.pool.messages import (
     Output,
     Ready,
     StillThere,
+    There,
     Unable,
-    WeightsChunk,
 )
 from muletrain.runtime.pool.tally import Tally
-from muletrain.wire.codec import encode, encoded_size
+from muletrain.runtime.pool.weights import WeightsUpload
+from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
+    from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.base import Channel, Frame, Network, PeerId
     from muletrain.policy.pool import Pool
@@ -53,14 +60,16 @@ if TYPE_CHECKING:
 MAX_CLIENTS = 4096
 MAX_UNABLE = 8
 """Parts in a row that a client may fail to compute before its server does without it."""
-SILENT_S = 10.0
-"""Seconds without a word, after which a client is believed gone; each shows every 3 s that it lives."""
-THERE_S = 3.0
-"""Seconds that a client has to say that it is there, after a stream with it ended."""
+SILENT_S = 3.0
+"""Seconds without a word, after which a client is asked whether it is there; each shows every second that it lives."""
+GONE_S, AGAIN_S = 3.0, 0.5
+"""Seconds for which a client cannot be reached, after which it is lost, and between two tries. What it has accumulated
+survives a shorter interruption."""
+THERE_S, THERE_FLOOR_S = 3.0, 1.5
+"""Seconds that a client has to say that it is there, before any measurement, and at least (see
+``members.FailureDetector``)."""
 SEND_S, FAREWELL_S = 60.0, 5.0
 """Seconds within which a client takes a notice, and the last one."""
-TAKERS = 32
-"""Peers that get weights at once; others wait in line."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
 
 
@@ -73,15 +82,15 @@ class Servers(Protocol):
 
 
 class Desk(Protocol):
-    """The pool that the clients work for (``server.PooledCompute``)."""
+    """Who the clients work for (``desk.PartsDesk``)."""
 
     stage: int
-    n_params: int
+    inner: Compute
     plan: Plan
     pool: Pool
     accumulators: Accumulators
 
-    async def on_result(self, worker: PeerId, message: Output | Finished, tensor: Encoded | None) -> None:
+    async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
         """A client brings back a part."""
         ...
 
@@ -97,30 +106,25 @@ class Desk(Protocol):
         """Give parts to all workers that have room."""
         ...
 
-    async def copied_weights(self) -> Tensor:
-        """See ``Compute``."""
+    def doubt(self, client: PeerId) -> None:
+        """A client cannot be reached."""
         ...
 
-    async def offload(self, fn: Callable[..., Encoded], *args: object) -> Encoded:
-        """See ``Compute``."""
+    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
+        """A client is there, and has these givings."""
         ...
 
 
 @dataclass
 class _Client:
-    """``since``: when it enlisted, by the loop's clock; ``unable``: parts in a row that it did not compute."""
+    """``since``: when it enlisted, by the loop's clock; ``unable``: parts in a row that it did not compute; ``asked``:
+    it is being asked whether it is there."""
 
     name: str
     enlistment: int
     since: float
     unable: int = 0
-
-
-@dataclass
-class _Taker:
-    """A peer that gets chunks of the weights."""
-
-    chunks: deque[int] = field(default_factory=deque)
+    asked: bool = False
 
 
 class Clients:
@@ -142,15 +146,15 @@ class Clients:
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
         self._tally = Tally()
+        self._banned: set[PeerId] = set()
+        """Clients whose results were wrong."""
         self._digest: bytes | None = None
         """Of the current weights."""
         self._version = 0
         self._open = False
         """The weights are whole, and clients may have them."""
-        self._weights: asyncio.Task[Tensor] | None = None
-        """The current weights, once somebody has asked for them."""
-        self._takers: dict[PeerId, _Taker] = {}
-        self._turns = asyncio.Semaphore(TAKERS)
+        self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
+        self._there = Deadline(unmeasured_s=THERE_S, floor_s=THERE_FLOOR_S)
         net.serve(Enlist.KIND, self._on_enlist)
         net.serve(GetState.KIND, self._on_get_state)
         net.serve(StillThere.KIND, self._on_still_there)
@@ -163,6 +167,10 @@ class Clients:
         ask = Enlist.unpack(payload)
         if (ask.config, ask.stage) != (self._config, self._desk.stage):
             raise AdmissionError(f"this server serves stage {self._desk.stage} of another configuration; join again")
+        if sender in self._banned:
+            raise AdmissionError(
+                "this server does without you: results of yours were wrong; check this machine's memory"
+            )
         state = self._state()
         if self._clients.pop(sender, None) is not None:
             self._desk.lose(sender, "it begins anew")
@@ -178,9 +186,11 @@ class Clients:
         return self._state().pack()
 
     async def _on_still_there(self, sender: PeerId, payload: bytes) -> bytes:
-        StillThere.unpack(payload)
-        if sender not in self._clients:
+        shown, known = StillThere.unpack(payload), self._clients.get(sender)
+        if known is None or known.enlistment != shown.enlistment:
             raise AdmissionError("this server does not know this client (any more)")
+        if shown.missed:
+            self.look_after(sender)
         return self._state().pack()
 
     def _state(self) -> Enlisted:
@@ -204,6 +214,15 @@ class Clients:
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
             self._tasks.spawn(self._tell(client, Ended(enlistment=known.enlistment, over=False)), Ended.KIND)
 
+    def ban(self, client: PeerId) -> None:
+        """``client`` works here no more."""
+        self._banned.add(client)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the current weights; empty: there are none."""
+        return self._digest or b""
+
     def __len__(self) -> int:
         return len(self._clients)
 
@@ -225,15 +244,35 @@ class Clients:
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
         if peer in self._clients:
-            self._tasks.spawn(self._look_after(peer), "look after a client")
+            self.look_after(peer)
 
-    async def _look_after(self, client: PeerId) -> None:
-        known = self._clients.get(client)
-        try:
-            await self._net.call(client, AreYouThere.KIND, AreYouThere().pack(), timeout_s=THERE_S)
-        except NetworkError as e:
-            if known is not None and self._clients.get(client) is known:
-                self._desk.lose(client, str(e))
+    def look_after(self, client: PeerId) -> None:
+        """Ask ``client`` whether it is there, and still ours. It is lost if it is not, or cannot be reached for long."""
+        if (known := self._clients.get(client)) is not None and not known.asked:
+            known.asked = True
+            self._tasks.spawn(self._look_after(client, known), "look after a client")
+
+    async def _look_after(self, client: PeerId, known: _Client) -> None:
+        since, ask = self._clock.now(), AreYouThere(enlistment=known.enlistment).pack()
+        while self._clients.get(client) is known:
+            begin = self._clock.now()
+            try:
+                answer = await self._net.call(client, AreYouThere.KIND, ask, timeout_s=self._there.seconds())
+                there = There.unpack(answer)
+            except (PeerUnreachable, DeadlineExceeded) as e:
+                if self._clock.now() - since < GONE_S:
+                    await self._clock.sleep(AGAIN_S)
+                    continue
+                problem = str(e)
+            except NetworkError as e:
+                problem = str(e)
+            else:
+                self._there.measured(self._clock.now() - begin)
+                known.asked = False
+                self._desk.there(client, there.parts, there.uncounted)
+                return
+            if self._clients.get(client) is known:
+                self._desk.lose(client, problem)
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long."""
@@ -248,13 +287,13 @@ class Clients:
         known = self._clients.get(client)
         try:
             await self._net.send(client, message.frame(), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError as e:
+        except NetworkError:
             if known is not None and self._clients.get(client) is known:
-                self._desk.lose(client, str(e))
+                self._desk.doubt(client)
 
     async def end(self, *, over: bool) -> None:
         """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
-        told = (self._farewell(client, known, over=over) for client, known in self._clients.items())
+        told = [self._farewell(client, known, over=over) for client, known in self._clients.items()]
         self._clients, self._digest, self._open = {}, None, False
         with contextlib.suppress(DeadlineExceeded):
             await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")
@@ -300,13 +339,14 @@ class Clients:
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = FROM_CLIENT[frame.kind].parse(frame)
         if isinstance(message, GetWeights):
-            return self._on_get_weights(sender, message)
+            self._weights.on_asked(sender, message)
+            return
         if (client := self._clients.get(sender)) is None:
             return  # it was lost while the frame came
         if isinstance(message, Numbered):
             client.unable = client.unable + 1 if isinstance(message, Unable) else 0
         match message:
-            case Output() | Finished():
+            case Output() | Finished() | Checked():
                 await self._desk.on_result(sender, message, frame.tensors[0] if frame.tensors else None)
             case Unable() if client.unable > MAX_UNABLE:
                 self._desk.lose(sender, f"it computes nothing: {message.reason[:200]}")
@@ -326,48 +366,18 @@ class Clients:
 
     def close(self) -> None:
         """The weights are about to change."""
-        self._open, self._weights = False, None
-        self._takers.clear()
+        self._open = False
+        self._weights.close()
 
     def begin(self, digest: bytes) -> None:
         """The weights have this digest now. Clients work again once they have them."""
         if self._open and digest == self._digest:
             return
-        self._digest, self._open, self._weights = digest, True, None
+        self._digest, self._open = digest, True
+        self._weights.begin(digest)
         self._version += 1
         for client in self._clients:
             self.tell(client, Begun(weights=digest, version=self._version))
-
-    def _on_get_weights(self, sender: PeerId, ask: GetWeights) -> None:
-        if not self._open or ask.weights != self._digest:
-            return  # it hears of the current ones
-        chunks = -(-self._desk.n_params // self._desk.plan.chunk)
-        asked = deque(dict.fromkeys(c for c in ask.chunks if c < chunks))
-        if (taker := self._takers.get(sender)) is not None:
-            taker.chunks = asked
-            return
-        self._takers[sender] = taker = _Taker(asked)
-        self._tasks.spawn(self._give_weights(sender, taker, ask.weights), "weights")
-
-    async def _give_weights(self, peer: PeerId, taker: _Taker, digest: bytes) -> None:
-        try:
-            async with self._turns:
-                while taker.chunks and self._takers.get(peer) is taker:
-                    if self._weights is None:
-                        self._weights = self._tasks.spawn(self._desk.copied_weights(), "weights")
-                    values, size = await asyncio.shield(self._weights), self._desk.plan.chunk
-                    if self._takers.get(peer) is not taker or not taker.chunks:
-                        return
-                    chunk = taker.chunks.popleft()
-                    part = values[chunk * size : (chunk + 1) * size]
-                    tensor = await self._desk.offload(encode, part, Codec.FP32)
-                    message = WeightsChunk(weights=digest, chunk=chunk)
-                    await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError:  # it asks again, if it is there
-            return
-        finally:
-            if self._takers.get(peer) is taker:
-                del self._takers[peer]
 
 
 def _now_s() -> float:

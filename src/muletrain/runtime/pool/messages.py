@@ -15,6 +15,7 @@ from typing import Annotated, ClassVar
 from pydantic import FailFast, Field
 
 from muletrain.network.base import Channel
+from muletrain.optim.sketch import SIZE as SKETCH
 from muletrain.policy.pool import Part, Pass
 from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
 
@@ -25,6 +26,7 @@ MAX_CHUNKS = 1 << 16
 MAX_ROOM = 64
 """Parts that a client takes at once."""
 Speed = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
+SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
 Numbers = Annotated[tuple[Natural, ...], Field(max_length=MAX_PARTS), FailFast()]
 
@@ -59,15 +61,28 @@ class GetState(Message):
 
 
 class StillThere(Message):
-    """A client shows its server that it lives. The answer is ``Enlisted``."""
+    """A client shows its server that it lives, and works for it under this ``enlistment``. ``missed``: something that it
+    sent may not have come. The answer is ``Enlisted``."""
 
     KIND: ClassVar[str] = "hub.still_there"
+    enlistment: Natural
+    missed: bool
 
 
 class AreYouThere(Message):
-    """A server asks a client whether it lives. The answer is empty."""
+    """A server asks a client whether it is there, and works for it under this ``enlistment``. The answer is ``There``."""
 
     KIND: ClassVar[str] = "hub.are_you_there"
+    enlistment: Natural
+
+
+class There(Message):
+    """The answer. ``parts``: numbers of the givings that the client computes; ``uncounted``: of those whose gradient it
+    has, and does not know whether it counts."""
+
+    KIND: ClassVar[str] = "hub.there"
+    parts: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
+    uncounted: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
 
 
 class Begun(Message):
@@ -169,12 +184,14 @@ class Numbered(Message):
 
 class Output(Numbered):
     """What a part's computation gave: outputs, or the gradient of inputs. ``loss``: the part's share of the
-    microbatch's [nats/token]."""
+    microbatch's [nats/token]; ``sketch``: of its parameters' gradient, if that is accumulated (``optim.sketch``, from the
+    digest of the weights)."""
 
     KIND: ClassVar[str] = "hub.output"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 1
     loss: Loss = 0.0
+    sketch: SketchBytes | None = None
 
 
 class Finished(Numbered):
@@ -183,6 +200,18 @@ class Finished(Numbered):
     KIND: ClassVar[str] = "hub.finished"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     loss: Loss = 0.0
+    sketch: SketchBytes | None = None
+
+
+class Checked(Numbered):
+    """A part is computed again for comparison: sketches of its outputs, of the gradient of its inputs, and of its
+    parameters' gradient."""
+
+    KIND: ClassVar[str] = "hub.checked"
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    outputs: SketchBytes | None
+    inputs: SketchBytes | None
+    gradient: SketchBytes
 
 
 class Unable(Numbered):
@@ -237,7 +266,7 @@ class AccumulatorChunk(Message):
 
 
 FROM_CLIENT: dict[str, type[Message]] = {
-    m.KIND: m for m in (GetWeights, Ready, Gone, Output, Finished, Unable, Contents, AccumulatorChunk)
+    m.KIND: m for m in (GetWeights, Ready, Gone, Output, Finished, Checked, Unable, Contents, AccumulatorChunk)
 }
 FROM_SERVER: dict[str, type[Message]] = {
     m.KIND: m

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muletrain.optim.sketch import sketch
 from muletrain.policy.pool import OWN, Given, Part, Pass
 from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveInputs
 from muletrain.wire.codec import decode
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute, Microbatch
     from muletrain.network.base import PeerId
+    from muletrain.optim.sketch import Sketch
     from muletrain.wire.codec import Encoded
 
 Place = tuple[int, int]
@@ -33,15 +35,23 @@ class KeptPart:
     gradient: Encoded | None = None
     forward_at: PeerId | None = None
 
+    @property
+    def other(self) -> Encoded:
+        """What a backward needs beside the inputs: targets, or the gradient of the outputs."""
+        found = self.gradient if self.targets is None else self.targets
+        assert found is not None  # only a forward does without
+        return found
+
 
 @dataclass
 class _Accumulated:
     """A part whose gradient was accumulated by another worker. ``at``: the worker in whose accumulator it is, under this
-    ``number``; None: it was lost."""
+    ``number``; None: it was lost. ``claim``: the sketch that it announced."""
 
     kept: KeptPart
     at: PeerId | None
     number: int
+    claim: Sketch | None
 
 
 def given_message(
@@ -52,18 +62,40 @@ def given_message(
     about = {**given.part._asdict(), "number": given.number, "generation": generation, "whole": whole}
     if given.part.what is Pass.FORWARD:
         return GiveInputs(**about, accumulate=False), [kept.inputs]
-    other = kept.gradient if kept.targets is None else kept.targets
-    assert other is not None  # only a forward does without
     if given.part.what is Pass.BACKWARD and has_forward:
-        return GiveGradient(**about, accumulate=accumulate), [other]
-    return GiveBoth(**about, accumulate=accumulate), [kept.inputs, other]
+        return GiveGradient(**about, accumulate=accumulate), [kept.other]
+    return GiveBoth(**about, accumulate=accumulate), [kept.inputs, kept.other]
+
+
+async def recomputed(compute: Compute, mb: Microbatch, inputs: Tensor, other: Tensor, seed: bytes) -> dict[str, Sketch]:
+    """Computes forward and backward of a part, and keeps nothing. ``other``: targets at the last stage, else the gradient
+    of the outputs. Returns sketches of its outputs and of the gradient of its inputs, where the stage has these, and of
+    its parameters' gradient. Raises MuletrainError."""
+    compute.discard(mb)
+    try:
+        found, last = {}, compute.stage == compute.stages - 1
+        if last:
+            _, result = await compute.loss_backward(mb, inputs, other, accumulate=True)
+        else:
+            outputs = await (await compute.forward(mb, inputs))
+            found["outputs"] = await compute.offload(sketch, outputs.reshape(-1), seed)
+            result = await compute.backward(mb, other, accumulate=True)
+        if result is not None:
+            found["inputs"] = await compute.offload(sketch, (await result).reshape(-1), seed)
+        found["gradient"] = await compute.part_sketch(mb, seed)
+        return found
+    finally:
+        compute.discard(mb)
 
 
 async def computed_part(
-    compute: Compute, mb: Microbatch, part: Part, kept: KeptPart, *, accumulate: bool
-) -> tuple[float, Tensor | None]:
-    """Computes ``part`` on the server's own device. Returns its loss and its output, if any. Raises MuletrainError."""
+    compute: Compute, mb: Microbatch, part: Part, kept: KeptPart, seed: bytes, *, accumulate: bool
+) -> tuple[float, Tensor | None, dict[str, Sketch]]:
+    """Computes ``part`` on the server's own device. Returns its loss, its output, if any, and what a check found. Raises
+    MuletrainError, and KeyError if the forward was dropped meanwhile."""
     inputs, loss, output = await compute.offload(decode, kept.inputs), 0.0, None
+    if part.what is Pass.CHECK:
+        return 0.0, None, await recomputed(compute, mb, inputs, await compute.offload(decode, kept.other), seed)
     if part.what is Pass.FORWARD:
         output = await compute.forward(mb, inputs)
     elif kept.targets is not None:
@@ -75,7 +107,7 @@ async def computed_part(
         assert kept.gradient is not None  # a backward has it
         gradient = await compute.offload(decode, kept.gradient)
         output = await compute.backward(mb, gradient, accumulate=accumulate)
-    return loss, None if output is None or part.what is Pass.AGAIN else await output
+    return loss, None if output is None or part.what is Pass.AGAIN else await output, {}
 
 
 class StepParts:
@@ -100,7 +132,7 @@ class StepParts:
         """Returns from what ``part`` is computed; None: it is not wanted any more."""
         if part.what is Pass.AGAIN:
             lost = self._accumulated.get((part.index, part.first))
-            return None if lost is None or lost.at is not None else lost.kept
+            return None if lost is None else lost.kept
         return self._under_way.get(part.index, {}).get(part.first)
 
     def of(self, index: int) -> dict[int, KeptPart]:
@@ -120,9 +152,16 @@ class StepParts:
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
-    def accumulated(self, part: Part, kept: KeptPart, worker: PeerId, number: int) -> None:
-        """The gradient of ``part`` is in the accumulator of ``worker``."""
-        self._accumulated[part.index, part.first] = _Accumulated(kept, worker, number)
+    def accumulated(self, part: Part, kept: KeptPart, worker: PeerId, number: int, claim: Sketch | None) -> None:
+        """The gradient of ``part`` is in the accumulator of ``worker``. ``claim``: its sketch, as announced."""
+        self._accumulated[part.index, part.first] = _Accumulated(kept, worker, number, claim)
+
+    def claimed(self, worker: PeerId, numbers: Collection[int]) -> Sketch | None:
+        """Returns the sum of what ``worker`` announced of the gradients under these ``numbers``; None: it did not announce
+        all, or some are not its any more."""
+        mine = [g.claim for g in self._accumulated.values() if g.at == worker and g.number in numbers]
+        claims = [claim for claim in mine if claim is not None]
+        return sum(claims[1:], claims[0]) if claims and len(claims) == len(numbers) else None
 
     def holders(self) -> dict[PeerId, set[int]]:
         """Returns the numbers of the gradients in the accumulator of each worker."""
@@ -147,12 +186,20 @@ class StepParts:
         gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
         return {g.at for g in gone if g.at is not None}
 
-    def lost(self, worker: PeerId) -> list[tuple[Place, int]]:
-        """The accumulator of ``worker`` is gone. Returns place and sequences of what is to be computed again."""
-        gone = [(place, g) for place, g in self._accumulated.items() if g.at == worker]
-        for _, gradient in gone:
-            gradient.at = None
-        return [(place, g.kept.rows) for place, g in gone]
+    def held_by(self, worker: PeerId) -> list[tuple[Place, int]]:
+        """Returns place and sequences of the parts whose gradients are in the accumulator of ``worker``."""
+        return [(place, g.kept.rows) for place, g in self._accumulated.items() if g.at == worker]
+
+    def holder(self, part: Part) -> PeerId | None:
+        """Returns the worker that has the gradient of ``part`` in its accumulator; None: nobody has."""
+        gradient = self._accumulated.get((part.index, part.first))
+        return None if gradient is None else gradient.at
+
+    def lost(self, worker: PeerId) -> None:
+        """The accumulator of ``worker`` is gone."""
+        for gradient in self._accumulated.values():
+            if gradient.at == worker:
+                gradient.at = None
 
     def forget_gradients(self) -> None:
         """Nothing that was accumulated counts."""
@@ -181,10 +228,16 @@ class PartsBySteps:
         """Returns from what ``part`` is computed; None: it is not wanted any more."""
         return self.steps[part.step].find(part) if part.step in self.steps else None
 
-    def lost(self, worker: PeerId) -> list[Part]:
-        """``worker`` is gone. Returns what is to be computed again."""
-        again = []
-        for step, parts in self.steps.items():
+    def again(self, worker: PeerId) -> list[Part]:
+        """Returns what is to be computed again if ``worker`` is gone."""
+        return [
+            Part(Pass.AGAIN, step, index, first, rows)
+            for step, parts in self.steps.items()
+            for (index, first), rows in parts.held_by(worker)
+        ]
+
+    def lost(self, worker: PeerId) -> None:
+        """``worker`` is gone."""
+        for parts in self.steps.values():
             parts.forward_lost(worker)
-            again += [Part(Pass.AGAIN, step, index, first, rows) for (index, first), rows in parts.lost(worker)]
-        return again
+            parts.lost(worker)

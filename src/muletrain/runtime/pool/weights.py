@@ -1,8 +1,9 @@
-"""A client takes a stage's weights from all its servers, in chunks."""
+"""A stage's weights go to clients, in chunks: each takes them from all servers."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError
 from muletrain.policy.shards import chunk_ranges
 from muletrain.runtime.pool.messages import MAX_CHUNKS, GetWeights, WeightsChunk
-from muletrain.wire.codec import Encoded, decode
+from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.core.tasks import Tasks
 
 STALLED_S = 30.0
 """Seconds without another chunk, after which what is missing is asked of other servers, too."""
@@ -29,6 +31,67 @@ TRIES = 4
 """Times that the servers are asked."""
 SEND_S = 60.0
 """Seconds within which a server takes the question."""
+
+
+TAKERS = 32
+"""Peers that get weights at once; others wait in line."""
+
+
+class WeightsUpload:
+    """Gives the weights of one server to those who ask."""
+
+    def __init__(self, compute: Compute, chunk: int, net: Network, tasks: Tasks) -> None:
+        """``chunk``: numbers of a chunk."""
+        self._compute, self._chunk, self._net, self._tasks = compute, chunk, net, tasks
+        self._digest: bytes | None = None
+        """Of the current weights; None: they are about to change."""
+        self._weights: asyncio.Task[Tensor] | None = None
+        """The current weights, once somebody has asked for them."""
+        self._takers: dict[PeerId, deque[int]] = {}
+        """The chunks that each peer is still to get."""
+        self._turns = asyncio.Semaphore(TAKERS)
+
+    def close(self) -> None:
+        """The weights are about to change."""
+        self._digest = self._weights = None
+        self._takers.clear()
+
+    def begin(self, digest: bytes) -> None:
+        """The weights have this digest now."""
+        self._digest, self._weights = digest, None
+
+    def on_asked(self, sender: PeerId, ask: GetWeights) -> None:
+        """Send the chunks, unless other weights are asked for: then ``sender`` hears of the current ones."""
+        if self._digest is None or ask.weights != self._digest:
+            return
+        chunks = -(-self._compute.n_params // self._chunk)
+        asked = deque(dict.fromkeys(c for c in ask.chunks if c < chunks))
+        if (taker := self._takers.get(sender)) is not None:
+            taker.clear()
+            taker.extend(asked)
+            return
+        self._takers[sender] = asked
+        self._tasks.spawn(self._give(sender, asked, ask.weights), "weights")
+
+    async def _give(self, peer: PeerId, chunks: deque[int], digest: bytes) -> None:
+        try:
+            async with self._turns:
+                while chunks and self._takers.get(peer) is chunks:
+                    if self._weights is None:
+                        self._weights = self._tasks.spawn(self._compute.copied_weights(), "weights")
+                    values, size = await asyncio.shield(self._weights), self._chunk
+                    if self._takers.get(peer) is not chunks or not chunks:
+                        return
+                    chunk = chunks.popleft()
+                    part = values[chunk * size : (chunk + 1) * size]
+                    tensor = await self._compute.offload(encode, part, Codec.FP32)
+                    message = WeightsChunk(weights=digest, chunk=chunk)
+                    await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
+        except NetworkError:  # it asks again, if it is there
+            return
+        finally:
+            if self._takers.get(peer) is chunks:
+                del self._takers[peer]
 
 
 class _Coming:
@@ -46,16 +109,24 @@ class WeightsDownload:
     def __init__(self, net: Network, compute: Compute, plan: Plan) -> None:
         self._net, self._compute, self._plan = net, compute, plan
         self._coming: _Coming | None = None
+        self._missed = False
+        """Something that was asked for may not come."""
         self.news = asyncio.Event()
+
+    def ask_again(self) -> None:
+        """Something may have been lost on its way."""
+        self._missed = True
+        self.news.set()
 
     async def fetch(self, digest: bytes, servers: tuple[PeerId, ...], wanted: Callable[[], bool]) -> Tensor | None:
         """Returns the weights with this ``digest``, flat fp32 [P]; None: they did not come, or are not ``wanted`` any
         more."""
         coming = self._coming = _Coming(digest, self._compute.n_params, self._plan.chunk)
         try:
-            for turn in range(TRIES):
+            for turn in range(TRIES if servers else 0):
+                self._missed = False
                 await self._ask(coming, servers[turn % len(servers) :] + servers[: turn % len(servers)])
-                while coming.left and wanted():
+                while coming.left and wanted() and not self._missed:
                     left = len(coming.left)
                     self.news.clear()
                     try:

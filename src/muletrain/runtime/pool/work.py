@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.slot import Turn
-from muletrain.errors import MuletrainError
+from muletrain.errors import Malformed, MuletrainError
+from muletrain.optim.sketch import packed
 from muletrain.policy.pool import Pass
-from muletrain.runtime.pool.messages import Finished, Output, Unable
-from muletrain.wire.codec import Encoded, decode, encode
+from muletrain.runtime.pool.checks import checked_message
+from muletrain.runtime.pool.messages import Checked, Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
+from muletrain.runtime.pool.parts import recomputed
+from muletrain.wire.codec import IDS, Encoded, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Compute
     from muletrain.runtime.core.plan import Plan
-    from muletrain.runtime.pool.messages import Give
 
 UNCOUNTED = 2
 """Gradients of parts that a client holds beside its accumulator, at most."""
@@ -92,6 +94,10 @@ class Accumulator:
         """The gradient of ``mb`` is there. Whether it counts is not known yet."""
         self._uncounted[number] = mb
 
+    def uncounted(self) -> tuple[int, ...]:
+        """Returns the numbers of the givings of which it is not known whether they count."""
+        return tuple(sorted(self._uncounted))
+
     def free(self, mb: Microbatch) -> None:
         """The gradient of ``mb`` was not computed."""
         self._computing.discard(mb)
@@ -132,6 +138,8 @@ class PartWork:
         self._compute, self._plan, self._accumulator = compute, plan, accumulator
         self._forwards: set[Microbatch] = set()
         """Parts whose forward is kept."""
+        self.seed = b""
+        """Digest of the weights, from which sketches are drawn."""
 
     def forget_forwards(self) -> None:
         """Nobody will ask for the backward of what was computed so far."""
@@ -139,17 +147,40 @@ class PartWork:
             self._compute.discard(mb)
         self._forwards.clear()
 
+    def check(self, message: Give, tensors: list[Encoded]) -> None:
+        """Raises Malformed for a part that this stage does not have."""
+        plan, length = self._plan, self._plan.sequence_length(message.step)
+        tokens, activations = (message.rows, length), (message.rows, length, plan.width)
+        first, last = self._compute.stage == 0, self._compute.stage == self._compute.stages - 1
+        inputs = (tokens, IDS) if first else (activations, (plan.activations,))
+        other = (tokens, IDS) if last else (activations, (plan.activations,))
+        expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
+        if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
+            raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
+        if last and type(message) is not GiveBoth:  # it computes forward and backward together
+            raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
+        for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
+            if tensor.shape != shape or tensor.codec not in codecs:
+                raise Malformed(f"{message.KIND}: {tensor.codec} {tensor.shape} instead of {shape}")
+
     @staticmethod
     def unable(message: Give, reason: str) -> Unable:
         return Unable(number=message.number, reason=reason[:1000])
 
-    async def compute(self, message: Give, tensors: list[Encoded]) -> tuple[Output | Finished | Unable, list[Encoded]]:
+    async def compute(
+        self, message: Give, tensors: list[Encoded]
+    ) -> tuple[Output | Finished | Checked | Unable, list[Encoded]]:
         """Returns the answer to ``message``, with its tensors."""
         mb = Microbatch(message.step, message.index, message.first, message.whole)
         try:
-            if not message.accumulate:
+            if not message.accumulate and message.what is not Pass.CHECK:
                 return await self._computed(message, mb, tensors)
             await self._accumulator.reserve(mb, message.generation)
+            if message.what is Pass.CHECK:
+                try:
+                    return await self._computed(message, mb, tensors)
+                finally:
+                    self._accumulator.free(mb)
             try:
                 return await self._computed(message, mb, tensors)
             except BaseException:
@@ -163,10 +194,12 @@ class PartWork:
 
     async def _computed(
         self, message: Give, mb: Microbatch, tensors: list[Encoded]
-    ) -> tuple[Output | Finished, list[Encoded]]:
+    ) -> tuple[Output | Finished | Checked, list[Encoded]]:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
         compute, part = self._compute, message.part
         first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
+        if part.what is Pass.CHECK:
+            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], self.seed)), []
         loss, result = 0.0, None
         if part.what is Pass.FORWARD:
             compute.discard(mb)
@@ -183,9 +216,12 @@ class PartWork:
         sent = []
         if result is not None and part.what is not Pass.AGAIN:
             sent = [await compute.offload(encode, await result, self._plan.activations)]
+        claim = None
         if message.accumulate:
+            if self._plan.verify:
+                claim = packed(await compute.part_sketch(mb, self.seed))
             self._accumulator.check(message.generation)
             self._accumulator.computed(message.number, mb)
         if sent:
-            return Output(number=message.number, loss=loss), sent
-        return Finished(number=message.number, loss=loss), []
+            return Output(number=message.number, loss=loss, sketch=claim), sent
+        return Finished(number=message.number, loss=loss, sketch=claim), []

@@ -12,6 +12,7 @@ from blake3 import blake3
 from muletrain.compute.jobs import Jobs
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
+from muletrain.optim.sketch import SIZE
 from muletrain.policy.shards import BLOCK
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Microbatch, Update
+    from muletrain.optim.sketch import Sketch
 
 WIDTH, TOKENS, VOCAB = 2, 1, 256
 BLOCKS, CHUNK = 512, 8
@@ -59,6 +61,9 @@ class HollowCompute:
 
     def count(self, mb: Microbatch) -> None:
         pass
+
+    async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
+        return np.zeros(SIZE)
 
     def add(self, step: int, gradient: Tensor) -> None:
         pass

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 GRADIENTS = {"nan": math.nan, "hundredfold": 100.0, "huge": 1e4, "zero": 0.0}
 """What becomes of a gradient, that of the parameters and that of the inputs."""
+REVERSED = "reversed"
+"""The gradients of a client's parts have the other sign, and nothing else is wrong."""
+DOUBLED = "doubled"
+"""A client hands over twice what it accumulated."""
 ACTIVATIONS = "activations"
 """They are not finite; the rest is right."""
 
@@ -87,8 +91,15 @@ class FaultyCompute:
         loss, gradient = await self._inner.loss_backward(mb, inputs, targets, turn, accumulate=accumulate)
         return loss, await self._spoiled(mb, before, gradient)
 
+    async def gradient(self, step: int) -> Tensor:
+        gradient = await self._inner.gradient(step)
+        return 2 * gradient if self.how == DOUBLED else gradient
+
     async def _spoiled(self, mb: Microbatch, before: Tensor, gradient: Result | None) -> Result | None:
         """``gradient``, and what was added to the accumulator since ``before``."""
+        if self.how == REVERSED:
+            for value in self._inner._uncounted.get(mb, ()):
+                value.neg_()
         if self.how not in GRADIENTS:
             return gradient
         factor, accumulator = GRADIENTS[self.how], await self._inner.gradient(mb.step)

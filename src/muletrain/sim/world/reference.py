@@ -157,6 +157,7 @@ def facts_of(scenario: Scenario) -> Facts:
         work=(1.0,) * len(scenario.stages),
         state_bytes=(0,) * len(scenario.stages),
         delayed=config.optimizer.delayed,
+        verify=config.hub.verify if scenario.clients else 0.0,
         strategy=strategy_of(config),
     )
     facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)

@@ -300,7 +300,9 @@ class World:
             note, tasks, plan = partial(self._note, name), Tasks(InlineExecutor()), self._facts.plan
             served: Compute = compute
             if plan.strategy.pooled:
-                served = PooledCompute(compute, network, clock, tasks, plan, roster, self._genesis.config, note)
+                served = PooledCompute(
+                    compute, network, clock, tasks, plan, roster, self._genesis.config, note, random.Random(name)
+                )
             ctx = Context(network, clock, served, roster, plan, note, tasks=tasks)
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
             self.peers[name] = Peer(

@@ -1,0 +1,185 @@
+"""A server has some of its clients' results computed a second time, and compares (``hub.verify``).
+
+A random share of parts is checked, and all results that are far larger or smaller than usual. Another worker computes
+the part again, and sends sketches (``optim.sketch``) of what comes out. If they differ beyond rounding, the server's own
+device decides who is out. What a client hands over must be the sum of the gradients that it announced, by their
+sketches, so a client cannot have one gradient checked and hand over another.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from muletrain.optim.sketch import packed, sketch, unpacked
+from muletrain.policy.outliers import FACTOR, alike
+from muletrain.policy.pool import OWN, Part, Pass
+from muletrain.runtime.pool.messages import Checked
+
+if TYPE_CHECKING:
+    import random
+
+    from torch import Tensor
+
+    from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
+    from muletrain.network.base import PeerId
+    from muletrain.optim.sketch import Sketch
+    from muletrain.policy.pool import Pool
+    from muletrain.runtime.pool.parts import KeptPart
+
+RECENT, LEAST = 64, 16
+"""Results from which follows what is usual, at most and at least."""
+Place = tuple[int, int, int]
+"""Step, microbatch and first sequence of a part."""
+
+
+def checked_message(number: int, found: dict[str, Sketch]) -> Checked:
+    """Returns what a client answers with what it ``found``."""
+    named = {name: packed(found[name]) if name in found else None for name in ("outputs", "inputs")}
+    return Checked(number=number, gradient=packed(found["gradient"]), **named)
+
+
+def checked_sketches(message: Checked) -> dict[str, Sketch]:
+    """Returns what a client found."""
+    named = {"outputs": message.outputs, "inputs": message.inputs, "gradient": message.gradient}
+    return {name: unpacked(packed_) for name, packed_ in named.items() if packed_ is not None}
+
+
+class Drawn(NamedTuple):
+    """A result that is to be checked. ``values``: the sketch of its tensor, if it has one."""
+
+    values: Sketch | None
+
+
+@dataclass
+class _Case:
+    """A part that is checked. ``by``: who brought back what; ``second``: who found something else."""
+
+    kept: KeptPart
+    found: dict[str, Sketch]
+    by: dict[str, PeerId]
+    second: tuple[PeerId, dict[str, Sketch]] | None = None
+
+    def differing(self, found: dict[str, Sketch]) -> list[str]:
+        """Returns in what ``found`` differs from what was brought back."""
+        return [name for name, first in self.found.items() if not alike(first, found.get(name, np.zeros(())))]
+
+
+class Court(Protocol):
+    """Whose clients' results are checked (``desk.PartsDesk``)."""
+
+    pool: Pool
+    inner: Compute
+
+    def expel(self, client: PeerId, why: str) -> None:
+        """``client`` works for this server no more."""
+        ...
+
+    def feed(self) -> None:
+        """Give parts to all workers that have room."""
+        ...
+
+
+@dataclass
+class _Usual:
+    """The lengths of recent results of one kind."""
+
+    lengths: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def stands_out(self, length: float) -> bool:
+        usual = statistics.median(self.lengths) if len(self.lengths) >= LEAST else None
+        self.lengths.append(length)
+        return usual is not None and not usual / FACTOR <= length <= usual * FACTOR
+
+
+class Checks:
+    """The checks of one server. ``share``: of parts that are checked."""
+
+    def __init__(self, court: Court, clock: Clock, share: float, rng: random.Random) -> None:
+        self._court, self._clock, self._share, self._rng = court, clock, share, rng
+        self._forwards: dict[Place, tuple[PeerId, Sketch]] = {}
+        """Forwards that are checked once their backward is there."""
+        self._cases: dict[Place, _Case] = {}
+        self._usual: dict[str, _Usual] = {}
+
+    async def drawn(
+        self, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
+    ) -> Drawn | None:
+        """Is a result to be checked? ``claim``: the announced sketch of its parameters' gradient."""
+        if not self._share:
+            return None
+        length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
+        odd = values is not None and self._usual.setdefault(what, _Usual()).stands_out(length)
+        if claim is not None:
+            odd |= self._usual.setdefault("gradient", _Usual()).stands_out(float(np.linalg.norm(claim)) / rows)
+        if not odd and self._rng.random() >= self._share:
+            return None
+        return Drawn(None if values is None else await self._court.inner.offload(sketch, values.reshape(-1), seed))
+
+    def came(self, worker: PeerId, part: Part, kept: KeptPart, drawn: Drawn | None, claim: Sketch | None) -> None:
+        """A result of a client counts."""
+        place = part.step, part.index, part.first
+        forward = self._forwards.pop(place, None)
+        if part.what is Pass.FORWARD:
+            if drawn is not None and drawn.values is not None:
+                self._forwards[place] = worker, drawn.values
+            return
+        if claim is None or (drawn is None and forward is None):
+            return
+        case = _Case(kept, {"gradient": claim}, {"gradient": worker})
+        if drawn is not None and drawn.values is not None:
+            case.found["inputs"], case.by["inputs"] = drawn.values, worker
+        if forward is not None:
+            case.by["outputs"], case.found["outputs"] = forward
+        if self._court.pool.can_check(*case.by.values()):
+            self._cases[place] = case
+            self._court.pool.put_part(_check_of(part), self._clock.now(), barred=case.by.values())
+
+    def find(self, part: Part) -> KeptPart | None:
+        """Returns from what ``part`` is computed again; None: that is no longer wanted."""
+        case = self._cases.get((part.step, part.index, part.first))
+        return None if case is None else case.kept
+
+    def checked(self, worker: PeerId, part: Part, found: dict[str, Sketch]) -> None:
+        """``worker`` computed ``part`` again. Who is wrong is out."""
+        place = part.step, part.index, part.first
+        if (case := self._cases.get(place)) is None:
+            return
+        differing = case.differing(found)
+        if differing and worker != OWN:
+            case.second = worker, found
+            self._court.pool.put_part(part, self._clock.now(), OWN)
+            self._court.feed()
+            return
+        del self._cases[place]
+        guilty = {case.by[name] for name in differing}
+        if case.second is not None and any(
+            name in found and not alike(found[name], told) for name, told in case.second[1].items()
+        ):
+            guilty.add(case.second[0])
+        for client in sorted(guilty):
+            self._court.expel(client, "its results are wrong: this server computed a part again, and found another one")
+
+    def concerned(self, step: int) -> set[PeerId]:
+        """Returns whose results of ``step`` are being checked."""
+        return {client for place, case in self._cases.items() if place[0] == step for client in case.by.values()}
+
+    def forget(self, step: int) -> None:
+        """What is under way of ``step`` is not checked any more."""
+        for places in (self._cases, self._forwards):
+            for place in [p for p in places if p[0] == step]:
+                del places[place]
+
+    def forget_microbatch(self, step: int, index: int) -> None:
+        """A microbatch passes through anew."""
+        for place in [p for p in self._forwards if p[:2] == (step, index)]:
+            del self._forwards[place]
+
+
+def _check_of(part: Part) -> Part:
+    return part._replace(what=Pass.CHECK)

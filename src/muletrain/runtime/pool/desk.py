@@ -1,0 +1,398 @@
+"""``PartsDesk``: gives parts of microbatches to clients, and takes back what they computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from muletrain.compute.base import Microbatch
+from muletrain.compute.checks import is_finite
+from muletrain.errors import MuletrainError, NetworkError
+from muletrain.optim.sketch import unpacked
+from muletrain.policy.pool import OWN, Given, Part, Pass, Pool
+from muletrain.runtime.pool.accumulators import Accumulators
+from muletrain.runtime.pool.checks import Checks, checked_sketches
+from muletrain.runtime.pool.clients import Clients
+from muletrain.runtime.pool.messages import Checked, Counted, Finished, Output, Withdraw
+from muletrain.runtime.pool.parts import KeptPart, PartsBySteps, computed_part, given_message
+from muletrain.wire.codec import Encoded, decode, encode
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Collection
+
+    from torch import Tensor
+
+    from muletrain.clock import Clock
+    from muletrain.compute.base import Compute
+    from muletrain.events import Event
+    from muletrain.network.base import Network, PeerId
+    from muletrain.optim.sketch import Sketch
+    from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.core.tasks import Tasks
+    from muletrain.runtime.pool.calls import Call
+    from muletrain.runtime.pool.clients import Servers
+    from muletrain.runtime.pool.parts import StepParts
+
+SEND_S = 60.0
+"""Seconds within which a client takes what is sent to it."""
+LOOK_S = 1.0
+"""Seconds between two looks for clients that are late or silent, at most."""
+
+
+class PartsDesk:
+    """Has the passes of one stage computed. ``inner`` computes what the server itself takes on.
+
+    A microbatch's gradient counts as accumulated when each of its parts is in some client's accumulator. ``accumulators``
+    brings these here, and what was lost with a client is computed again, so no other machine hears of that.
+    """
+
+    def __init__(
+        self,
+        inner: Compute,
+        net: Network,
+        clock: Clock,
+        tasks: Tasks,
+        plan: Plan,
+        servers: Servers,
+        config: bytes,
+        emit: Callable[[Event], None],
+        rng: random.Random,
+    ) -> None:
+        """``config``: digest of the run's configuration; ``rng`` draws what is checked."""
+        self.stage = inner.stage
+        self.plan, self.inner = plan, inner
+        self._net, self._clock, self._tasks = net, clock, tasks
+        self.pool = Pool()
+        self.pool.enlist(OWN)
+        self.pool.ready(OWN, 1)
+        self._calls: dict[tuple[Pass, int, int], Call] = {}
+        self._parts = PartsBySteps()
+        self._checks = Checks(self, clock, plan.verify, rng)
+        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self._checks, net, clock, tasks)
+        self.clients = Clients(self, net, clock, tasks, servers, config, emit)
+        tasks.spawn(self._watch(), "pool")
+
+    # Passes ---------------------------------------------------------------------------------------------------------
+
+    def kept_sequences(self, mb: Microbatch) -> int:
+        """Returns of how many sequences of a microbatch the forward is known."""
+        return sum(kept.rows for kept in self._parts.of(mb.step).of(mb.index).values())
+
+    async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
+        """Give out ``call``, and wait until all its parts are back. ``grad``: of a backward."""
+        key = call.what, call.mb.step, call.mb.index
+        self._calls[key] = call
+        try:
+            if grad is None:
+                self._parts.of(call.mb.step).begin(call.mb.index)
+                self.pool.put(*key, call.sequences, self._clock.now())
+            else:
+                await self._put_backward(call, grad)
+            self.feed()
+            await call.done
+        except BaseException:
+            self.pool.drop(call.mb.step, call.mb.index, again=call.accumulate)
+            self._take_back(call)
+            raise
+        finally:
+            del self._calls[key]
+            self.withdraw()
+        for mb in call.own:
+            self.inner.count(mb)
+        return torch.empty(0) if call.output is None else call.output
+
+    async def _put_backward(self, call: Call, grad: Tensor) -> None:
+        """Put the parts of a backward into the pool, cut as its forward was."""
+        kept, mb = self._parts.of(call.mb.step).of(call.mb.index), call.mb
+        encoded = [
+            await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
+        ]
+        now = self._parts.of(mb.step).of(mb.index)
+        if call.done.done() or any(now.get(first) is not part for first, part in kept.items()):
+            raise MuletrainError("the microbatch was given up")
+        for (first, part), gradient in zip(kept.items(), encoded, strict=True):
+            part.gradient = gradient
+            what = Part(Pass.BACKWARD, mb.step, mb.index, first, part.rows)
+            self.pool.put_part(what, self._clock.now(), part.forward_at)
+
+    def _take_back(self, call: Call) -> None:
+        """The microbatch does not count, though gradients of its parts were accumulated: what contains them is of no
+        use."""
+        parts = self._parts.steps.get(call.mb.step)
+        for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
+            self.lose(worker, "a microbatch was given up after a part of it was accumulated")
+        for mb in call.own:
+            self.inner.discard(mb)
+
+    def discard(self, mb: Microbatch) -> None:
+        """See ``Compute``."""
+        self.pool.drop(mb.step, mb.index)
+        self._checks.forget_microbatch(mb.step, mb.index)
+        self.withdraw()
+        if mb.step in self._parts.steps:
+            self._through(self._parts.steps[mb.step], mb.step, mb.index)
+
+    def _through(self, parts: StepParts, step: int, index: int) -> None:
+        """A microbatch passes through no more."""
+        for first, kept in parts.of(index).items():
+            if kept.forward_at == OWN:
+                self.inner.discard(Microbatch(step, index, first, self.plan.sequences))
+        parts.through(index)
+
+    def forget_gradients(self, step: int) -> None:
+        """What passes through goes on; its gradients are accumulated anew."""
+        self.accumulators.generation += 1
+        self.pool.drop_again(step)
+        self._checks.forget(step)
+        for call in [c for c in self._calls.values() if c.mb.step == step and c.accumulate]:
+            call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
+        if step in self._parts.steps:
+            self._parts.steps[step].forget_gradients()
+        self.withdraw()
+
+    def end_step(self, step: int) -> None:
+        """Nothing of ``step`` is computed any more."""
+        self.accumulators.generation += 1
+        self.pool.drop(step)
+        self._checks.forget(step)
+        self.withdraw()
+        for call in [c for c in self._calls.values() if c.mb.step == step]:
+            call.fail(MuletrainError(f"step {step} is over"))
+        if (parts := self._parts.steps.pop(step, None)) is not None:
+            for index in parts.indices():
+                self._through(parts, step, index)
+
+    def end_all(self) -> None:
+        """Nothing that is under way is computed any more."""
+        for step in list(self._parts.steps):
+            self.end_step(step)
+
+    def close(self) -> None:
+        """The weights change: clients compute nothing until they have the new ones (``digest``)."""
+        self.pool.rest(self._clock.now())
+        self.clients.close()
+
+    # Giving out -----------------------------------------------------------------------------------------------------
+
+    def feed(self) -> None:
+        """Give parts to all workers that have room."""
+        for worker in (*self.pool.workers(), OWN):
+            while (given := self.pool.take(worker, self._clock.now())) is not None:
+                self._give(worker, given)
+
+    def _give(self, worker: PeerId, given: Given) -> None:
+        part = given.part
+        call = self._calls.get((part.what, part.step, part.index))
+        if call is not None and not call.begun:
+            call.begun = True
+            try:
+                call.turn.begins()
+            except MuletrainError as e:
+                self.pool.failed(worker, given.number, self._clock.now())
+                self.pool.drop(part.step, part.index, again=False)
+                call.fail(e)
+                return
+        accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
+        work = self._compute(given, accumulate) if worker == OWN else self._send(worker, given, accumulate)
+        self._tasks.spawn(work, f"part {part}")
+
+    async def _prepared(self, part: Part) -> KeptPart | None:
+        """Returns from what ``part`` is computed; None: it is no longer wanted."""
+        kept = self._checks.find(part) if part.what is Pass.CHECK else self._parts.find(part)
+        call = self._calls.get((part.what, part.step, part.index))
+        if kept is not None or call is None or call.inputs is None or call.done.done():
+            return kept
+        cut = await call.cut(part, self.inner, self.plan.activations)
+        if call.done.done():
+            return None
+        kept = self._parts.find(part) or cut
+        self._parts.of(part.step).keep(part, kept)
+        return kept
+
+    async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
+        """Give a part to a client."""
+        kept, generation = await self._prepared(given.part), self.accumulators.generation
+        if kept is None:
+            self.pool.failed(worker, given.number, self._clock.now())
+            return
+        message, tensors = given_message(
+            given, kept, kept.forward_at == worker, generation, self.plan.sequences, accumulate=accumulate
+        )
+        try:
+            await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
+        except NetworkError:
+            self.doubt(worker)
+
+    async def _compute(self, given: Given, accumulate: bool) -> None:
+        """Compute a part here."""
+        part, kept = given.part, await self._prepared(given.part)
+        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        try:
+            if kept is None:
+                raise MuletrainError("it is no longer wanted")
+            if part.what is Pass.AGAIN:
+                self._parts.of(part.step).forward_lost(OWN, part)
+            loss, values, found = await computed_part(self.inner, mb, part, kept, self.seed(), accumulate=accumulate)
+        except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
+            self.pool.failed(OWN, given.number, self._clock.now())
+            if (call := self._calls.get((part.what, part.step, part.index))) is not None:
+                call.fail(MuletrainError(str(e)))
+            self.feed()
+            return
+        if found:
+            self._checked(OWN, given.number, part, found)
+        else:
+            self._came_back(OWN, given.number, part, accumulate, loss, values)
+        self.feed()
+
+    # Coming back ----------------------------------------------------------------------------------------------------
+
+    def _came_back(
+        self,
+        worker: PeerId,
+        number: int,
+        part: Part,
+        accumulate: bool,
+        loss: float,
+        values: Tensor | None,
+        claim: Sketch | None = None,
+    ) -> KeptPart | None:
+        """Take the result of a giving. Returns from what it was computed, if it counts: then a gradient is in the
+        accumulator of ``worker``, which announced ``claim``."""
+        kept = self._parts.find(part)
+        counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
+        self.withdraw()
+        call = self._calls.get((part.what, part.step, part.index))
+        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
+            if worker == OWN and (accumulate or kept is None or kept.forward_at != OWN):
+                self.inner.discard(mb)
+            return None
+        self.clients.did_part(worker)
+        if part.what is Pass.FORWARD:
+            kept.forward_at = worker
+        elif accumulate:
+            self._accumulated(worker, number, part, kept, call, claim)
+        if call is not None:
+            call.fill(part, loss, values)
+        return kept
+
+    def _accumulated(
+        self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
+    ) -> None:
+        """Note where the gradient of ``part`` is."""
+        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        parts = self._parts.of(part.step)
+        holder = parts.holder(part) if part.what is Pass.AGAIN else None
+        if worker != OWN:
+            parts.accumulated(part, kept, worker, number, claim)
+            if call is not None:
+                call.places.append((part.index, part.first))
+        elif call is not None:
+            call.own.append(mb)
+        else:
+            self.inner.count(mb)
+            parts.computed_here(part)
+        self.accumulators.news.set()
+        if holder is not None:
+            self.lose(holder, "it took too long, and others have done its work")
+
+    async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
+        """A client brings back a part. If there is a gradient to add, it is told whether it counts."""
+        if isinstance(message, Checked):
+            if (part := self.pool.part(worker, message.number)) is not None and part.what is Pass.CHECK:
+                self._checked(worker, message.number, part, checked_sketches(message))
+            return self.feed()
+        values = None if tensor is None else await self.inner.offload(decode, tensor)
+        claim = None if message.sketch is None else unpacked(message.sketch)
+        fine = values is None or await self.inner.offload(is_finite, values)
+        fine &= claim is None or bool(np.isfinite(claim).all())
+        drawn = None
+        if (part := self.pool.part(worker, message.number)) is not None and fine:
+            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed())
+        if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
+            self.clients.tell(worker, Counted(number=message.number, counts=False))
+            return
+        call = self._calls.get((part.what, part.step, part.index))
+        accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
+        kept = None
+        if not fine or (accumulate and self.plan.verify and claim is None):
+            self.on_unable(worker, message.number)
+        else:
+            kept = self._came_back(worker, message.number, part, accumulate, message.loss, values, claim)
+        if kept is not None:
+            self._checks.came(worker, part, kept, drawn, claim if accumulate else None)
+        if part.what is not Pass.FORWARD:
+            self.clients.tell(worker, Counted(number=message.number, counts=accumulate and kept is not None))
+        self.feed()
+
+    def _checked(self, worker: PeerId, number: int, part: Part, found: dict[str, Sketch]) -> None:
+        """``worker`` has computed a part again for comparison."""
+        if self.pool.done(worker, number, self._clock.now()):
+            self._checks.checked(worker, part, found)
+        self.accumulators.news.set()
+
+    def expel(self, client: PeerId, why: str) -> None:
+        """See ``accumulators.Receiver``."""
+        self.clients.ban(client)
+        self.lose(client, why)
+
+    def seed(self) -> bytes:
+        """See ``accumulators.Receiver``."""
+        return self.clients.digest
+
+    def on_unable(self, worker: PeerId, number: int) -> None:
+        """A client did not compute a part: others may, and not from its forward."""
+        part = self.pool.part(worker, number)
+        self.pool.failed(worker, number, self._clock.now())
+        if part is not None and part.step in self._parts.steps:
+            self._parts.steps[part.step].forward_lost(worker, part)
+        self.feed()
+
+    def withdraw(self) -> None:
+        """Tell clients what they need not compute any more."""
+        for worker, number in self.pool.unwanted():
+            if worker != OWN:
+                self.clients.tell(worker, Withdraw(number=number))
+
+    def doubt(self, client: PeerId) -> None:
+        """``client`` takes unusually long, or cannot be reached: others may do its parts, and it is looked after. What it
+        has accumulated is not lost: it may soon be back."""
+        self.pool.doubt(client, self._clock.now())
+        self.clients.look_after(client)
+        self.feed()
+
+    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
+        """``client`` is there: these are the numbers of the parts that it computes, and of the gradients of which it has
+        not heard whether they count."""
+        self.pool.reconcile(client, parts, self._clock.now())
+        counted = {n for step in self._parts.steps for n in self._parts.of(step).holders().get(client, ())}
+        for number in uncounted:
+            self.clients.tell(client, Counted(number=number, counts=number in counted))
+        self.feed()
+
+    def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
+        """``worker`` is gone, with everything that it had. ``again_at``: who computes again what it had accumulated."""
+        self.pool.lost(worker, self._clock.now())
+        again = self._parts.again(worker)
+        self._parts.lost(worker)
+        for part in again:
+            self.pool.put_part(part, self._clock.now(), again_at)
+        self.accumulators.lose(worker)
+        self.clients.gone(worker, why, len(again))
+        self.feed()
+
+    async def _watch(self) -> None:
+        """Let others do what clients do not bring back."""
+        while True:
+            now = self._clock.now()
+            await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - now)))
+            late = self.pool.expire(self._clock.now())
+            self.clients.late(late)
+            for worker in (*late, *self.clients.silent()):
+                self.doubt(worker)
+            self.accumulators.news.set()  # who is late is no longer busy
+            self.feed()
