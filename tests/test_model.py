@@ -388,9 +388,7 @@ def test_sampling_repeats_with_the_seed_and_keeps_to_top_k() -> None:
     assert len(texts[0]) == 12
     greedy = generate(model, Letters(), "mule", max_tokens=12, temperature=0)
     assert generate(model, Letters(), "mule", max_tokens=12, temperature=1.0, top_k=1) == greedy
-    assert (
-        generate(model, Letters(), "mule", max_tokens=12, temperature=0, end_of_text=ord(greedy[3]) - 65) in greedy[:3]
-    )
+    assert generate(model, Letters(), "mule", max_tokens=12, temperature=0, stops=[ord(greedy[3]) - 65]) in greedy[:3]
     with pytest.raises(ValueError, match="no tokens"):
         generate(model, Letters(), "")
 

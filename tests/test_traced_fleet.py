@@ -104,6 +104,7 @@ def check_export(tmp_path: Path, model: Any) -> None:
     whole = checkpoint.model()
     found = quality(checkpoint, whole, checkpoint.corpus(), tokens=500)
     assert found.loss == pytest.approx(evaluate(whole, _heldout(checkpoint)), rel=0.2)
+    assert checkpoint.stops == {2, 3}, "where the source's generation settings stop, too"
     assert write(checkpoint, whole, "Mule", max_tokens=8, temperature=0).startswith("Mule")
 
 

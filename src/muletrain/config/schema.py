@@ -100,7 +100,7 @@ class ModelConfig(Section):
     from_: str | None = Field(
         default=None,
         alias="from",
-        description="Hugging Face folder of a causal language model that gives architecture, sizes and first weights",
+        description="Hugging Face folder, or name on the Hub, of a causal language model that gives architecture, sizes and first weights",
         examples=["my-llama"],
     )
     untie: bool = Field(

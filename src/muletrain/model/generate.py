@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from muletrain.model.module import StageModule
 
@@ -57,10 +57,10 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 0,
     seed: int = 0,
-    end_of_text: int | None = None,
+    stops: Collection[int] = (),
 ) -> str:
-    """The continuation of ``prompt``, at most ``max_tokens``, ending before ``end_of_text`` (a token id) or
-    where the context is full. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 draws from all.
+    """The continuation of ``prompt``, at most ``max_tokens``, ending before one of ``stops`` (token ids) or where
+    the context is full. ``temperature`` 0 takes the likeliest token; ``top_k`` 0 draws from all.
 
     Raises ValueError when the prompt has no tokens.
     """
@@ -68,7 +68,7 @@ def generate(
     stream = generate_ids(model, ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
     out = []
     for token in stream:
-        if token == end_of_text:
+        if token in stops:
             break
         out.append(token)
     return tokenizer.decode(out)

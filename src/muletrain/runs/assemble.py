@@ -26,10 +26,11 @@ from muletrain.config.schema import ModelConfig, Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
+from muletrain.model.hub import local_folder
 from muletrain.model.make import make_model, make_stage
 from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.folder import import_traced, load_traced
+from muletrain.model.traced.folder import check_config, import_traced, load_traced
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
@@ -285,7 +286,9 @@ def resolve_start(config: RunConfig) -> RunConfig:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     try:
-        sizes = _sizes_in(Path(config.model.from_), given)
+        changes = {name: given[name] for name in ("context", "dropout", "untie") if name in given}
+        folder = local_folder(config.model.from_, functools.partial(check_config, **changes))
+        sizes = _sizes_in(folder, given)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
     for name, value in given.items():
@@ -294,8 +297,8 @@ def resolve_start(config: RunConfig) -> RunConfig:
                 f"model.{name}: {value!r} beside model.from, whose checkpoint has "
                 f"{sizes.get(name, 'sizes of its own')!r}; leave it out"
             )
-    model = ModelConfig.model_validate({**sizes, "from": str(Path(config.model.from_).resolve())})
-    tokenizer = Path(config.model.from_).resolve() / "tokenizer.json"
+    model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
+    tokenizer = folder.resolve() / "tokenizer.json"
     data = config.data
     if data.tokenizer == "train" and tokenizer.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer)})

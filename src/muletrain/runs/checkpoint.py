@@ -207,6 +207,24 @@ class Checkpoint:
         known = end_of_text(tokenizer)
         return None if known is None else tokenizer.id_to_token(known)
 
+    @property
+    def stops(self) -> set[int]:
+        """Tokens that end a text: the tokenizer's own, and those at which the folder of ``model.from`` stops, if it is
+        still there and its tokenizer is the run's."""
+        known = end_of_text(parse_tokenizer(self.tokenizer_json))
+        stops = set[int]() if known is None else {known}
+        folder = Path(self.config.model.from_ or "")
+        if self.config.model.from_ is None or self.config.data.tokenizer != str(folder / "tokenizer.json"):
+            return stops
+        for name in ("generation_config.json", "config.json"):
+            try:
+                ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            except (OSError, ValueError, AttributeError):
+                continue
+            if ends is not None:
+                return stops | {int(token) for token in (ends if isinstance(ends, list) else [ends])}
+        return stops
+
     def source(self, moved_to: Path | None) -> Path | None:
         """The Hugging Face folder that the run started from, if any. Raises CheckpointError when it is gone."""
         if self.config.model.from_ is None:

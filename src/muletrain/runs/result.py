@@ -11,7 +11,6 @@ import torch
 from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.ngram import baselines, countable, spread
-from muletrain.data.tokenizer import end_of_text
 from muletrain.errors import CapacityError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
@@ -96,8 +95,7 @@ def perplexity(loss: float) -> float:
 def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
     """Return ``prompt`` with the model's continuation."""
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
-    end = end_of_text(tokenizer)
-    return prompt + generate(model, tokenizer, prompt, end_of_text=end, **options)  # type: ignore[arg-type]
+    return prompt + generate(model, tokenizer, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
 
 
 def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:

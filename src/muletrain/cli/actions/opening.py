@@ -17,6 +17,7 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
+from muletrain.model.hub import is_hub_name
 from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.units import plural
@@ -84,7 +85,7 @@ def anchored(config: RunConfig) -> RunConfig:
     if os.path.exists(os.path.expanduser(data.tokenizer)):  # else a Hugging Face name
         own["tokenizer"] = _absolute(data.tokenizer)
     sections: dict[str, Section] = {"data": data.model_copy(update=own)}
-    if model.from_ is not None:
+    if model.from_ is not None and not is_hub_name(model.from_):
         sections["model"] = model.model_copy(update={"from_": _absolute(model.from_)})
     if profile is not None and os.path.exists(profile):  # else a shipped one
         sections["fleet"] = config.fleet.model_copy(update={"profile": _absolute(profile)})

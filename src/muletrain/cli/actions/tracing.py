@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 SOURCE, TABLE = "blocks.py", "blocks.json"
 
 
-def trace_model(folder: Path, out: Path, *, context: int | None, json: bool) -> None:
-    """Trace the model in ``folder``, and write its blocks to ``out``. Raises MuletrainError."""
+def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> None:
+    """Trace the model of the folder or the Hub's ``name``, and write its blocks to ``out``. Raises MuletrainError."""
+    from muletrain.model.hub import local_folder
     from muletrain.model.traced.folder import traced_in
     from muletrain.model.traced.source import source_of, table_rows
 
     console = make_console(sys.stderr)
     with console.status("tracing the model"):
-        model = traced_in(folder, context=context)
+        model = traced_in(local_folder(name, weights=False), context=context)
         rows = list(table_rows(model))
         source = source_of(model)
     about = {"context": model.context, "parameters": model.params, "chain": model.chain_name, "parts": rows}

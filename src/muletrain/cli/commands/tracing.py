@@ -8,7 +8,11 @@ import typer
 from muletrain.cli.options import JsonObject
 
 Model = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Hugging Face folder of a causal language model; config.json is enough.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Hugging Face folder of a causal language model (config.json is enough), or its name on the Hub.",
+    ),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for blocks.py and blocks.json.")]
 Context = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import read_json, weight_files
+from muletrain.model.hf import is_native, read_json, weight_files
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
@@ -32,6 +32,14 @@ def import_traced(
     model = traced_in(folder, context=context, dropout=dropout, untie=untie)
     load_traced(folder, model)
     return model
+
+
+def check_config(
+    folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
+) -> None:
+    """Raises ConfigError if ``config.json`` in ``folder`` describes a model that is neither native nor can be traced."""
+    if not is_native(folder):
+        _ = traced_in(folder, context=context, dropout=dropout, untie=untie).layers
 
 
 def traced_in(

@@ -1,0 +1,132 @@
+"""``model.from`` names a model on the Hugging Face Hub: against a server here that speaks the Hub's interface."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.traced_models import write_folder, write_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CODE = """
+import json, sys
+from muletrain.config.load import load_config
+from muletrain.errors import MuletrainError
+from muletrain.runs.assemble import resolve_start
+try:
+    config = resolve_start(load_config(None, [f"model.from={sys.argv[1]}", "model.context=32"]))
+    print(json.dumps({"from": config.model.from_, "layers": config.model.layers, "tokenizer": config.data.tokenizer}))
+except MuletrainError as e:
+    print(e)
+"""
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves the folders of ``root`` as models 'me/FOLDER'; 'me/gated' is gated."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.root, self.sent = root, list[str]()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, *, body: bool) -> None:
+        owner, name, *rest = self.path.strip("/").split("/")
+        folder = self.server.root / name
+        if name == "gated":
+            return self._refuse(403, "GatedRepo")
+        if owner != "me" or not folder.is_dir():
+            return self._refuse(404, "RepoNotFound")
+        file = folder / rest[-1]
+        if not file.is_file():
+            return self._refuse(404, "EntryNotFound")
+        content = file.read_bytes()
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.server.sent.append(f"{name}/{rest[-1]}")
+            self.wfile.write(content)
+
+    def _refuse(self, code: int, why: str) -> None:
+        self.send_response(code)
+        self.send_header("X-Error-Code", why)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    served = Hub(tmp_path / "hub")
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    yield served
+    served.shutdown()
+    thread.join(10)
+
+
+def begin(hub: str, name: str, tmp_path: Path) -> str:
+    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", CODE, name]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
+    )
+    return done.stdout.strip() or done.stderr
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_weights(
+    hub: Hub, tmp_path: Path
+) -> None:
+    text = write_text(tmp_path / "mine.txt")
+    write_folder(hub.root / "mule", text, "qwen2")
+    found = json.loads(begin(hub.url, "me/mule", tmp_path))
+    assert found["layers"] == 3
+    assert found["tokenizer"] == f"{found['from']}/tokenizer.json"
+    assert hub.sent.count("mule/model.safetensors") == 1
+    assert json.loads(begin(hub.url, "me/mule", tmp_path)) == found
+    assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
+    assert "is gated: accept its terms at http://127.0.0.1" in begin(hub.url, "me/gated", tmp_path)
+    assert "neither a folder me/none here nor a model of that name" in begin(hub.url, "me/none", tmp_path)
+    (hub.root / "bare").mkdir()
+    (hub.root / "bare" / "config.json").write_text((hub.root / "mule" / "config.json").read_text())
+    assert "me/bare at http" in (said := begin(hub.url, "me/bare", tmp_path))
+    assert "has no weights as safetensors" in said
+    config = json.loads((hub.root / "mule" / "config.json").read_text())
+    (hub.root / "bare" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "x.Y"}}))
+    (hub.root / "bare").rename(hub.root / "code")
+    write_folder(hub.root / "code" / "weights", text, "qwen2")
+    (hub.root / "code" / "weights" / "model.safetensors").rename(hub.root / "code" / "model.safetensors")
+    assert "remote code" in begin(hub.url, "me/code", tmp_path)
+    assert "code/model.safetensors" not in hub.sent, "it was refused before its weights came"
+    hub.shutdown()
+    hub.server_close()
+    assert "cannot be reached; give a folder" in begin(hub.url, "me/other", tmp_path)
