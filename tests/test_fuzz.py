@@ -483,3 +483,12 @@ def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:
     with pytest.raises(Hang, match="no timer"):
         run_virtually(waits(), 100, [])
     assert VirtualLoop(1.0).time() == 0.0
+
+
+@pytest.mark.parametrize("seed", [0, 3, 6])
+def test_worlds_in_which_peers_swap_their_stage_keep_the_promises(seed: int) -> None:
+    """Drawn only where they are asked for, so that older seeds stay as they are."""
+    drawn = draws.draw(seed, "swap")
+    assert drawn.swapped
+    assert not draws.draw(seed).swapped
+    assert play(drawn).violations == []

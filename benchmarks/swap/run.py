@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from muletrain.optim.norms import square_norm
 HERE = Path(__file__).parent
 CGROUP = Path("/sys/fs/cgroup/memory")
 SPEC = ModelSpec.from_config(ModelConfig(layers=10, width=512, heads=8, vocab=2048, context=256, dropout=0.1))
+SMALL = replace(SPEC, layers=1, width=64, heads=2, kv_heads=2, ffn=128)
 SEQUENCES = 2
 FOLD = 4
 """The model (weights, gradient and moments, fp32) has so many times the budget."""
@@ -67,16 +70,12 @@ class Limit:
     def peak(self) -> int | None:
         return int((self._folder / "memory.max_usage_in_bytes").read_text()) if self.enforced else None
 
-    def leave(self) -> None:
-        if self.enforced:
-            (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
-            self._folder.rmdir()
-
 
 def child(case: str, steps: int, tokens: int, folder: Path) -> None:
     """Train, and print the case's figures as JSON."""
     microbatches = tokens // (SEQUENCES * SPEC.context)
-    torch.ones(512, 512) @ torch.ones(512, 512)  # libraries load before the limit counts
+    warm = StageSetup(OptimizerConfig(), 1000, seed=0, sequences=SEQUENCES)
+    asyncio.run(train(TorchCompute(SMALL, SMALL.cut(1), 0, warm), 1, 2))  # libraries load before the limit counts
     before = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     limit = Limit(None if case == "resident" else int(SLACK * budget()))
     setup = StageSetup(OptimizerConfig(), 1000, seed=0, sequences=SEQUENCES, checkpointing="never")
@@ -100,7 +99,6 @@ def child(case: str, steps: int, tokens: int, folder: Path) -> None:
         "enforced": limit.enforced,
     }
     compute.close()
-    limit.leave()
     print(json.dumps(figures), flush=True)
     os._exit(0)
 
@@ -125,6 +123,21 @@ async def one(compute: TorchCompute | SwappedCompute, mb: Microbatch) -> None:
 
 
 # All of them -----------------------------------------------------------------------------------------------------------
+
+
+def measured(words: list[str]) -> dict[str, object]:
+    """The figures of one case, or what went wrong."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=600)
+    finally:
+        process.kill()
+        process.wait()
+        with contextlib.suppress(OSError):  # there was no limit
+            (CGROUP / f"muletrain-swap-{process.pid}").rmdir()
+    if lines := out.strip().splitlines():
+        return dict(json.loads(lines[-1]))
+    return {"problem": err.strip()[-500:] or f"ended with {process.returncode} (-9: out of memory)"}
 
 
 def disk_rate(folder: Path) -> float:
@@ -171,10 +184,7 @@ def main() -> None:
                 str(given.steps),
                 str(tokens),
             ]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-            last = done.stdout.strip().splitlines()
-            why = done.stderr.strip()[-500:] or f"ended with {done.returncode} (-9: out of memory)"
-            results[f"{case}, {tokens}"] = json.loads(last[-1]) if last else {"problem": why}
+            results[f"{case}, {tokens}"] = measured(words)
             progress.advance(bar)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     show(results, given.tokens)

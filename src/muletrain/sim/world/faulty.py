@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.jobs import Job
+    from muletrain.compute.swap.swapped import SwappedCompute
     from muletrain.compute.torch_compute import TorchCompute
 
 GRADIENTS = {"nan": math.nan, "hundredfold": 100.0, "huge": 1e4, "zero": 0.0}
@@ -32,7 +33,7 @@ class FaultyCompute:
     """``inner``, where ``how`` says what comes out wrong; empty: nothing. From ``hang`` to ``recover`` no operation
     ends."""
 
-    def __init__(self, inner: TorchCompute) -> None:
+    def __init__(self, inner: TorchCompute | SwappedCompute) -> None:
         self._inner = inner
         self.how = ""
         self._works = asyncio.Event()

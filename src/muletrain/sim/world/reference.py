@@ -13,6 +13,9 @@ import torch.nn.functional as F
 
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Update
+from muletrain.compute.estimate import Offer
+from muletrain.compute.swap.fit import swap_memory
+from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
@@ -195,6 +198,17 @@ class VirtualCompute(TorchCompute):
         return self.arithmetic.weights.digest()
 
 
+class VirtualSwapped(SwappedCompute):
+    """A stage that is swapped, block by block, with its state in memory."""
+
+    def weights(self) -> dict[str, Tensor]:
+        state = self.state_
+        return {f"model/{name}": view for name, view in state.layout.views(state.model.values).items()}
+
+    def weights_digest(self) -> bytes:
+        return self.state_.digest()
+
+
 class SingleProcess(VirtualCompute):
     """The whole model, whose layers are shared, if they are, as in the run's stages. It takes the microbatches of a
     step together."""
@@ -236,6 +250,15 @@ def stage_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualCo
     """What trains ``stage``. Who ``joins`` takes others' weights anyway."""
     given = None if joins else facts.given
     return VirtualCompute(facts.spec, facts.cut, stage, _setup(facts, facts.config.optimizer), given)
+
+
+def swapped_compute(facts: Facts, stage: int, *, joins: bool = False) -> VirtualSwapped:
+    """What trains ``stage`` on a device that holds two of its blocks."""
+    setup, lamb = _setup(facts, facts.config.optimizer), facts.config.optimizer.name == "lamb"
+    tokens = setup.sequences * facts.spec.context
+    need = swap_memory(facts.spec, facts.cut, stage, tokens, setup.precision, lamb=lamb, disk=False)
+    swap = Swap(Offer(need.least, need.on_host), None, most=4, least=1)
+    return VirtualSwapped(facts.spec, facts.cut, stage, setup, swap, None if joins else facts.given)
 
 
 def client_compute(facts: Facts, stage: int) -> VirtualCompute:

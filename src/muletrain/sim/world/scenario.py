@@ -71,6 +71,8 @@ class Scenario:
     """Sequences of a microbatch."""
     clients: tuple[str, ...] = ()
     """Clients of a hub, by name (client-1a); empty: none, and no hub."""
+    swapped: tuple[str, ...] = ()
+    """Peers whose device is smaller than their stage."""
     narrow: tuple[tuple[str, float], ...] = ()
     """Peers, and the bytes/s that their links carry each way; those of all others are wide."""
     queue_s: float = QUEUE_S

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from muletrain.events import StepApplied, StepDone
     from muletrain.runtime.peer.peer import Memory
     from muletrain.runtime.step.record import StepRecord
-    from muletrain.sim.world.reference import History, VirtualCompute
+    from muletrain.sim.world.reference import History, VirtualCompute, VirtualSwapped
     from muletrain.sim.world.scenario import Scenario
 
 DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage", "one way", "small", "kick"}
@@ -92,7 +92,7 @@ class Witness:
         self._applied_s: dict[int, float] = {-1: 0.0}
         """When each step was first applied somewhere."""
 
-    def applied(self, peer: str, record: StepRecord, compute: VirtualCompute, now: float) -> None:
+    def applied(self, peer: str, record: StepRecord, compute: VirtualCompute | VirtualSwapped, now: float) -> None:
         """``peer`` has applied ``record``: its weights are a single process's after as many steps, and the same bits as
         its replicas'. Sides of a partition have met again by then."""
         if (
@@ -224,7 +224,12 @@ class Watched(PeerHost):
     """The host of a peer whose every applied step the witness sees."""
 
     def __init__(
-        self, witness: Witness, name: str, compute: VirtualCompute, clocks: tuple[Clock, Clock], ends_s: float
+        self,
+        witness: Witness,
+        name: str,
+        compute: VirtualCompute | VirtualSwapped,
+        clocks: tuple[Clock, Clock],
+        ends_s: float,
     ) -> None:
         """``clocks``: the world's, and the peer's own. The peer ends the run at ``ends_s`` on its own clock."""
         self._witness, self._name, self._compute, self._ends_s = witness, name, compute, ends_s

@@ -292,7 +292,9 @@ class World:
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            inner = reference.stage_compute(self._facts, roster.own.stage, joins=joins)
+            swaps = name in self.scenario.swapped
+            made = reference.swapped_compute if swaps else reference.stage_compute
+            inner = made(self._facts, roster.own.stage, joins=joins)
             stage = self.stages[name] = FaultyCompute(inner)
             if self._start is not None and not joins:
                 await self._start.load(stage, roster.own.stage)

@@ -64,6 +64,16 @@ def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, rebalance=rule, rebalance_s=rng.uniform(1.0, 5.0))
 
 
+def _swap(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Some peers swap their stage. With one stage that is the strategy, or a swarm with such peers."""
+    if s.clients or any(o.startswith("optimizer.delayed=true") for o in s.overrides):
+        return None
+    members = [name for name, _ in s.members]
+    swapped = tuple(name for name in members if rng.random() < 0.5) or (rng.choice(members),)
+    whole = ("swap.whole=true",) if len(s.stages) == 1 and rng.random() < 0.5 else ()
+    return replace(s, swapped=swapped, overrides=(*s.overrides, *whole))
+
+
 KINDS: dict[str, Kind] = {
     "codecs": _codecs,
     "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"),
@@ -73,4 +83,5 @@ KINDS: dict[str, Kind] = {
     "given weights": _given_weights,
     "rebalancing": _rebalancing,
     "shared layers": _shared_layers,
+    "swap": _swap,
 }
