@@ -30,6 +30,8 @@ from muletrain.optim.flat import FlatLayout
 from muletrain.optim.norms import square_norm
 from muletrain.optim.rules import make_rule
 
+from .traced_models import chain_of, new_model
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -49,7 +51,7 @@ class Made:
     """Stages of both kinds in one process, closed at the end of the test."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.opened = folder, list[Any]()
+        self.folder, self.opened = folder, list[Any]()
 
     def resident(self, stages: int, spec: ModelSpec = SPEC, **changes: Any) -> list[TorchCompute]:
         setup = replace(SETUP, **changes)
@@ -66,7 +68,7 @@ class Made:
         for s in range(stages):
             tokens, lamb = setup.sequences * spec.context, setup.optimizer.name == "lamb"
             memory = swap_memory(spec, spec.cut(stages), s, tokens, setup.precision, lamb=lamb, disk=disk)
-            folder = self._folder / f"swap-{len(self.opened)}-{s}" if disk else None
+            folder = self.folder / f"swap-{len(self.opened)}-{s}" if disk else None
             offer = Offer(budget or memory.least, None if disk else 1 << 30)
             swap = Swap(offer, folder, most)
             made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))
@@ -141,6 +143,33 @@ def test_a_swapped_stage_trains_as_a_resident_one(made: Made, stages: int, optim
     assert run(train(swapped))[0] == pytest.approx(expected, rel=1e-4)
     assert worst(run(states(swapped)), run(states(resident))) <= 1e-5
     assert swapped[0].rounds.microbatches > swapped[0].rounds.rounds, "several pass a load together"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "mixtral"])
+def test_a_traced_model_is_swapped(made: Made, name: str) -> None:
+    chain = chain_of(new_model(name), SPEC.context)
+    weights = dict(new_model(name).named_parameters())
+    cut, setup = chain.cut(2), SETUP
+    resident, swapped = [], []
+    for s in range(2):
+        source = lambda name: weights[name].detach()  # noqa: E731
+        memory = swap_memory(chain, cut, s, SEQUENCES * chain.context, setup.precision, lamb=False, disk=True)
+        swap = Swap(Offer(memory.least), made.folder / f"traced-{s}", 4)
+        resident.append(TorchCompute(chain, cut, s, setup, source))
+        swapped.append(SwappedCompute(chain, cut, s, setup, swap, source))
+    made.opened += [*resident, *swapped]
+    assert all(len(c.plan.runs) > 1 for c in swapped), "it is cut"
+    expected, clipped = run(train(resident, 6))
+    assert clipped
+    assert run(train(swapped, 6))[0] == pytest.approx(expected, rel=1e-4)
+    assert worst(run(states(swapped)), run(states(resident))) <= 1e-5
+
+
+def test_weights_that_two_blocks_share_are_not_swapped(made: Made) -> None:
+    chain = chain_of(new_model("gpt2", tie_word_embeddings=True), SPEC.context)
+    swap = Swap(Offer(1 << 30), made.folder / "tied", 4)
+    with pytest.raises(CapacityError, match=r"model\.untie=true"):
+        SwappedCompute(chain, chain.cut(1), 0, SETUP, swap)
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory"])

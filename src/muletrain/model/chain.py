@@ -41,6 +41,11 @@ class Model(ABC):
     def to_json(self) -> str:
         """All that it takes to make the model again (``make.model_from_json``)."""
 
+    @property
+    @abstractmethod
+    def largest_tensor(self) -> int:
+        """Numbers of the largest parameter tensor of a block."""
+
     @abstractmethod
     def params_of(self, layer: int) -> int:
         """Parameters of a block."""

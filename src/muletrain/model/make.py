@@ -47,6 +47,15 @@ def middle_block(model: Model) -> StageModule:
     return Stage(dataclasses.replace(model, layers=3), 1, ((0, 1), (1, 2), (2, 3)))
 
 
+def make_block(model: Model, index: int, blocks: Cut) -> StageModule:
+    """Block ``index`` of the whole chain, without storage. ``blocks``: what comes before the first layer, runs of layers,
+    what comes after the last one."""
+    if isinstance(model, TracedModel):
+        return model.block(index)
+    assert isinstance(model, ModelSpec)
+    return Stage(model, index, blocks)
+
+
 def load_model(model: Model, state: Mapping[str, Tensor]) -> StageModule:
     """The whole model with the weights ``state`` (all stages' tensors by name; shared layers once)."""
     if isinstance(model, ModelSpec):

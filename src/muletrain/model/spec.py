@@ -100,6 +100,10 @@ class ModelSpec(Model):
         """The output matrix (untied) and the final norm."""
         return self.vocab * self.width + self.width
 
+    @property
+    def largest_tensor(self) -> int:
+        return self.width * self.ffn
+
     def params_of(self, layer: int) -> int:
         """All blocks have the same size."""
         return self.layer_params

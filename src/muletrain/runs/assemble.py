@@ -28,7 +28,6 @@ from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
 from muletrain.model.hub import local_folder
 from muletrain.model.make import make_model, make_stage
-from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.folder import check_config, import_traced, load_traced
 from muletrain.optim.schedule import learning_rate
@@ -149,16 +148,15 @@ class RunFacts:
             )
             for s in range(c.fleet.stages)
         ]
-        spec = self.spec
-        if c.swap.backing == "off" or c.optimizer.delayed or self.strategy.pooled or not isinstance(spec, ModelSpec):
+        if c.swap.backing == "off" or c.optimizer.delayed or self.strategy.pooled:
             return found
-        return [dataclasses.replace(need, swapped=self._swapped(spec, s, precision)) for s, need in enumerate(found)]
+        return [dataclasses.replace(need, swapped=self._swapped(s, precision)) for s, need in enumerate(found)]
 
-    def _swapped(self, spec: ModelSpec, stage: int, precision: Precision) -> SwapMemory:
+    def _swapped(self, stage: int, precision: Precision) -> SwapMemory:
         c = self.config
         disk = None if c.swap.backing == "auto" else c.swap.backing == "disk"
         lamb = c.optimizer.name == "lamb"
-        return swap_memory(spec, self.cut, stage, self.tokens, precision, lamb=lamb, disk=disk)
+        return swap_memory(self.spec, self.cut, stage, self.tokens, precision, lamb=lamb, disk=disk)
 
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""
@@ -229,7 +227,6 @@ def build_compute(
         assert folder is not None or not disk, "a stage on a disk needs a folder"
         most = min(config.swap.together or facts.capacity, facts.capacity, config.microbatches)
         swap = Swap(machine.offer, folder if disk else None, most, config.swap.together)
-        assert isinstance(facts.spec, ModelSpec)  # others need no swapped memory
         compute = SwappedCompute(facts.spec, facts.cut, stage, setup, swap, source)
     if config.fleet.profile is not None and fleet_index is not None:
         peer = load_fleet(config.fleet.profile, peers=config.fleet.local_peers).peers()[fleet_index]

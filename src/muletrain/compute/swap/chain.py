@@ -6,12 +6,14 @@ of the whole model. The chain of the native decoder is its embedding, each of it
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from muletrain.model.stage import Stage
+from muletrain.errors import CapacityError
+from muletrain.model.make import make_block
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
@@ -19,12 +21,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.module import StageModule
     from muletrain.planning.partition import Cut
 
 
-def chain_cut(spec: ModelSpec, cut: Cut, stage: int) -> tuple[Cut, range]:
+def chain_cut(spec: Model, cut: Cut, stage: int) -> tuple[Cut, range]:
     """The whole model cut into blocks, and which of them are ``stage``'s. Layers that share weights are one block."""
     runs = cut if spec.share_layers else tuple((layer, layer + 1) for layer in range(spec.layers))
     blocks = ((0, 0), *runs, (spec.layers, spec.layers))
@@ -32,17 +35,24 @@ def chain_cut(spec: ModelSpec, cut: Cut, stage: int) -> tuple[Cut, range]:
     return blocks, range(0 if stage == 0 else first + 1, end + 2 if stage == len(cut) - 1 else end + 1)
 
 
-def chain_of(spec: ModelSpec, cut: Cut, stage: int) -> list[nn.Module]:
-    """The blocks of ``stage``, in order."""
-    blocks, own = chain_cut(spec, cut, stage)
-    return [Stage(spec, index, blocks) for index in own]
+def chain_of(spec: Model, cut: Cut, stage: int) -> list[StageModule]:
+    """The blocks of ``stage``, in order. Raises CapacityError for weights that two of them share."""
+    runs, own = chain_cut(spec, cut, stage)
+    blocks = [make_block(spec, index, runs) for index in own]
+    names = Counter(name for block in blocks for name in block.shapes())
+    if tied := [name for name, times in names.items() if times > 1]:
+        raise CapacityError(
+            f"{tied[0]} is used by two blocks (tied weights), so stage {stage} cannot pass through a device that is smaller than it: take "
+            f"model.untie=true, more memory, or more stages"
+        )
+    return blocks
 
 
 @dataclass(frozen=True)
 class SubModel:
     """Consecutive blocks that are on the device together. S: their parameters."""
 
-    blocks: tuple[nn.Module, ...]
+    blocks: tuple[StageModule, ...]
     layout: FlatLayout
     """The blocks' parameters, [S], in the order that they have in the stage's flat buffer."""
     segments: tuple[tuple[int, int], ...]
@@ -58,10 +68,7 @@ class SubModel:
         views = self.layout.views(weights)
         found: dict[str, Tensor] = {}
         for block in self.blocks:
-            for name in [name for name, _ in block.named_parameters()]:
-                module, _, leaf = name.rpartition(".")
-                found[name] = parameter = nn.Parameter(views[name])
-                setattr(block.get_submodule(module), leaf, parameter)
+            found.update(block.bind(views).named_parameters())
         return [found[name] for name in self.layout.names]
 
     def unbind(self) -> None:
@@ -86,7 +93,7 @@ class SubModel:
                 at += b - a
 
 
-def sub_models(chain: Sequence[nn.Module], runs: Cut, layout: FlatLayout) -> list[SubModel]:
+def sub_models(chain: Sequence[StageModule], runs: Cut, layout: FlatLayout) -> list[SubModel]:
     """Cut ``chain`` into ``runs``. ``layout``: the stage's."""
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     where = dict(zip(layout.names, layout.ranges(), strict=True))
@@ -94,7 +101,7 @@ def sub_models(chain: Sequence[nn.Module], runs: Cut, layout: FlatLayout) -> lis
 
 
 def _sub_model(
-    blocks: tuple[nn.Module, ...], shapes: Mapping[str, tuple[int, ...]], where: Mapping[str, tuple[int, int]]
+    blocks: tuple[StageModule, ...], shapes: Mapping[str, tuple[int, ...]], where: Mapping[str, tuple[int, int]]
 ) -> SubModel:
     own = {name for block in blocks for name, _ in block.named_parameters()}
     layout = FlatLayout.of({name: shape for name, shape in shapes.items() if name in own})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import SwapMemory, stash_bytes
+from muletrain.compute.estimate import SwapMemory
 from muletrain.compute.swap.backing import WINDOW
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.config.schema import Precision
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from muletrain.compute.estimate import Offer
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Swapping
 
@@ -34,7 +34,7 @@ NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
 
 
-def blocks_of(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Precision, flops: float) -> list[Layer]:
+def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision, flops: float) -> list[Layer]:
     """Times and memory of each block of the stage's chain, with microbatches of ``tokens`` (B * T) on a device of
     ``flops`` [FLOP/s]."""
     size = 4 if precision is Precision.FP32 else 2
@@ -44,10 +44,10 @@ def blocks_of(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Pre
         forward_s = forward_flops * tokens / flops
         return Layer(forward_s, BACKWARD * forward_s, float(size * params), (4 + size) * params + graph, goes_on)
 
-    def layers(count: int) -> Layer:
-        """One block of so many layers, which share their weights."""
-        graph = stash_bytes(spec, ((0, count), (count, count + 1)), 0, tokens, precision)
-        return block(spec.layer_params, count * spec.layer_flops(), graph)
+    def layers(first: int, end: int) -> Layer:
+        """One block of these layers; if they are several, they share their weights."""
+        flops = sum(spec.flops_of(layer) for layer in range(first, end))
+        return block(spec.params_of(first), flops, tokens * sum(spec.kept_bytes(n, size) for n in range(first, end)))
 
     runs, own = chain_cut(spec, cut, stage)
     found = []
@@ -55,15 +55,14 @@ def blocks_of(spec: ModelSpec, cut: Cut, stage: int, tokens: int, precision: Pre
         if index == 0:
             found.append(block(spec.embedding_params, spec.embedding_flops, 1.25 * goes_on))
         elif index == len(runs) - 1:
-            head = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
-            found.append(block(spec.head_params, spec.head_flops, head))
+            found.append(block(spec.head_params, spec.head_flops, tokens * spec.head_kept_bytes(size)))
         else:
-            found.append(layers(runs[index][1] - runs[index][0]))
+            found.append(layers(*runs[index]))
     return found
 
 
 def swap_memory(
-    spec: ModelSpec,
+    spec: Model,
     cut: Cut,
     stage: int,
     tokens: int,
@@ -77,7 +76,8 @@ def swap_memory(
     params = spec.stage_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     beside = 4 * 4 * tokens * spec.width + 4 * WINDOWS * WINDOW
-    largest = max(spec.width * spec.ffn, spec.embedding_params if stage in (0, len(cut) - 1) else 0)
+    ends = spec.embedding_params * (stage == 0), spec.head_params * (stage == len(cut) - 1)
+    largest = max(*ends, spec.largest_tensor)
     update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)  # nothing else is there then
     alone = tuple((i, i + 1) for i in range(len(blocks)))
     return SwapMemory(beside, max(update, beside + int(held_bytes(blocks, alone))), 12 * params, 16 * params, disk)

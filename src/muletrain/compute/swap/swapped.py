@@ -27,7 +27,8 @@ from muletrain.compute.swap.state import State
 from muletrain.compute.threads import Threads
 from muletrain.errors import ProtocolError
 from muletrain.events import SwapWorked
-from muletrain.model.stage import Stage, initial_weight
+from muletrain.model.make import make_stage
+from muletrain.model.stage import initial_weight
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from muletrain.compute.swap.backing import Backing, Region
     from muletrain.compute.swap.loading import Traffic
     from muletrain.compute.swap.rounds import Round
-    from muletrain.model.spec import ModelSpec
+    from muletrain.model.chain import Model
     from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
 
@@ -90,7 +91,7 @@ class SwappedCompute:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: Model,
         cut: Cut,
         stage: int,
         setup: StageSetup,
@@ -110,7 +111,7 @@ class SwappedCompute:
         self._backing.check(memory.in_files)
         if setup.device.type == "cpu":
             return_memory_at_once()
-        shapes = Stage(spec, stage, cut).shapes()
+        shapes = make_stage(spec, stage, cut).shapes()
         layout = FlatLayout.of(shapes)
         self.n_params = layout.size
         self.threads = Threads(stage, delayed=False, inline=setup.inline)
@@ -340,7 +341,7 @@ class SwappedCompute:
         self._backing.close()
 
 
-def measured_flops(spec: ModelSpec, setup: StageSetup) -> float:
+def measured_flops(spec: Model, setup: StageSetup) -> float:
     """Speed of the device at a block's forward [FLOP/s]."""
     found = block_times(spec, setup.sequences, setup.device, setup.precision)
     return spec.layer_flops() * found.sequences * found.tokens / found.forward_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -158,6 +159,10 @@ class TracedModel(Model):
         self.check_cut(cut if index is not None else ((0, self.layers),))
         return self._module((0, self.layers + 2) if index is None else self._run(index, cut))
 
+    def block(self, index: int) -> StageModule:
+        """Part ``index`` of the chain, without storage."""
+        return self._module((index, index + 1))
+
     def middle_block(self) -> StageModule:
         """The first block, without what comes before it."""
         return self._module((1, 2))
@@ -179,6 +184,10 @@ class TracedModel(Model):
 
     def _cost(self, part: int) -> Cost:
         return self._made.costs[part]
+
+    @property
+    def largest_tensor(self) -> int:
+        return max(math.prod(shape) for shape in self.shapes.values())
 
     def params_of(self, layer: int) -> int:
         return self._cost(1 + layer).params

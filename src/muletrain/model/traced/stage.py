@@ -45,8 +45,10 @@ class TracedStage(StageModule):
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
         super().bind(weights)
-        self._chain = self._parts(next(iter(weights.values())).dtype)
-        self._tables.cache_clear()
+        chain = self._parts(next(iter(weights.values())).dtype)
+        if chain is not self._chain:
+            self._chain = chain
+            self._tables.cache_clear()
         return self
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:

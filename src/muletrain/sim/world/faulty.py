@@ -99,7 +99,7 @@ class FaultyCompute:
     async def _spoiled(self, mb: Microbatch, before: Tensor, gradient: Result | None) -> Result | None:
         """``gradient``, and what was added to the accumulator since ``before``."""
         if self.how == REVERSED:
-            for value in self._inner._uncounted.get(mb, ()):
+            for value in getattr(self._inner, "_uncounted", {}).get(mb, ()):
                 value.neg_()
         if self.how not in GRADIENTS:
             return gradient
