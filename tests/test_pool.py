@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.policy.pool import FLOOR_S, LEFT_S, OWN, UNMEASURED_S, Given, Part, Pass, Pool
+from muletrain.policy.passes import Given, Part, Pass
+from muletrain.policy.pool import FLOOR_S, LEFT_S, OWN, UNMEASURED_S, Pool
 
 A, B, C = "a", "b", "c"
 FORWARD = Part(Pass.FORWARD, 0, 0, 0, 1)

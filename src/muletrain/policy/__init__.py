@@ -7,5 +7,6 @@
 - Membership: ``assignment`` (who serves which stage), ``rebalance`` (who moves).
 - Recovery: ``complete_checkpoint`` (where a rollback goes), ``fork_choice`` (which history stays), ``keeping`` (who
   keeps copies of checkpoint parts).
+- Hub: ``pool`` (which worker computes which ``passes`` of which sequences).
 - Time: ``deadline``, ``debts``, ``recent``. ``chaos``: the language of injected faults.
 """

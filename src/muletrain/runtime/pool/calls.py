@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute, Microbatch
     from muletrain.compute.slot import Turn
     from muletrain.config.schema import Codec
-    from muletrain.policy.pool import Part, Pass
+    from muletrain.policy.passes import Part, Pass
     from muletrain.runtime.pool.parts import Place
 
 

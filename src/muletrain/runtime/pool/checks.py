@@ -17,7 +17,8 @@ import numpy as np
 
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.outliers import FACTOR, alike
-from muletrain.policy.pool import OWN, Part, Pass
+from muletrain.policy.passes import Part, Pass
+from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import Checked
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from muletrain.errors import (
 )
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.pool import Pass
+from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.messages import (
     FROM_CLIENT,
     AccumulatorChunk,

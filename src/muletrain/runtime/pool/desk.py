@@ -11,7 +11,8 @@ from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import is_finite
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
-from muletrain.policy.pool import OWN, Given, Part, Pass, Pool
+from muletrain.policy.passes import Given, Part, Pass
+from muletrain.policy.pool import OWN, Pool
 from muletrain.runtime.pool.accumulators import Accumulators
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients

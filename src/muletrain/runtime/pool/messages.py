@@ -16,7 +16,7 @@ from pydantic import FailFast, Field
 
 from muletrain.network.base import Channel
 from muletrain.optim.sketch import SIZE as SKETCH
-from muletrain.policy.pool import Part, Pass
+from muletrain.policy.passes import Part, Pass
 from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
 
 MAX_PARTS = 1 << 16

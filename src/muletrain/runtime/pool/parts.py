@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.optim.sketch import sketch
-from muletrain.policy.pool import OWN, Given, Part, Pass
+from muletrain.policy.passes import Given, Part, Pass
+from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveInputs
 from muletrain.wire.codec import decode
 

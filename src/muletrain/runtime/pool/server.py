@@ -8,7 +8,7 @@ from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE
 from muletrain.compute.wrapped import WrappedCompute
 from muletrain.errors import MuletrainError
-from muletrain.policy.pool import Pass
+from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.calls import Call
 from muletrain.runtime.pool.desk import PartsDesk
 

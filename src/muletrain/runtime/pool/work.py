@@ -9,7 +9,7 @@ from muletrain.compute.base import Microbatch
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError
 from muletrain.optim.sketch import packed
-from muletrain.policy.pool import Pass
+from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.checks import checked_message
 from muletrain.runtime.pool.messages import Checked, Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
 from muletrain.runtime.pool.parts import recomputed

@@ -14,8 +14,10 @@ from blake3 import blake3
 from muletrain.compute.jobs import Jobs
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
+from muletrain.config.schema import Codec
 from muletrain.optim.sketch import SIZE
 from muletrain.policy.shards import BLOCK
+from muletrain.runtime.core.plan import Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +27,13 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Microbatch, Update
+    from muletrain.config.schema import RunConfig
     from muletrain.optim.sketch import Sketch
+    from muletrain.sim.setting import Setting
+    from muletrain.strategies.base import Strategy
 
+STEPS = 1 << 20
+"""Steps of a run, more than a play reaches."""
 WIDTH, TOKENS, VOCAB = 2, 1, 256
 BLOCKS, CHUNK = 512, 8
 """Blocks of the hollow gradient, and of a chunk: shards are nearly equal and have several chunks, as in a large
@@ -160,3 +167,33 @@ class HollowTokens:
 
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         return self._zeros, self._zeros
+
+
+def hollow_plan(setting: Setting, config: RunConfig, strategy: Strategy, *, trace: bool) -> Plan:
+    """Returns the facts of a run of hollow stages, which does not end by itself."""
+    cost = setting.cost
+    return Plan(
+        stages=len(cost.stages),
+        steps=STEPS,
+        microbatches=cost.microbatches,
+        sequences=cost.sequences if strategy.pooled else 1,
+        width=WIDTH,
+        vocab=VOCAB,
+        sequence_length=lambda step: TOKENS,
+        activations=Codec.FP32,
+        gradients=Codec.FP32,
+        clip=None,
+        lr=lambda step: 0.0,
+        checkpoint_every=config.checkpoint.every,
+        capacity=strategy.capacity(len(cost.stages)),
+        strategy=strategy,
+        adopt_after_s=config.fleet.adopt_after,
+        from_seed=True,
+        rebalance=config.fleet.rebalance,
+        rebalance_s=config.fleet.rebalance_period,
+        work=tuple(s.forward_flops for s in cost.stages),
+        state_bytes=tuple(s.state_bytes for s in cost.stages),
+        delayed=config.optimizer.delayed,
+        trace=trace,
+        chunk=CHUNK * BLOCK,
+    )

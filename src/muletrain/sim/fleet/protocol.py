@@ -21,17 +21,14 @@ from typing import TYPE_CHECKING
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
-from muletrain.config.schema import Codec
 from muletrain.errors import Expelled, MuletrainError, NetworkError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.planning.devices import find_device
-from muletrain.policy.shards import BLOCK
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
-from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
@@ -43,7 +40,7 @@ from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.messages import Enlisted, GetState
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.sim.fleet.accounts import always
-from muletrain.sim.fleet.hollow import CHUNK, TOKENS, VOCAB, WIDTH, HollowCompute, HollowTokens
+from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
 from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
@@ -58,6 +55,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
+    from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.sim.fleet.accounts import GoesOn, Outcome
     from muletrain.sim.fleet.flow import Weather
@@ -68,8 +66,6 @@ PLACE = "shared"
 """The place of all checkpoints."""
 UNMEASURED, CALL_S = 1e-9, 10.0
 """See ``runs.client``."""
-STEPS = 1 << 20
-"""Steps of a run, more than a play reaches."""
 
 
 class _Machine(PeerHost):
@@ -371,32 +367,7 @@ class Actors:
 
     @cached_property
     def plan(self) -> Plan:
-        config, cost = self._config, self._setting.cost
-        return Plan(
-            stages=len(cost.stages),
-            steps=STEPS,
-            microbatches=cost.microbatches,
-            sequences=cost.sequences if self._strategy.pooled else 1,
-            width=WIDTH,
-            vocab=VOCAB,
-            sequence_length=lambda step: TOKENS,
-            activations=Codec.FP32,
-            gradients=Codec.FP32,
-            clip=None,
-            lr=lambda step: 0.0,
-            checkpoint_every=config.checkpoint.every,
-            capacity=self._strategy.capacity(len(cost.stages)),
-            strategy=self._strategy,
-            adopt_after_s=config.fleet.adopt_after,
-            from_seed=True,
-            rebalance=config.fleet.rebalance,
-            rebalance_s=config.fleet.rebalance_period,
-            work=tuple(s.forward_flops for s in cost.stages),
-            state_bytes=tuple(s.state_bytes for s in cost.stages),
-            delayed=config.optimizer.delayed,
-            trace=self._watch is not None,
-            chunk=CHUNK * BLOCK,
-        )
+        return hollow_plan(self._setting, self._config, self._strategy, trace=self._watch is not None)
 
     def note(self, name: str, event: Event) -> None:
         now, kind = self._clock.now(), self._kind_of[name]
