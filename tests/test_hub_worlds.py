@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from muletrain.errors import MuletrainError
 from muletrain.events import ClientLost, StepDone
 from muletrain.policy.pool import Pool
 from muletrain.runtime.pool.accumulators import Accumulators, Lost
@@ -128,11 +129,14 @@ def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
 
 def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
     async def take_over(self: Accumulators, client: str, step: int) -> None:
+        parts = self._parts.of(step)
         try:
-            values, numbers = await self.fetch(client, self.generation, step)
+            values = (await self.fetch(client, self.generation, step)).values
         except Lost:
-            values, numbers = torch.zeros(self._inner.n_params), self._parts.of(step).holders().get(client, set())
-        self._arrived(client, step, values, numbers)
+            values = torch.zeros(self._inner.n_params)
+        except MuletrainError:
+            return
+        self._arrived(client, step, values, parts.holders().get(client, set()))
         self.news.set()
 
     patch.setattr(Accumulators, "_take_over", take_over)

@@ -262,8 +262,8 @@ def test_a_plan_adds_up(tmp_path: Path) -> None:
     assert found.recommended is not None
     chosen = found.strategies[found.recommended]
     assert chosen.tokens_per_s == max(p.tokens_per_s for p in found.strategies if p.runnable)
-    assert {p.strategy for p in found.strategies if p.runnable} == {"swarm", "pipeline", "hub"}, (
-        "swap is predicted otherwise than it runs"
+    assert {p.strategy for p in found.strategies if p.runnable} == {"swarm", "pipeline"}, (
+        "swap is predicted otherwise than it runs, and a hub has no clients here"
     )
 
 
@@ -313,8 +313,8 @@ def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
     needs = "needs 139 GiB in 3 stages, all machines together have 64 GiB"
     assert needs in str(simulated.value)
     runnable = [p for p in found.strategies if p.runnable]
-    assert len(runnable) == 3
-    assert all(needs in p.problem for p in runnable)
+    assert {p.strategy for p in runnable} == {"swarm", "pipeline", "hub"}
+    assert all(needs in p.problem for p in runnable if p.strategy != "hub")
 
 
 MIXED = """

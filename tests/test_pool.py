@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.policy.passes import Given, Part, Pass
-from muletrain.policy.pool import FLOOR_S, LEFT_S, OWN, UNMEASURED_S, Pool
+from muletrain.policy.pool import LEFT_S, OWN, Pool
+from muletrain.policy.worker import FLOOR_S, UNMEASURED_S
 
 A, B, C = "a", "b", "c"
 FORWARD = Part(Pass.FORWARD, 0, 0, 0, 1)
@@ -124,6 +125,30 @@ def test_who_may_still_hand_a_gradient_over_does_not_compute_it_again() -> None:
     pool.drop_parts([again])
     assert pool.unwanted() == [(B, given.number)]
     assert not pool.done(B, given.number, 1.0), "it was handed over meanwhile"
+
+
+def test_only_what_was_sent_before_a_worker_was_asked_can_be_lost_on_its_way() -> None:
+    pool = pool_of(a=1.0, b=1.0)
+    pool.put_part(FORWARD, 0.0)
+    number = taken(pool, A).number
+    pool.sent(number, 5.0)
+    pool.reconcile(A, (), asked_at=4.0, now=6.0)
+    assert pool.part(A, number) == FORWARD
+    assert pool.take(B, 6.0) is None
+    pool.reconcile(A, (), asked_at=7.0, now=8.0)
+    assert pool.part(A, number) is None
+    assert pool.unwanted() == [(A, number)], "it may come after all"
+    assert taken(pool, B, 8.0).part == FORWARD
+
+
+def test_what_the_server_is_to_decide_nobody_else_computes() -> None:
+    pool = pool_of(a=1.0)
+    check = Part(Pass.CHECK, 0, 0, 0, 1)
+    pool.put_part(check, 0.0, OWN, only=OWN)
+    pool.doubt(OWN, 1.0)
+    assert pool.take(A, 1.0) is None
+    pool.reconcile(OWN, (), asked_at=1.0, now=1.0)
+    assert taken(pool, OWN, 1.0).part == check
 
 
 def test_what_a_worker_cannot_compute_is_for_others_and_for_the_server() -> None:

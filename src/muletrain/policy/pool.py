@@ -13,17 +13,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.policy.deadline import Usual
 from muletrain.policy.passes import LAST, Given, Part, Pass
+from muletrain.policy.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 OWN = ""
 """The worker that is the server's own device."""
-LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
-"""A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
-nor before any measurement within the second [s]."""
 SLOWEST = 0.25
 """Share of its clients' mean speed that a server's own device must have to compute beside them. A slower one would hold
 microbatches up."""
@@ -49,58 +46,27 @@ class _Giving:
     part: Part
     since: float
     due: float
+    sent_at: float = math.inf
 
 
 @dataclass
 class _Open:
     """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it."""
+    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it; ``only``: the one
+    that does."""
 
     givings: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     since: float = math.inf
     barred: frozenset[str] = frozenset()
-
-
-class _Worker:
-    def __init__(self, hint: float) -> None:
-        self.hint, self.room = hint, 0
-        self.out: set[int] = set()
-        """Numbers of the givings that have not come back, wanted or not."""
-        self.reserved: deque[Part] = deque()
-        """Parts that it should compute, because it has their forward."""
-        self.late = False
-        self._unit_s = Usual(unmeasured_s=math.inf, floor_s=0.0, times=1.0)
-        self._free_at = -math.inf
-        """When its last part came back."""
-        self.measured = False
-
-    @property
-    def ready(self) -> bool:
-        return self.room > 0
-
-    @property
-    def speed(self) -> float:
-        """Forward passes of a sequence per second."""
-        return 1 / self._unit_s.seconds() if self.measured else self.hint
-
-    def due_s(self, cost: int, slowest: float) -> float:
-        """Seconds until it should have brought back parts of so much ``cost``. ``slowest``: speed of the slowest worker
-        that was measured; 0: none was."""
-        if self.measured:
-            return max(FLOOR_S, LATE * self._unit_s.seconds() * cost)
-        return max(FLOOR_S, LATE * LATE * cost / slowest) if slowest else UNMEASURED_S
-
-    def came_back(self, part: Part, since: float, now: float) -> None:
-        self._unit_s.measured(max(1e-6, now - max(since, self._free_at)) / part.cost)
-        self.measured, self._free_at = True, now
+    only: str | None = None
 
 
 class Pool:
     """The parts and workers of one server."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._uncut: dict[Pass, deque[_Uncut]] = {Pass.FORWARD: deque(), Pass.LOSS: deque()}
         self._free: dict[Part, None] = {}
         """Parts that any worker may take, oldest first."""
@@ -117,7 +83,7 @@ class Pool:
     def enlist(self, worker: str, hint: float = 0.0) -> None:
         """``worker`` comes, and takes nothing yet. ``hint``: forward passes of a sequence per second, by its own
         word."""
-        self._workers[worker] = _Worker(hint)
+        self._workers[worker] = Worker(hint)
 
     def ready(self, worker: str, room: int, hint: float = 0.0) -> None:
         """``worker`` takes up to ``room`` parts at once, from now on."""
@@ -168,13 +134,15 @@ class Pool:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
         self._uncut[what].append(_Uncut(what, step, index, 0, rows, now))
 
-    def put_part(self, part: Part, now: float, prefers: str | None = None, barred: Collection[str] = ()) -> None:
+    def put_part(
+        self, part: Part, now: float, prefers: str | None = None, barred: Collection[str] = (), only: str | None = None
+    ) -> None:
         """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
-        late. ``barred``: workers that do not get it."""
+        late. ``barred``: workers that do not get it; ``only``: the one that does."""
         if part in self._open:
             self._open[part].barred = frozenset(barred)
             return
-        self._open[part] = _Open(barred=frozenset(barred))
+        self._open[part] = _Open(barred=frozenset(barred), only=only)
         worker = self._workers.get(prefers) if prefers is not None else None
         if worker is None or worker.late or not worker.ready:
             self._release(part, now)
@@ -262,12 +230,12 @@ class Pool:
             for name, w in self._workers.items()
         )
 
-    def _holds_up(self, own: _Worker) -> bool:
+    def _holds_up(self, own: Worker) -> bool:
         """Is the server's own device much slower than its clients?"""
         speeds = [w.speed for w in self._workers.values() if w is not own and w.ready and not w.late]
         return bool(speeds and own.measured) and own.speed < SLOWEST * sum(speeds) / len(speeds)
 
-    def _of_its_own(self, taker: _Worker) -> Part | None:
+    def _of_its_own(self, taker: Worker) -> Part | None:
         while taker.reserved:
             if (part := taker.reserved.popleft()) in self._open:
                 return part
@@ -278,11 +246,13 @@ class Pool:
             wanted = self._open[part]
             if (
                 worker in wanted.barred
+                or wanted.only not in (None, worker)
                 or worker in wanted.failed
                 or any(self._givings[n].worker == worker for n in wanted.givings)
             ):
                 continue
-            if worker != OWN or wanted.failed or now - wanted.since >= LEFT_S or not self._others_take(wanted.barred):
+            own_turn = wanted.only is not None or wanted.failed or now - wanted.since >= LEFT_S
+            if worker != OWN or own_turn or not self._others_take(wanted.barred):
                 del free[part]
                 return part
         return None
@@ -308,11 +278,15 @@ class Pool:
         speeds = {n: w.speed for n, w in self._workers.items() if n == worker or self._shares(n, w)}
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
 
-    def _shares(self, name: str, worker: _Worker) -> bool:
+    def _shares(self, name: str, worker: Worker) -> bool:
         """Does a worker get its share of each microbatch?"""
         if not worker.ready or worker.late:
             return False
         return name != OWN or (worker.measured and not self._holds_up(worker))
+
+    def wants(self, part: Part) -> bool:
+        """Is ``part`` to be computed?"""
+        return part in self._open
 
     def busy(self, worker: str) -> bool:
         """Has ``worker`` parts that it should bring back soon?"""
@@ -372,13 +346,20 @@ class Pool:
             self._release(part, now)
         known.reserved.clear()
 
-    def reconcile(self, worker: str, parts: Collection[int], now: float) -> None:
-        """``worker`` is there, and computes these of its givings. The others never came to it, or their results were
-        lost."""
+    def sent(self, number: int, now: float) -> None:
+        """A giving is on its way to its worker."""
+        if number in self._givings:
+            self._givings[number].sent_at = now
+
+    def reconcile(self, worker: str, parts: Collection[int], asked_at: float, now: float) -> None:
+        """``worker`` is there, and computes these of its givings. Others that were sent before it was asked never came to
+        it, or their results were lost."""
         if (known := self._workers.get(worker)) is None:
             return
-        for number in sorted(known.out.difference(parts)):
+        gone = [n for n in known.out.difference(parts) if self._givings[n].sent_at < asked_at]
+        for number in sorted(gone):
             known.out.discard(number)
+            self._unwanted.append((worker, number))
             giving = self._givings.pop(number)
             if giving.part in self._open:
                 self._open[giving.part].givings.discard(number)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
+    from muletrain.runtime.pool.calls import Calls
     from muletrain.runtime.pool.checks import Checks
     from muletrain.runtime.pool.parts import PartsBySteps
 
@@ -34,8 +35,13 @@ TRANSFERS = 4
 SILENT_S, STALLED_S = 10.0, 60.0
 """Seconds without a word, and without another chunk, after which an accumulator is lost with its client. It may have a
 part to finish before it can begin."""
-SEND_S, AGAIN_S = 60.0, 0.5
-"""Seconds within which a client takes the question, and until one that cannot be reached is asked again."""
+SEND_S, AGAIN_S, CHECKED_S = 60.0, 0.5, 0.05
+"""Seconds within which a client takes the question, until one that cannot be reached is asked again, and between two
+looks whether its results are still being checked."""
+
+
+class NothingLeft(MuletrainError):
+    """Nothing is to be handed over (any more)."""
 
 
 class Unreached(MuletrainError):
@@ -77,7 +83,7 @@ class Receiver(Protocol):
 
 
 @dataclass
-class _Transfer:
+class Transfer:
     """One accumulator on its way. ``begun``: chunks that came; ``left``: those that are not stored yet."""
 
     number: int
@@ -98,18 +104,20 @@ class Accumulators:
         inner: Compute,
         pool: Pool,
         parts: PartsBySteps,
+        calls: Calls,
         checks: Checks,
         net: Network,
         clock: Clock,
         tasks: Tasks,
     ) -> None:
         """``inner`` takes what is handed over."""
-        self._receiver, self._inner, self._pool, self._parts, self._checks = receiver, inner, pool, parts, checks
+        self._receiver, self._inner, self._pool = receiver, inner, pool
+        self._parts, self._calls, self._checks = parts, calls, checks
         self._net, self._clock, self._tasks = net, clock, tasks
         self._hedged: set[PeerId] = set()
         """Clients whose accumulators take unusually long: what is in them may be computed again by others."""
         self._turns = asyncio.Semaphore(TRANSFERS)
-        self._transfers: dict[PeerId, _Transfer] = {}
+        self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
         self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
         """Seconds between two chunks of a transfer."""
@@ -127,35 +135,45 @@ class Accumulators:
             while not self._parts.of(step).complete:
                 self.news.clear()
                 coming = {client: task for client, task in coming.items() if not task.done()}
-                checked = self._checks.concerned(step)
+                waits = self._checks.concerned(step) | self._unsettled(step)
                 for client in sorted(self._parts.of(step).holders()):
-                    if client not in coming and client not in checked and not self._pool.busy(client):
+                    if client not in coming and client not in waits and not self._pool.busy(client):
                         coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
                 await self.news.wait()
         finally:
             for task in coming.values():
                 task.cancel()
 
+    def _unsettled(self, step: int) -> set[PeerId]:
+        """Returns the clients with gradients of microbatches that may still be given up."""
+        parts = self._parts.of(step)
+        holders = (parts.holder_at(place) for call in self._calls.of_step(step) for place in call.places)
+        return {client for client in holders if client is not None}
+
     async def _take_over(self, client: PeerId, step: int) -> None:
         """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
         generation = self.generation
         try:
-            values, numbers = await self.fetch(client, generation, step)
+            transfer = await self.fetch(client, generation, step)
+            found = await self._inner.offload(sketch, transfer.values, self._receiver.seed())
+            while client in self._checks.concerned(step) and not transfer.problem:
+                await self._clock.sleep(CHECKED_S)  # it brought back another part meanwhile
+            numbers, parts = transfer.contents or set(), self._parts.of(step)
+            if transfer.problem:
+                return  # it was lost, and may be another enlistment by now
+            if self.generation != generation or not numbers <= parts.holders().get(client, set()):
+                self._receiver.lose(client, "parts in its accumulator were taken back while it came")
+            elif self._receiver.plan.verify and not alike(found, parts.claimed(client, numbers)):
+                self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
+            else:
+                self._arrived(client, step, transfer.values, numbers)
+        except NothingLeft:
+            return
         except Unreached:
             self._hedge(client)
             await self._clock.sleep(AGAIN_S)
         except Lost as e:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
-        else:
-            found = await self._inner.offload(sketch, values, self._receiver.seed())
-            claimed = self._parts.of(step).claimed(client, numbers)
-            if claimed is not None and not alike(found, claimed):
-                self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
-                return
-            if generation == self.generation and numbers <= self._parts.of(step).holders().get(client, set()):
-                self._arrived(client, step, values, numbers)
-            else:
-                self._receiver.lose(client, "parts in its accumulator were taken back while it came")
         finally:
             self.news.set()
 
@@ -183,14 +201,16 @@ class Accumulators:
             self._pool.drop_parts(self._parts.again(client))
             self._receiver.withdraw()
 
-    async def fetch(self, client: PeerId, generation: int, step: int) -> tuple[Tensor, set[int]]:
-        """Returns the accumulator of ``client``, flat fp32 [P], and the numbers of the gradients in it: those that it
-        should have, and what has come to count meanwhile. Raises Lost and Unreached."""
+    async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
+        """Returns the accumulator of ``client``, with the numbers of the gradients in it: those that it should have, and
+        what has come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
         async with self._turns:
             wanted = self._parts.of(step).holders().get(client, set())
+            if not wanted:
+                raise NothingLeft
             self._numbers += 1
             chunks = range(-(-self._inner.n_params // self._receiver.plan.chunk))
-            transfer = _Transfer(self._numbers, torch.empty(self._inner.n_params), set(chunks))
+            transfer = Transfer(self._numbers, torch.empty(self._inner.n_params), set(chunks))
             ask = AskAccumulator(
                 generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted))
             )
@@ -201,18 +221,21 @@ class Accumulators:
             except NetworkError as e:
                 raise Unreached(str(e)) from e
             finally:
-                del self._transfers[client]
-        if not wanted <= (contents := transfer.contents or set()):
+                if self._transfers.get(client) is transfer:
+                    del self._transfers[client]
+        if not wanted <= (transfer.contents or set()):
             raise Lost("its accumulator lacks parts that it should contain")
         if not await self._inner.offload(is_finite, transfer.values):
             raise Lost("its accumulator is not finite", here=True)
-        return transfer.values, contents
+        return transfer
 
-    async def _arrival(self, client: PeerId, transfer: _Transfer) -> None:
-        """Wait for all of it. Raises Lost."""
+    async def _arrival(self, client: PeerId, transfer: Transfer) -> None:
+        """Wait for all of it. Raises Lost, and NothingLeft if the client is lost meanwhile."""
         loop = asyncio.get_running_loop()  # ``heard_s`` is by its time
         last, left = loop.time(), len(transfer.left)
         while transfer.left or transfer.contents is None:
+            if transfer.problem:
+                raise NothingLeft
             transfer.news.clear()
             now = loop.time()
             if len(transfer.left) < left:
@@ -228,9 +251,6 @@ class Accumulators:
                     self._hedge(client)
                 continue
             self._usual.measured(self._clock.now() - begin)
-            self._trust(client)
-            if transfer.problem:
-                raise Lost(transfer.problem)
 
     def expects(self, client: PeerId, message: AccumulatorChunk, tensors: list[Encoded]) -> None:
         """Check a chunk before it is read. Raises ProtocolError."""
@@ -262,7 +282,7 @@ class Accumulators:
         """``client`` is gone."""
         self._hedged.discard(client)
         self.news.set()
-        if (transfer := self._transfers.get(client)) is not None:
+        if (transfer := self._transfers.pop(client, None)) is not None:
             transfer.problem = "it is gone"
             transfer.news.set()
 

@@ -40,6 +40,10 @@ class Call:
     own: list[Microbatch] = field(default_factory=list)
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
+    @property
+    def key(self) -> tuple[Pass, int, int]:
+        return self.what, self.mb.step, self.mb.index
+
     def __post_init__(self) -> None:
         self._left = self.sequences
 
@@ -67,3 +71,28 @@ class Call:
         self._left -= part.rows
         if self._left == 0:
             self.done.set_result(None)
+
+
+class Calls:
+    """The calls under way."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[Pass, int, int], Call] = {}
+
+    def begin(self, call: Call) -> None:
+        self._calls[call.key] = call
+
+    def end(self, call: Call) -> None:
+        del self._calls[call.key]
+
+    def of(self, part: Part) -> Call | None:
+        """Returns the call that waits for ``part``; None: none does."""
+        return self._calls.get((part.what, part.step, part.index))
+
+    def of_step(self, step: int) -> list[Call]:
+        return [call for call in self._calls.values() if call.mb.step == step]
+
+    def accumulated(self, part: Part) -> Call | None:
+        """Returns the call under way for which a client accumulated ``part``; None: there is none (any more)."""
+        place = part.index, part.first
+        return next((call for call in self.of_step(part.step) if place in call.places), None)

@@ -61,6 +61,7 @@ class Drawn(NamedTuple):
 class _Case:
     """A part that is checked. ``by``: who brought back what; ``second``: who found something else."""
 
+    part: Part
     kept: KeptPart
     found: dict[str, Sketch]
     by: dict[str, PeerId]
@@ -132,14 +133,17 @@ class Checks:
             return
         if claim is None or (drawn is None and forward is None):
             return
-        case = _Case(kept, {"gradient": claim}, {"gradient": worker})
+        if (before := self._cases.get(place)) is not None and self._court.pool.wants(before.part):
+            return
+        check = part._replace(what=Pass.CHECK)
+        case = _Case(check, kept, {"gradient": claim}, {"gradient": worker})
         if drawn is not None and drawn.values is not None:
             case.found["inputs"], case.by["inputs"] = drawn.values, worker
         if forward is not None:
             case.by["outputs"], case.found["outputs"] = forward
         if self._court.pool.can_check(*case.by.values()):
             self._cases[place] = case
-            self._court.pool.put_part(_check_of(part), self._clock.now(), barred=case.by.values())
+            self._court.pool.put_part(check, self._clock.now(), barred=case.by.values())
 
     def find(self, part: Part) -> KeptPart | None:
         """Returns from what ``part`` is computed again; None: that is no longer wanted."""
@@ -151,10 +155,12 @@ class Checks:
         place = part.step, part.index, part.first
         if (case := self._cases.get(place)) is None:
             return
+        if case.second is not None and worker != OWN:
+            return
         differing = case.differing(found)
         if differing and worker != OWN:
             case.second = worker, found
-            self._court.pool.put_part(part, self._clock.now(), OWN)
+            self._court.pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._court.feed()
             return
         del self._cases[place]
@@ -168,7 +174,8 @@ class Checks:
 
     def concerned(self, step: int) -> set[PeerId]:
         """Returns whose results of ``step`` are being checked."""
-        return {client for place, case in self._cases.items() if place[0] == step for client in case.by.values()}
+        open_ = (case for case in self._cases.values() if case.part.step == step and self._court.pool.wants(case.part))
+        return {client for case in open_ for client in case.by.values()}
 
     def forget(self, step: int) -> None:
         """What is under way of ``step`` is not checked any more."""
@@ -180,7 +187,3 @@ class Checks:
         """A microbatch passes through anew."""
         for place in [p for p in self._forwards if p[:2] == (step, index)]:
             del self._forwards[place]
-
-
-def _check_of(part: Part) -> Part:
-    return part._replace(what=Pass.CHECK)

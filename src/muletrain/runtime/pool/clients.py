@@ -110,8 +110,8 @@ class Desk(Protocol):
         """A client cannot be reached."""
         ...
 
-    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
-        """A client is there, and has these givings."""
+    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
+        """A client is there, and had these givings when it was asked."""
         ...
 
 
@@ -257,7 +257,9 @@ class Clients:
         while self._clients.get(client) is known:
             begin = self._clock.now()
             try:
-                answer = await self._net.call(client, AreYouThere.KIND, ask, timeout_s=self._there.seconds())
+                answer = await self._net.call(
+                    client, AreYouThere.KIND, ask, timeout_s=min(self._there.seconds(), GONE_S)
+                )
                 there = There.unpack(answer)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 if self._clock.now() - since < GONE_S:
@@ -269,7 +271,7 @@ class Clients:
             else:
                 self._there.measured(self._clock.now() - begin)
                 known.asked = False
-                self._desk.there(client, there.parts, there.uncounted)
+                self._desk.there(client, there.parts, there.uncounted, begin)
                 return
             if self._clients.get(client) is known:
                 self._desk.lose(client, problem)
@@ -318,16 +320,20 @@ class Clients:
             raise ProtocolError(f"{frame.kind}: from a client that is not enlisted here (any more)")
         if isinstance(message, AccumulatorChunk):
             self._desk.accumulators.expects(sender, message, frame.tensors)
-        if isinstance(message, Output | Finished):
-            self._check_result(sender, message, frame.tensors)
+        if isinstance(message, Output | Finished | Checked):
+            self.check_result(sender, message, frame.tensors)
 
-    def _check_result(self, sender: PeerId, message: Output | Finished, tensors: list[Encoded]) -> None:
+    def check_result(self, sender: PeerId, message: Output | Finished | Checked, tensors: list[Encoded]) -> None:
         """Raises Malformed for a result that no such part has. What was taken back meanwhile is only bounded."""
         part, plan = self._desk.pool.part(sender, message.number), self._desk.plan
         if part is None:
             most = plan.sequences, plan.sequence_length(plan.steps), plan.width
             if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
                 raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
+            return
+        if (part.what is Pass.CHECK) != isinstance(message, Checked):
+            raise Malformed(f"{message.KIND}: no such result is expected of a {part.what}")
+        if isinstance(message, Checked):
             return
         gives = part.what is Pass.FORWARD or (part.what is not Pass.AGAIN and self._desk.stage > 0)
         if gives != isinstance(message, Output):

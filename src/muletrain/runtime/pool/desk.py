@@ -11,9 +11,10 @@ from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import is_finite
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.optim.sketch import unpacked
-from muletrain.policy.passes import Given, Part, Pass
+from muletrain.policy.passes import LAST, Given, Part, Pass
 from muletrain.policy.pool import OWN, Pool
 from muletrain.runtime.pool.accumulators import Accumulators
+from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.messages import Checked, Counted, Finished, Output, Withdraw
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.calls import Call
     from muletrain.runtime.pool.clients import Servers
-    from muletrain.runtime.pool.parts import StepParts
 
 SEND_S = 60.0
 """Seconds within which a client takes what is sent to it."""
@@ -69,10 +69,12 @@ class PartsDesk:
         self.pool = Pool()
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
-        self._calls: dict[tuple[Pass, int, int], Call] = {}
+        self._calls = Calls()
         self._parts = PartsBySteps()
         self._checks = Checks(self, clock, plan.verify, rng)
-        self.accumulators = Accumulators(self, inner, self.pool, self._parts, self._checks, net, clock, tasks)
+        self.accumulators = Accumulators(
+            self, inner, self.pool, self._parts, self._calls, self._checks, net, clock, tasks
+        )
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
         tasks.spawn(self._watch(), "pool")
 
@@ -84,12 +86,11 @@ class PartsDesk:
 
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
         """Give out ``call``, and wait until all its parts are back. ``grad``: of a backward."""
-        key = call.what, call.mb.step, call.mb.index
-        self._calls[key] = call
+        self._calls.begin(call)
         try:
             if grad is None:
                 self._parts.of(call.mb.step).begin(call.mb.index)
-                self.pool.put(*key, call.sequences, self._clock.now())
+                self.pool.put(*call.key, call.sequences, self._clock.now())
             else:
                 await self._put_backward(call, grad)
             self.feed()
@@ -99,8 +100,9 @@ class PartsDesk:
             self._take_back(call)
             raise
         finally:
-            del self._calls[key]
+            self._calls.end(call)
             self.withdraw()
+            self.accumulators.news.set()
         for mb in call.own:
             self.inner.count(mb)
         return torch.empty(0) if call.output is None else call.output
@@ -134,21 +136,14 @@ class PartsDesk:
         self._checks.forget_microbatch(mb.step, mb.index)
         self.withdraw()
         if mb.step in self._parts.steps:
-            self._through(self._parts.steps[mb.step], mb.step, mb.index)
-
-    def _through(self, parts: StepParts, step: int, index: int) -> None:
-        """A microbatch passes through no more."""
-        for first, kept in parts.of(index).items():
-            if kept.forward_at == OWN:
-                self.inner.discard(Microbatch(step, index, first, self.plan.sequences))
-        parts.through(index)
+            self._parts.steps[mb.step].through(Microbatch(mb.step, mb.index, 0, self.plan.sequences), self.inner)
 
     def forget_gradients(self, step: int) -> None:
         """What passes through goes on; its gradients are accumulated anew."""
         self.accumulators.generation += 1
         self.pool.drop_again(step)
         self._checks.forget(step)
-        for call in [c for c in self._calls.values() if c.mb.step == step and c.accumulate]:
+        for call in [c for c in self._calls.of_step(step) if c.accumulate]:
             call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
         if step in self._parts.steps:
             self._parts.steps[step].forget_gradients()
@@ -160,11 +155,11 @@ class PartsDesk:
         self.pool.drop(step)
         self._checks.forget(step)
         self.withdraw()
-        for call in [c for c in self._calls.values() if c.mb.step == step]:
+        for call in self._calls.of_step(step):
             call.fail(MuletrainError(f"step {step} is over"))
         if (parts := self._parts.steps.pop(step, None)) is not None:
             for index in parts.indices():
-                self._through(parts, step, index)
+                parts.through(Microbatch(step, index, 0, self.plan.sequences), self.inner)
 
     def end_all(self) -> None:
         """Nothing that is under way is computed any more."""
@@ -186,7 +181,7 @@ class PartsDesk:
 
     def _give(self, worker: PeerId, given: Given) -> None:
         part = given.part
-        call = self._calls.get((part.what, part.step, part.index))
+        call = self._calls.of(part)
         if call is not None and not call.begun:
             call.begun = True
             try:
@@ -203,7 +198,7 @@ class PartsDesk:
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns from what ``part`` is computed; None: it is no longer wanted."""
         kept = self._checks.find(part) if part.what is Pass.CHECK else self._parts.find(part)
-        call = self._calls.get((part.what, part.step, part.index))
+        call = self._calls.of(part)
         if kept is not None or call is None or call.inputs is None or call.done.done():
             return kept
         cut = await call.cut(part, self.inner, self.plan.activations)
@@ -224,6 +219,7 @@ class PartsDesk:
         )
         try:
             await self._net.send(worker, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
+            self.pool.sent(given.number, self._clock.now())
         except NetworkError:
             self.doubt(worker)
 
@@ -234,12 +230,14 @@ class PartsDesk:
         try:
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
-            if part.what is Pass.AGAIN:
+            if part.what in LAST:
                 self._parts.of(part.step).forward_lost(OWN, part)
             loss, values, found = await computed_part(self.inner, mb, part, kept, self.seed(), accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
-            if (call := self._calls.get((part.what, part.step, part.index))) is not None:
+            if part.what is Pass.CHECK:
+                self.pool.drop_parts([part])
+            if (call := self._calls.of(part)) is not None:
                 call.fail(MuletrainError(str(e)))
             self.feed()
             return
@@ -266,7 +264,7 @@ class PartsDesk:
         kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
         self.withdraw()
-        call = self._calls.get((part.what, part.step, part.index))
+        call = self._calls.of(part)
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
         if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
             if worker == OWN and (accumulate or kept is None or kept.forward_at != OWN):
@@ -287,13 +285,14 @@ class PartsDesk:
         """Note where the gradient of ``part`` is."""
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
         parts = self._parts.of(part.step)
-        holder = parts.holder(part) if part.what is Pass.AGAIN else None
+        holder = parts.holder_at((part.index, part.first)) if part.what is Pass.AGAIN else None
         if worker != OWN:
             parts.accumulated(part, kept, worker, number, claim)
             if call is not None:
                 call.places.append((part.index, part.first))
-        elif call is not None:
-            call.own.append(mb)
+        elif (open_call := call or self._calls.accumulated(part)) is not None:
+            open_call.own.append(mb)  # it counts once the whole microbatch does
+            parts.computed_here(part)
         else:
             self.inner.count(mb)
             parts.computed_here(part)
@@ -317,7 +316,8 @@ class PartsDesk:
         if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
-        call = self._calls.get((part.what, part.step, part.index))
+        self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # it may have been sent ahead
+        call = self._calls.of(part)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
         kept = None
         if not fine or (accumulate and self.plan.verify and claim is None):
@@ -366,12 +366,13 @@ class PartsDesk:
         self.clients.look_after(client)
         self.feed()
 
-    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int]) -> None:
+    def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
         """``client`` is there: these are the numbers of the parts that it computes, and of the gradients of which it has
-        not heard whether they count."""
-        self.pool.reconcile(client, parts, self._clock.now())
+        not heard whether they count. ``asked_at``: when it was asked."""
+        self.pool.reconcile(client, parts, asked_at, self._clock.now())
+        self.withdraw()
         counted = {n for step in self._parts.steps for n in self._parts.of(step).holders().get(client, ())}
-        for number in uncounted:
+        for number in set(uncounted).difference(parts):  # of the others the results are on their way
             self.clients.tell(client, Counted(number=number, counts=number in counted))
         self.feed()
 

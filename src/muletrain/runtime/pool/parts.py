@@ -6,7 +6,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muletrain.optim.sketch import sketch
+import numpy as np
+
+from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.passes import Given, Part, Pass
 from muletrain.policy.pool import OWN
 from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveInputs
@@ -140,9 +142,12 @@ class StepParts:
         """Returns the parts of a microbatch that passes through, by first sequence."""
         return dict(sorted(self._under_way.get(index, {}).items()))
 
-    def through(self, index: int) -> None:
-        """A microbatch has passed through, or will not: only what is needed for its gradient stays."""
-        self._under_way.pop(index, None)
+    def through(self, mb: Microbatch, own: Compute) -> None:
+        """A microbatch has passed through, or will not: only what is needed for its gradient stays. ``own``: the server's
+        device, which may have forwards of it."""
+        for first, kept in self._under_way.pop(mb.index, {}).items():
+            if kept.forward_at == OWN:
+                own.discard(mb._replace(first=first))
 
     def forward_lost(self, worker: PeerId, part: Part | None = None) -> None:
         """``worker`` has no forward (of ``part``) any more."""
@@ -157,12 +162,10 @@ class StepParts:
         """The gradient of ``part`` is in the accumulator of ``worker``. ``claim``: its sketch, as announced."""
         self._accumulated[part.index, part.first] = _Accumulated(kept, worker, number, claim)
 
-    def claimed(self, worker: PeerId, numbers: Collection[int]) -> Sketch | None:
-        """Returns the sum of what ``worker`` announced of the gradients under these ``numbers``; None: it did not announce
-        all, or some are not its any more."""
-        mine = [g.claim for g in self._accumulated.values() if g.at == worker and g.number in numbers]
-        claims = [claim for claim in mine if claim is not None]
-        return sum(claims[1:], claims[0]) if claims and len(claims) == len(numbers) else None
+    def claimed(self, worker: PeerId, numbers: Collection[int]) -> Sketch:
+        """Returns the sum of what ``worker`` announced of the gradients under these ``numbers``."""
+        mine = (g.claim for g in self._accumulated.values() if g.at == worker and g.number in numbers)
+        return sum((claim for claim in mine if claim is not None), np.zeros(SIZE))
 
     def holders(self) -> dict[PeerId, set[int]]:
         """Returns the numbers of the gradients in the accumulator of each worker."""
@@ -179,8 +182,8 @@ class StepParts:
             del self._accumulated[place]
 
     def computed_here(self, part: Part) -> None:
-        """The gradient of ``part``, which was lost, is here."""
-        del self._accumulated[part.index, part.first]
+        """The gradient of ``part`` is here, if it was elsewhere."""
+        self._accumulated.pop((part.index, part.first), None)
 
     def take_back(self, places: Collection[Place]) -> set[PeerId]:
         """These parts do not count. Returns the workers whose accumulators they are in."""
@@ -191,9 +194,9 @@ class StepParts:
         """Returns place and sequences of the parts whose gradients are in the accumulator of ``worker``."""
         return [(place, g.kept.rows) for place, g in self._accumulated.items() if g.at == worker]
 
-    def holder(self, part: Part) -> PeerId | None:
-        """Returns the worker that has the gradient of ``part`` in its accumulator; None: nobody has."""
-        gradient = self._accumulated.get((part.index, part.first))
+    def holder_at(self, place: Place) -> PeerId | None:
+        """Returns the worker that has the gradient of a part in its accumulator; None: nobody has."""
+        gradient = self._accumulated.get(place)
         return None if gradient is None else gradient.at
 
     def lost(self, worker: PeerId) -> None:

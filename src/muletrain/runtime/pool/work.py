@@ -98,6 +98,10 @@ class Accumulator:
         """Returns the numbers of the givings of which it is not known whether they count."""
         return tuple(sorted(self._uncounted))
 
+    def has(self, mb: Microbatch) -> bool:
+        """Is the gradient of ``mb`` being computed, or not counted yet?"""
+        return mb in self._computing
+
     def free(self, mb: Microbatch) -> None:
         """The gradient of ``mb`` was not computed."""
         self._computing.discard(mb)
@@ -173,6 +177,8 @@ class PartWork:
         """Returns the answer to ``message``, with its tensors."""
         mb = Microbatch(message.step, message.index, message.first, message.whole)
         try:
+            if self._accumulator.has(mb):
+                return self.unable(message, "the same part is not settled yet"), []
             if not message.accumulate and message.what is not Pass.CHECK:
                 return await self._computed(message, mb, tensors)
             await self._accumulator.reserve(mb, message.generation)

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 NOTE = "what machines do that leave, and come back, is not in these figures: 'muletrain simulate fleet --strategy hub' plays it"
 
 
+NO_CLIENTS = (
+    "without clients, since moving weights and gradients takes longer than they save: that is 'swarm' on fewer machines, so it is not "
+    "recommended"
+)
 PLAYED = 5
 """Allocations that are played: those that are fastest if microbatches wait for nothing."""
 
@@ -192,10 +196,10 @@ def told(a: Allocated) -> Prediction:
         for layers, (servers, clients) in zip(setting.cut, a.stages, strict=True)
     )
     used = [name for stage in stages for name in stage.machines]
-    split = step.split
+    split, helped = step.split, any(clients for _, clients in a.stages)
     return Prediction(
         strategy="hub",
-        runnable=find("hub").runs,
+        runnable=helped and find("hub").runs,
         microbatch=setting.cost.sequences,
         microbatches=(setting.cost.microbatches,),
         stages=stages,
@@ -207,7 +211,7 @@ def told(a: Allocated) -> Prediction:
         memory=memory,
         traffic=traffic([k.region for k in setting.kinds], setting.links, sent(step)),
         price_per_billion_tokens=question.price(used, split.step_s),
-        notes=(NOTE, *mixing(scene, a.serving())),
+        notes=(NOTE if helped else NO_CLIENTS, *mixing(scene, a.serving())),
     )
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 SHARE = 0.05
 """Share of the seeds in which a kind is drawn, if the world allows it and has fewer than ``MOST`` kinds."""
 MOST = 3
-ASKED = {"swap"}
-"""Kinds that are drawn only where every world is to have them (``fuzz --kind``), so that older seeds stay as they are."""
 KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disk_faults.KINDS, **settings.KINDS, **hubs.KINDS}
 """Kinds that change a world; ``large.KINDS`` come before."""
 
@@ -33,7 +31,6 @@ def draw(seed: int, always: str | None = None) -> Scenario:
     for name in sorted(KINDS, key=lambda name: name != always and random.Random(f"order/{name}/{seed}").random()):
         rng = random.Random(f"{name}/{seed}")
         wanted = len(drawn.kinds) < MOST and rng.random() < SHARE
-        wanted &= name not in ASKED
         if (wanted or name == always) and (changed := KINDS[name](drawn, rng)) is not None:
             drawn = replace(changed, kinds=(*drawn.kinds, name))
     return drawn

@@ -16,7 +16,7 @@ ALONE = ("pipeline.seats", "optimizer.delayed", "compute.precision")
 
 
 def _hub(s: Scenario, rng: random.Random) -> Scenario | None:
-    if s.share or any(o.startswith(ALONE) for o in s.overrides):
+    if s.share or s.swapped or any(o.startswith(ALONE) for o in s.overrides):
         return None
     stages = range(len(s.stages))
     clients = tuple(f"client-{stage}{chr(97 + k)}" for stage in stages for k in range(rng.randint(0, 4)))
