@@ -150,6 +150,8 @@ class RunFacts:
         ]
         if c.swap.backing == "off" or c.optimizer.delayed or self.strategy.pooled:
             return found
+        if self.spec.most_stages < self.spec.layers:  # tied weights are on the device all the time
+            return found
         return [dataclasses.replace(need, swapped=self._swapped(s, precision)) for s, need in enumerate(found)]
 
     def _swapped(self, stage: int, precision: Precision) -> SwapMemory:

@@ -121,6 +121,7 @@ class Host:
     def close_compute(self) -> None:
         if self.compute is not None:
             self.compute.close()
+            self.compute = None  # so that a next one finds the memory that it held free
 
     def links(self, facts: RunFacts, network: Network) -> Network:
         """``network``, shaped as the fleet profile says if there is one (peer i of the profile is the i-th name of the

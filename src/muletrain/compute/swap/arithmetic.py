@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens, D width, P parameters of the stage, S of a sub-mo
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,7 @@ class _Spare:
     def take(self, numbers: int, backing: Backing) -> Region:
         found = next((r for r in self.regions if r.values.numel() >= numbers), None)
         if found is None:
+            self.regions.clear()  # sequences have become longer: they are too small from now on
             return backing.region(numbers)
         self.regions.remove(found)
         return found
@@ -101,6 +103,8 @@ class SwappedArithmetic:
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
         self._sum, self._round = (_Accumulator(backing.region(state.layout.size)) for _ in range(2))
         self._spare = _Spare()
+        self._changing = threading.Lock()
+        """Held while the state changes, or is copied."""
 
     # Rounds -----------------------------------------------------------------------------------------------------------
 
@@ -130,6 +134,7 @@ class SwappedArithmetic:
                 self._differentiate(p, last, loss, leaf, parameters, seed)
             del logits, loss
         self._end_of(last, back)
+        del parameters, leaf  # the last sub-model's weights leave the device
         if last > 0:
             self._back(back, last - 1)
 
@@ -162,6 +167,7 @@ class SwappedArithmetic:
         for k in range(begin, -1, -1) if passages else ():
             if k == 0 and not any(p.accumulate for p in passages) and self.stage == 0:
                 break
+            parameters: list[Tensor] = []  # those of the sub-model before leave first
             parameters = self.loader.get(k, k - 1 if k > 0 else min(1, len(self.models) - 1))
             for p in self._alive(passages):
                 with self._jobs.at("backward"), torch.enable_grad():
@@ -243,6 +249,16 @@ class SwappedArithmetic:
             self._add(self._round.region.values)
         self._round.empty = True
 
+    def commit_again(self, counting: Sequence[Passage]) -> None:
+        """Add the gradient of some microbatches of the last round, computed anew; if that fails, nothing of it is left."""
+        self.drop_round()
+        try:
+            self.again(counting)
+            self.commit()
+        except BaseException:
+            self.drop_round()
+            raise
+
     def drop_round(self) -> None:
         """Forget the gradient of the last round."""
         self.drain.drop()
@@ -275,12 +291,19 @@ class SwappedArithmetic:
         """Optimizer step with ``gradient``, fp32 [P]."""
         with self._jobs.at("apply"), self._timed("apply_s"):
             self.loader.forget()  # its memory is the update's
-            if update.skip:
-                self.state.skip(update.step)
-            else:
-                self.state.update(self._rule, gradient, update.scale, update.step)
-            self.scale.update(update.step, skipped=update.skip)
+            with self._changing:
+                if update.skip:
+                    self.state.skip(update.step)
+                else:
+                    self.state.update(self._rule, gradient, update.scale, update.step)
+                self.scale.update(update.step, skipped=update.skip)
             self.clear()
+
+    def copied_state(self) -> dict[str, Tensor]:
+        """Weights, moments and loss scale of one moment. The copy is in backing memory: no memory is taken for it where
+        that is a disk."""
+        with self._changing:
+            return {**self.state.copy(), **self.scale.state()}
 
     def change(self, fn: Callable[..., None], *args: object) -> None:
         """Change the state: nothing on the device is valid any more."""

@@ -76,6 +76,12 @@ class _Lane:
         self._stream.synchronize()
         target.copy_(staged)
 
+    def follow(self) -> None:
+        """What is copied from now on waits for what the device was told to do so far: memory that was freed meanwhile may
+        still be read by that."""
+        if self._cuda:
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+
     def finish(self) -> None:
         if self._cuda:
             self._stream.synchronize()
@@ -139,6 +145,7 @@ class Loader:
             fitting = next((t for t in free if t.numel() == model.size), None)
             free.clear()  # what does not fit is freed before more is taken
             target = torch.empty(model.size, dtype=self._dtype, device=self._device) if fitting is None else fitting
+            self._lane.follow()
             source = self._state.model
             for a, b, at in model.pieces(WINDOW):
                 source.expect(b, min(2 * b - a, source.values.numel()))

@@ -69,11 +69,14 @@ class Rounds:
         self._open: set[Round] = set()
         self._last_s = PATIENCE_FIRST_S / PATIENCE
         self.rounds = self.microbatches = 0
+        self._closed = False
 
     async def call(
         self, kind: str, turn: Turn, work: Callable[[Sequence[Passage]], Awaitable[None]], p: Passage | None = None
     ) -> None:
         """Returns when ``work`` on ``p`` (and those of other calls) is done. Raises what it raises, or ``turn.begins``."""
+        if self._closed:
+            raise asyncio.CancelledError
         call = Call(kind, turn, next(self._order), work, p, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if self._arrived is not None:
@@ -177,5 +180,6 @@ class Rounds:
     def close(self) -> None:
         if self._worker is not None:
             self._worker.cancel()
-        for call in self._waiting:
+        self._closed = True
+        for call in (*self._waiting, *(call for round_ in self._open for call in round_.calls)):
             call.done.cancel()

@@ -33,19 +33,22 @@ from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from torch import Tensor
 
     from muletrain.compute.arithmetic import Counters, StageSetup
     from muletrain.compute.base import Microbatch, Update
-    from muletrain.compute.estimate import Offer
+    from muletrain.compute.estimate import Offer, SwapMemory
     from muletrain.compute.swap.backing import Backing, Region
     from muletrain.compute.swap.loading import Traffic
     from muletrain.compute.swap.rounds import Round
     from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
     from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
+    from muletrain.planning.swapping import Layer
 
 R = TypeVar("R")
 PROBED = 16 * WINDOW
@@ -105,12 +108,32 @@ class SwappedCompute:
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
+        chain = chain_of(spec, cut, stage)
         self._backing: Backing = (
             Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
         )
         self._backing.check(memory.in_files)
         if setup.device.type == "cpu":
             return_memory_at_once()
+        self._failure: BaseException | None = None
+        """Why the accumulator lacks something, until it is emptied."""
+        try:
+            self._begin(spec, cut, chain, swap, (blocks, memory), source)
+        except BaseException:
+            self._backing.close()
+            raise
+
+    def _begin(
+        self,
+        spec: Model,
+        cut: Cut,
+        chain: Sequence[StageModule],
+        swap: Swap,
+        needs: tuple[list[Layer], SwapMemory],
+        source: Callable[[str], Tensor] | None,
+    ) -> None:
+        """Write the first state, and cut the stage into sub-models. Raises as the constructor does."""
+        stage, setup = self.stage, self._setup
         shapes = make_stage(spec, stage, cut).shapes()
         layout = FlatLayout.of(shapes)
         self.n_params = layout.size
@@ -119,9 +142,9 @@ class SwappedCompute:
         self.state_ = state = State(layout, self._backing)
         state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
         rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model)
-        self.plan = fitted(blocks, memory, swap.offer, rate, swap.most)
+        self.plan = fitted(*needs, swap.offer, rate, swap.most)
         self.parts = len(self.plan.runs)
-        models = sub_models(chain_of(spec, cut, stage), self.plan.runs, layout)
+        models = sub_models(chain, self.plan.runs, layout)
         self.arithmetic = SwappedArithmetic(
             (stage, len(cut)), spec.width, models, setup, state, self._backing, self.jobs
         )
@@ -249,14 +272,24 @@ class SwappedCompute:
         if not wanted or self._closed:
             return
         if counting and len(counting) < len(wanted):
-            counting.sort(key=lambda p: p.mb)
-            self._submit(arithmetic.drop_round)
-            self._submit(arithmetic.again, counting)
-        self._submit(arithmetic.commit if counting else arithmetic.drop_round)
+            self._submit(arithmetic.commit_again, sorted(counting, key=lambda p: p.mb))
+        else:
+            self._submit(arithmetic.commit if counting else arithmetic.drop_round)
 
     def _submit(self, fn: Callable[..., None], *args: object) -> None:
-        """Queue ``fn`` behind what the device computes; whatever is called later sees it."""
-        self.threads.compute.submit(fn, *args)
+        """Queue ``fn`` behind what the device computes; whatever is called later sees it. If it fails, ``gradient`` and
+        ``apply`` raise that until the accumulator is emptied."""
+
+        def done(future: Future[None]) -> None:
+            if not future.cancelled() and (error := future.exception()) is not None and self._failure is None:
+                self._failure = error
+
+        self.threads.submit(self.threads.compute, fn, *args).add_done_callback(done)
+
+    def _raise_failure(self) -> None:
+        """Raises what failed since the accumulator was emptied."""
+        if self._failure is not None:
+            raise self._failure
 
     # The accumulator and the step -------------------------------------------------------------------------------------
 
@@ -267,12 +300,18 @@ class SwappedCompute:
         """Everything is here."""
 
     def clear(self, step: int) -> None:
-        self._submit(self.arithmetic.clear)
+        self._submit(self._cleared)
+
+    def _cleared(self) -> None:
+        self._failure = None
+        self.arithmetic.clear()
 
     async def gradient(self, step: int) -> Tensor:
         """The accumulator itself, in backing memory, until the step is applied."""
         await self.rounds.settled()
-        return await self._compute(self.arithmetic.accumulated)
+        accumulated = await self._compute(self.arithmetic.accumulated)
+        self._raise_failure()
+        return accumulated
 
     async def room(self, numbers: int) -> Tensor:
         """In backing memory. Raises CapacityError if the disk is full."""
@@ -286,6 +325,7 @@ class SwappedCompute:
 
         async def work(nobody: Sequence[Passage]) -> None:
             await self._compute(self.arithmetic.apply, gradient, update)
+            self._failure = None
 
         await self.rounds.call("apply", turn, work)
         self._together = {mb: n for mb, n in self._together.items() if mb.step > update.step}
@@ -305,8 +345,7 @@ class SwappedCompute:
 
     async def state(self) -> dict[str, Tensor]:
         """The copy is in backing memory: no memory is taken for it where that is a disk."""
-        copy = await self._read(self.state_.copy)
-        return {**copy, **self.arithmetic.scale.state()}
+        return await self._read(self.arithmetic.copied_state)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         await self._compute(self.arithmetic.change, self._load, state)
