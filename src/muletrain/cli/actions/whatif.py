@@ -81,11 +81,7 @@ def what_if(
         question = _Question(with_speeds(fleet, measured), config, given, measured, choice)
         scene, run = question.scene()
         planned = as_hub(scene, strategy_of(run)) if strategy_of(run).pooled else None
-        if planned is not None and fidelity == "flow":
-            raise ConfigError("--fidelity flow: rates know nothing of a hub's clients; leave it out")
-        played: Fidelity = fidelity or ("flow" if planned is None else "protocol")
-        if trace is not None and played == "flow":
-            raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
+        played = _fidelity(fidelity, pooled=planned is not None, traced=trace is not None)
         churn = weather(fleet.churn, Path(file).parent)
         seen: list[Event] = []
         with Playing(WHAT[played], 3600 * hours, quiet=json) as playing:
@@ -116,6 +112,15 @@ def what_if(
     if playing.stopped_by is not None:
         return 128 + playing.stopped_by
     return 1 if outcome.gave_up else 0
+
+
+def _fidelity(asked: Fidelity | None, *, pooled: bool, traced: bool) -> Fidelity:
+    """How the fleet is played. Raises ConfigError for what that cannot show."""
+    if pooled and asked == "flow":
+        raise ConfigError("--fidelity flow: rates know nothing of a hub's clients; leave it out")
+    if traced and (asked or "flow") == "flow" and not pooled:
+        raise ConfigError("--trace shows the slots of each peer; only --fidelity protocol has them: add it")
+    return asked or ("protocol" if pooled else "flow")
 
 
 @dataclass(frozen=True)

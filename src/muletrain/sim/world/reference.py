@@ -104,6 +104,18 @@ def tokens_of(scenario: Scenario, facts: Facts) -> Tokens:
     return Corpus(facts, corpus(facts)) if scenario.share else Tokens(facts)
 
 
+EXACT = (
+    "optimizer.warmup=1",
+    "optimizer.eps=1e-5",
+    "optimizer.clip=0.5",
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "compute.precision=fp32",
+    "checkpoint.every=0",
+)
+"""Settings of all worlds, unless they draw others."""
+
+
 def facts_of(scenario: Scenario) -> Facts:
     """A tiny decoder, a layer a stage, and the plan for it."""
     config = load_config(
@@ -121,13 +133,7 @@ def facts_of(scenario: Scenario) -> Facts:
             f"train.seed={scenario.seed}",
             f"fleet.stages={len(scenario.stages)}",
             f"fleet.peers={sum(scenario.stages)}",
-            "optimizer.warmup=1",
-            "optimizer.eps=1e-5",
-            "optimizer.clip=0.5",
-            "wire.activations=fp32",
-            "wire.gradients=fp32",
-            "compute.precision=fp32",
-            "checkpoint.every=0",
+            *EXACT,
             *([f"hub.clients={len(scenario.clients)}"] if scenario.clients else []),
             *scenario.overrides,
         ],
