@@ -73,16 +73,15 @@ def what_if(
         need_matplotlib()
     if trace is not None:
         check_trace(trace)
-    file = EXAMPLE if path is None else path
     measured = Costs() if costs is None else load_costs(costs)
-    fleet, origins = load_located_fleet(file)
+    fleet, origins = load_located_fleet(path or EXAMPLE)
     with located(origins, Fleet):
         given = [*overrides, *([f"model.preset={model}"] if model else [])]
         question = _Question(with_speeds(fleet, measured), config, given, measured, choice)
         scene, run = question.scene()
         planned = as_hub(scene, strategy_of(run)) if strategy_of(run).pooled else None
         played = _fidelity(fidelity, pooled=planned is not None, traced=trace is not None)
-        churn = weather(fleet.churn, Path(file).parent)
+        churn = weather(fleet.churn, Path(path or EXAMPLE).parent)
         seen: list[Event] = []
         with Playing(WHAT[played], 3600 * hours, quiet=json) as playing:
             outcome = simulate_fleet(
