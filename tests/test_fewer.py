@@ -64,6 +64,7 @@ def test_one_machine_is_planned_where_averaging_costs_more_than_others_bring(tmp
     assert played_s == pytest.approx(chosen.step_s, rel=0.05)
 
 
+@pytest.mark.slow
 def test_from_the_batch_that_is_named_on_more_machines_are_planned(tmp_path: Path) -> None:
     named = int(plan(asked(tmp_path, 256), time_limit_s=1.0).fewer.split("--batch ")[1].split()[0])
     for batch, machines in ((named * 8 // 10, 1), (named * 12 // 10, 3)):
@@ -72,6 +73,7 @@ def test_from_the_batch_that_is_named_on_more_machines_are_planned(tmp_path: Pat
         assert bool(found.fewer) == (machines == 1)
 
 
+@pytest.mark.slow
 def test_changes_that_help_give_what_a_plan_with_them_does(tmp_path: Path) -> None:
     """With one of them machines pay that are left out without it."""
     found = plan(asked(tmp_path, 1536), time_limit_s=1.0)
