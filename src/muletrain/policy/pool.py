@@ -140,7 +140,14 @@ class Pool:
         """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
         late. ``barred``: workers that do not get it; ``only``: the one that does."""
         if part in self._open:
-            self._open[part].barred = frozenset(barred)
+            wanted = self._open[part]
+            wanted.barred = frozenset(barred)
+            if wanted.only != only:
+                wanted.only = only
+                for known in self._workers.values():
+                    if part in known.reserved:
+                        known.reserved.remove(part)
+                self._release(part, now)
             return
         self._open[part] = _Open(barred=frozenset(barred), only=only)
         worker = self._workers.get(prefers) if prefers is not None else None

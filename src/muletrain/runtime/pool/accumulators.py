@@ -115,7 +115,7 @@ class Accumulators:
         self._parts, self._calls, self._checks = parts, calls, checks
         self._net, self._clock, self._tasks = net, clock, tasks
         self._hedged: set[PeerId] = set()
-        """Clients whose accumulators take unusually long: what is in them may be computed again by others."""
+        """Clients whose accumulators take unusually long: the server computes again what is in them."""
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
@@ -186,12 +186,12 @@ class Accumulators:
         self._receiver.withdraw()
 
     def _hedge(self, client: PeerId) -> None:
-        """An accumulator takes unusually long: others may compute again what is in it. If that is done before it comes, it
-        is lost."""
+        """An accumulator takes unusually long: the server itself computes again what is in it. If that is done before it
+        comes, it is lost. (If another client did, its accumulator might take as long, and so on for ever.)"""
         if client not in self._hedged:
             self._hedged.add(client)
             for part in self._parts.again(client):
-                self._pool.put_part(part, self._clock.now(), barred=(client,))
+                self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._receiver.doubt(client)
 
     def _trust(self, client: PeerId) -> None:
