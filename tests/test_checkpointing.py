@@ -872,7 +872,7 @@ def test_a_fleet_whose_disks_are_full_trains_on_and_says_so(small_disk: Callable
         start.interrupt()
         code, said = start.end()
         assert code == 2
-        assert "the checkpoint of the run's end could not be written, the newest is" in said
+        assert "the final checkpoint could not be written, and the newest is" in said
         assert join.end() == (0, "")
         assert join.says("the disk is full")
     finally:
