@@ -6,11 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from muletrain.compute.checks import is_finite
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, NetworkError, ProtocolError
-from muletrain.optim.sketch import sketch
+from muletrain.optim.sketch import SIZE, sketch
 from muletrain.policy.deadline import Usual
 from muletrain.policy.outliers import alike
 from muletrain.policy.pool import OWN
@@ -130,6 +131,7 @@ class Accumulators:
         """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are being
         checked, is asked after that. It always ends: what does not come is computed again, by the server itself if
         nobody else does."""
+        self._hedged.clear()
         coming: dict[PeerId, asyncio.Task[None]] = {}
         try:
             while not self._parts.of(step).complete:
@@ -155,7 +157,9 @@ class Accumulators:
         generation = self.generation
         try:
             transfer = await self.fetch(client, generation, step)
-            found = await self._inner.offload(sketch, transfer.values, self._receiver.seed())
+            verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
+            if verify:
+                found = await self._inner.offload(sketch, transfer.values, self._receiver.seed())
             while client in self._checks.concerned(step) and not transfer.problem:
                 await self._clock.sleep(CHECKED_S)  # it brought back another part meanwhile
             numbers, parts = transfer.contents or set(), self._parts.of(step)
@@ -163,7 +167,7 @@ class Accumulators:
                 return  # it was lost, and may be another enlistment by now
             if self.generation != generation or not numbers <= parts.holders().get(client, set()):
                 self._receiver.lose(client, "parts in its accumulator were taken back while it came")
-            elif self._receiver.plan.verify and not alike(found, parts.claimed(client, numbers)):
+            elif verify and not alike(found, parts.claimed(client, numbers)):
                 self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
             else:
                 self._arrived(client, step, transfer.values, numbers)
@@ -182,7 +186,7 @@ class Accumulators:
         self._inner.add(step, values)
         self._pool.drop_parts(self._parts.again(client))
         self._parts.of(step).arrived(client, numbers)
-        self._trust(client)
+        self._hedged.discard(client)
         self._receiver.withdraw()
 
     def _hedge(self, client: PeerId) -> None:
@@ -194,16 +198,9 @@ class Accumulators:
                 self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._receiver.doubt(client)
 
-    def _trust(self, client: PeerId) -> None:
-        """An accumulator comes after all."""
-        if client in self._hedged:
-            self._hedged.discard(client)
-            self._pool.drop_parts(self._parts.again(client))
-            self._receiver.withdraw()
-
     async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
-        """Returns the accumulator of ``client``, with the numbers of the gradients in it: those that it should have, and
-        what has come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
+        """Returns the accumulator of ``client``. Its contents are the gradients that the client should have, and those that
+        have come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
         async with self._turns:
             wanted = self._parts.of(step).holders().get(client, set())
             if not wanted:
