@@ -164,7 +164,7 @@ def test_what_does_not_run_is_not_recommended() -> None:
     fast = Prediction(strategy="swap", runnable=False, tokens_per_s=25.0)
     best, why = recommend([fast, slow])
     assert best == 1
-    assert why.startswith("swarm is the fastest of those that run today")
+    assert why.startswith("swarm is the fastest strategy that runs today")
     assert "not yet runnable: swap (2.50 times as fast)" in why
     assert recommend([slow.model_copy(update={"problem": "no room"}), fast])[0] is None
 

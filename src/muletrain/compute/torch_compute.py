@@ -224,7 +224,7 @@ class TorchCompute:
         return await self.threads.run(self.threads.compute, fn, *args)
 
     async def end(self, *, over: bool) -> None:
-        """Nobody needs to hear of it."""
+        """No other machine is told."""
 
     def close(self) -> None:
         self.threads.close()

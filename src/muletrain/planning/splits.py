@@ -196,7 +196,7 @@ def recommend(predictions: Sequence[Prediction]) -> tuple[int | None, str]:
         best = next((i for i in able if predictions[i].schedule and predictions[i].tokens_per_s >= least), best)
     chosen = predictions[best]
     faster = [predictions[i] for i in possible if predictions[i].tokens_per_s > (1 + ALIKE) * chosen.tokens_per_s]
-    why = f"{title(chosen)} is the fastest of those that run today"
+    why = f"{title(chosen)} is the fastest strategy that runs today"
     if faster:
         rest = ", ".join(f"{title(p)} ({p.tokens_per_s / chosen.tokens_per_s:.2f} times as fast)" for p in faster)
         why += f"; predicted to be faster, but not yet runnable: {rest}"

@@ -18,6 +18,7 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Training:
         if plan.strategy.pooled:
             digest, emit = facts.config_digest, self._of_pool
             compute = pooled = PooledCompute(
-                compute, links, host.clock, tasks, plan, roster, digest, emit, random.SystemRandom()
+                PartsDesk(compute, links, host.clock, tasks, plan, roster, digest, emit, random.SystemRandom())
             )
             helpers = pooled.clients.__len__
         ctx = Context(

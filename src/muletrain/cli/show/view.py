@@ -328,7 +328,7 @@ class RunView:
                 self.asides.append(f"{peer.name} is gone: no answer for {GONE_S:.0f} s; {left}")
 
     def _hear_of_strangers(self, event: ev.Event) -> None:
-        """Forget strangers that are admitted now, and tell of those that were not."""
+        """Report the strangers that are still not admitted, and forget the others."""
         if isinstance(event, (ev.Admitted, ev.MemberAdmitted, ev.PeerJoined)):
             self._strangers.pop(event.peer_id, None)
         for remote, refused in list(self._strangers.items()):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WINDOW = 1 << 18
-"""Numbers that are passed over at a time (1 MiB): whoever reads or writes a whole region holds no more of it."""
+"""Numbers of a region that are read or written at a time (1 MiB), so that no more of it has to be in memory."""
 PAGE = mmap.PAGESIZE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED_BYTES = -1, -3, 1 << 17
 """Settings of glibc, and the smallest block that is given back at once [bytes]."""

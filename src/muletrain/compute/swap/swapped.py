@@ -368,7 +368,7 @@ class SwappedCompute:
         return await self.threads.run(self.threads.compute, fn, *args)
 
     async def end(self, *, over: bool) -> None:
-        """Nobody needs to hear of it."""
+        """No other machine is told."""
 
     def close(self) -> None:
         """Files of the backing memory are removed; what is under way keeps its own."""

@@ -10,42 +10,22 @@ from muletrain.compute.wrapped import WrappedCompute
 from muletrain.errors import MuletrainError
 from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.calls import Call
-from muletrain.runtime.pool.desk import PartsDesk
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
     from torch import Tensor
 
-    from muletrain.clock import Clock
-    from muletrain.compute.base import Compute, Microbatch, Update
+    from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.slot import Turn
-    from muletrain.events import Event
-    from muletrain.network.base import Network
-    from muletrain.runtime.core.plan import Plan
-    from muletrain.runtime.core.tasks import Tasks
-    from muletrain.runtime.pool.clients import Clients, Servers
+    from muletrain.runtime.pool.clients import Clients
+    from muletrain.runtime.pool.desk import PartsDesk
 
 
 class PooledCompute(WrappedCompute):
     """See ``Compute``. ``inner`` holds the stage and updates it; a ``desk`` has the passes computed."""
 
-    def __init__(
-        self,
-        inner: Compute,
-        net: Network,
-        clock: Clock,
-        tasks: Tasks,
-        plan: Plan,
-        servers: Servers,
-        config: bytes,
-        emit: Callable[[Event], None],
-        rng: random.Random,
-    ) -> None:
-        """``config``: digest of the run's configuration; ``rng`` draws what is checked."""
-        super().__init__(inner)
-        self._desk = PartsDesk(inner, net, clock, tasks, plan, servers, config, emit, rng)
+    def __init__(self, desk: PartsDesk) -> None:
+        super().__init__(desk.inner)
+        self._desk = desk
 
     @property
     def clients(self) -> Clients:

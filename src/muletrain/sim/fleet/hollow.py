@@ -134,7 +134,7 @@ class HollowCompute:
         return _RESULTS[key][1]
 
     async def end(self, *, over: bool) -> None:
-        """Nobody needs to hear of it."""
+        """No other machine is told."""
 
     def close(self) -> None:
         pass

@@ -37,6 +37,7 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.messages import Enlisted, GetState
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.sim.fleet.accounts import always
@@ -299,15 +300,17 @@ class Actors:
             tasks, note = Tasks(InlineExecutor()), partial(self.note, name)
             if self._strategy.pooled:
                 compute = PooledCompute(
-                    compute,
-                    network,
-                    self._clock,
-                    tasks,
-                    self.plan,
-                    roster,
-                    self.genesis.config,
-                    note,
-                    random.Random(name),
+                    PartsDesk(
+                        compute,
+                        network,
+                        self._clock,
+                        tasks,
+                        self.plan,
+                        roster,
+                        self.genesis.config,
+                        note,
+                        random.Random(name),
+                    )
                 )
             ctx = Context(network, self._clock, compute, roster, self.plan, note, tasks=tasks)
             source = HollowTokens(self.plan.sequences)

@@ -49,6 +49,7 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
 from muletrain.sim.loop import SkewedClock
@@ -303,7 +304,9 @@ class World:
             served: Compute = compute
             if plan.strategy.pooled:
                 served = PooledCompute(
-                    compute, network, clock, tasks, plan, roster, self._genesis.config, note, random.Random(name)
+                    PartsDesk(
+                        compute, network, clock, tasks, plan, roster, self._genesis.config, note, random.Random(name)
+                    )
                 )
             ctx = Context(network, clock, served, roster, plan, note, tasks=tasks)
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
