@@ -341,7 +341,7 @@ class Target:
             answer = Backward(**wanted, stage=1, loss=5.0, busy_s=0.0, away_s=0.0).frame([gradient])
             for _ in range(12):  # most are damaged on their way
                 for name in ("third", "last"):  # one of them was asked
-                    await self.others[name].send(self.name, answer)
+                    await self.send(name, answer)
 
     def _answer(self, name: str) -> Callable[[PeerId, bytes], Awaitable[bytes]]:
         """Still at work on everything: nobody is asked again."""
@@ -353,8 +353,10 @@ class Target:
         return held
 
     async def send(self, sender: PeerId, frame: Frame) -> None:
+        """Returns when it was handled: what is sent before a refused frame is handled is lost with its stream."""
         channel = {**STEP_KINDS, **OTHER_KINDS}[frame.kind].CHANNEL
         await self.others[sender].send(self.name, frame, channel=channel, timeout_s=20.0)
+        await until(lambda: not self.net.inbox, 30)
 
     async def handled(self) -> None:
         """All that was sent."""
@@ -369,7 +371,7 @@ async def until(condition: Callable[[], object], timeout_s: float = 60.0) -> Non
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, "did not happen in time"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.001)
 
 
 def resident_bytes() -> int:
@@ -389,14 +391,13 @@ def test_a_peer_at_work_takes_no_harm_from_mutated_frames(stage: int, amount: in
         while target.harm.done < amount:
             forward, *rest = frames(stage, rng.randrange(63))
             await target.send(rng.choice(sorted(target.others)), rng.choice([forward] * 5 + rest))
-            await asyncio.sleep(0.001)  # what is sent before a refused frame is handled is lost with its stream
         await target.handled()
         target.harm.rng = None
         assert not target.running.done(), target.running
         assert target.problems == []
         assert target.compute.wrong == []
         assert resident_bytes() - before < 150 << 20
-        assert len(target.refused()) > amount / 3
+        assert len(target.refused()) > amount * 0.8
         assert not any("internal error" in e.reason for e in target.refused())
         answer = await target.others["last"].call(target.name, GetProgress.KIND, _ask(), timeout_s=5)
         assert Progress.unpack(answer).current

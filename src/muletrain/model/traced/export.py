@@ -228,8 +228,9 @@ def _where(e: BaseException) -> str:
     """Of the last line of the model's own code that the tracer was in."""
     trace, found = e.__traceback__, ""
     while trace is not None:
+        package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
         file = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in file and "muletrain" not in file and "<" not in file:
+        if package not in ("torch", "muletrain") and not file.startswith("<"):
             found = f" (in {trace.tb_frame.f_code.co_name}, {'/'.join(file.split('/')[-2:])}:{trace.tb_lineno})"
         trace = trace.tb_next
     return found
