@@ -155,6 +155,14 @@ class StateMissed(Notice):
 
 
 @dataclass(frozen=True)
+class StateKept(Notice):
+    """Others have gone on without this peer, but no replica has a later state of its stage."""
+
+    TEXT = "{reason}, but no replica has a later state of this stage: this peer tries the step again"
+    reason: str
+
+
+@dataclass(frozen=True)
 class GradientTaken(Notice):
     """This peer missed a step, and applied it later."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.events import StateMissed
+from muletrain.events import StateKept, StateMissed
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.fork_choice import Chain, forked_at, gives_way
 from muletrain.runtime.checkpoint.store import Key
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
-"""Times that a checkpoint's part is requested before a peer gives up, and the pause between, which doubles [s]."""
+"""Times that a checkpoint's part is requested, or that a step is tried again which others went on from, before a peer
+gives up; and the pause between, which doubles [s]."""
 MAX_PURSUITS = 10
 """States that a peer takes one after the other, each too old when it has come, before it gives up."""
 
@@ -60,11 +61,11 @@ class Arrival:
             microbatches,
             early,
         )
-        self._pursuits = 0
+        self._pursuits = self._stays = 0
 
     def caught_up(self) -> None:
         """A step went through with this peer."""
-        self._pursuits = 0
+        self._pursuits = self._stays = 0
 
     async def join(self) -> None:
         """Come as a newcomer, with a replica's state."""
@@ -98,8 +99,11 @@ class Arrival:
             await self._writer.write(Key(back.step, back.lineage), last=True)
 
     async def catch_up(self, why: Behind) -> None:
-        """Take the state of a replica that has gone on or, if our weights are wrong, of one at our step. Raises
-        MuletrainError if no replica has it."""
+        """Take the state of a replica that has gone on or, if our weights are wrong, of one at our step. If ours are
+        right and no replica has later ones, take part in the step again: they may be the last of our stage. Raises
+        MuletrainError if no replica has what is needed."""
+        if why.weights_hold and self._stays < TRIES and not await self._has_later_replica():
+            return await self._stay(why)
         self._ctx.emit(StateMissed(reason=str(why)))
         self._life.to(State.RECOVERING)
         await self._let_go()
@@ -109,6 +113,19 @@ class Arrival:
             await self._take_state(_later(own), own.step + 1)
         else:
             await self._take_state(lambda offer: offer.step >= own.step, own.step)
+
+    async def _has_later_replica(self) -> bool:
+        ctx, position = self._ctx, self._position
+        answers = await ctx.detector.ask_all(ctx.roster.replicas(), position.lineage, position.step)
+        return any(progress.beyond(position.step) for progress in answers.values())
+
+    async def _stay(self, why: Behind) -> None:
+        self._ctx.emit(StateKept(reason=str(why)))
+        await self._let_go()
+        await self._ctx.clock.sleep(backoff_s(self._stays, PAUSE_S, PAUSE_MAX_S))
+        self._stays += 1
+        await self._runner.rejoin(self._position.chain)
+        self.say_back()
 
     async def go_over(self, renamed: Chain | None) -> None:
         """Take the state of the lineage that stays, or only its name (``renamed``). If the state is not to be had, go

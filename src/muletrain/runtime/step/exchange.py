@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -294,17 +295,18 @@ class Exchange:
 
     async def went_on(self, first: PeerId) -> bool:
         """Has the run gone beyond this step, as ``first`` says? One member alone cannot lure us away: more peers must be
-        beyond the step than at it, or its record must be known now."""
-        here = gone = 0
+        beyond the step, by one record, than at it, or its record must be known now."""
+        here, gone = 0, Counter[bytes]()
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
             answer = await self.entries_from(peer)
             if self._recorded():
                 return True
             if answer is not None:
-                here, gone = here + (answer.step == self._state.step), gone + (answer.step > self._state.step)
-            if gone - here > 1:
+                here += answer.step == self._state.step
+                gone[answer.record] += answer.step > self._state.step  # replicas that lost each other have two records
+            if max(gone.values(), default=0) - here > 1:
                 break
-        return gone > here
+        return max(gone.values(), default=0) > here
 
     async def learn_record(self, peers: Iterable[PeerId]) -> None:
         """Ask ``peers`` for this step's record, until enough of them agree."""
