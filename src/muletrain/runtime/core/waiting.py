@@ -114,7 +114,7 @@ class Waits:
                         continue
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
-                    if attempt >= MAX_SILENCE and self._hopeless(begin):
+                    if attempt >= MAX_SILENCE and self.hopeless(begin):
                         raise MuletrainError(f"gave up waiting for {what}; {self._waiter.who_is_there()}") from None
                     self._signals.hurried = True
         finally:
@@ -125,9 +125,10 @@ class Waits:
         if attempt == 0 or not deadline.known:
             deadline.measured(self._clock.now() - begin)
 
-    def _hopeless(self, begin: float) -> bool:
+    def hopeless(self, begin: float, times: int = 1) -> bool:
+        """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""
         now, patience_s = self._clock.now(), self._signals.patience_s
-        return now - max(begin, self._came_on_s) > patience_s or now - begin > ENDLESS * patience_s
+        return now - max(begin, self._came_on_s) > times * patience_s or now - begin > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[None] | None) -> None:
         """Return when there is a question to ask, or its end to look at. Until then only look around: something changes

@@ -150,7 +150,7 @@ class Reruns:
                 )
             except DeadlineExceeded:
                 # a device that hangs keeps them for up to 300 s before its peer is left out (``watchdog``)
-                if turn + 1 >= MAX_SILENCE and ctx.clock.now() - begin > 2 * ctx.news.patience_s:
+                if turn + 1 >= MAX_SILENCE and self._waits.hopeless(begin, times=2):
                     break
                 await self._exchange.ask_everyone()
         raise MuletrainError(
