@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from muletrain.errors import MuletrainError
-from muletrain.events import ClientLost, StepDone
+from muletrain.events import ClientEnlisted, ClientLost, StepDone
 from muletrain.policy.pool import Pool
 from muletrain.runtime.pool.accumulators import Accumulators, Lost
 from muletrain.runtime.pool.work import Accumulator
@@ -77,6 +78,17 @@ def test_clients_take_work_from_servers() -> None:
     clients = tuple(f"client-{stage}{letter}" for stage in (0, 1) for letter in "abcdefgh")
     few = Scenario(1, (2, 2), 2, 5, 16, 0.01, (), clients=clients[:1], sequences=8)
     assert play(replace(few, clients=clients)).virtual_s < 0.7 * play(few).virtual_s
+
+
+def test_clients_that_come_together_end_up_at_both_servers() -> None:
+    """And do not go from one to the other together."""
+    clients = tuple(f"client-0{letter}" for letter in "abcd")
+    for seed in (2, 3, 7):
+        scenario = Scenario(seed, (2, 1), 2, 12, 24, 0.01, (), clients=clients, sequences=8, longer=10.0, trace=True)
+        outcome = play(scenario)
+        assert outcome.violations == []
+        home = {e.name: e.peer for e in outcome.events if isinstance(e, ClientEnlisted)}
+        assert sorted(Counter(home.values()).values()) == [2, 2]
 
 
 @pytest.mark.parametrize("how", ["reversed", "doubled"])

@@ -38,6 +38,22 @@ def test_parts_are_as_large_as_workers_are_fast() -> None:
     assert [(part.first, part.rows) for part in parts] == [(0, 8), (8, 4), (12, 2)]
 
 
+def test_a_worker_with_room_for_two_parts_leaves_the_rest_of_a_pass_to_others() -> None:
+    """The pass ends with its last part, so the server's own device does not wait until the client has no room."""
+    pool = pool_of(a=1.0)
+    pool.ready(A, 2, 1.0)
+    for worker in (A, OWN):
+        pool.put_part(part := Part(Pass.FORWARD, 0, 7, 0, 1), 0.0, worker)
+        assert pool.done(worker, taken(pool, worker).number, 1.0)
+        assert not pool.wants(part)
+    pool.put(Pass.FORWARD, 0, 0, 8, 1.0)
+    assert taken(pool, A, 1.0).part == Part(Pass.FORWARD, 0, 0, 0, 4)
+    assert pool.take(A, 1.0) is None
+    assert taken(pool, OWN, 1.0).part == Part(Pass.FORWARD, 0, 0, 4, 4)
+    pool.put(Pass.FORWARD, 0, 1, 8, 1.0)
+    assert taken(pool, A, 1.0).part == Part(Pass.FORWARD, 0, 1, 0, 4), "of the next one it takes its share"
+
+
 def test_measured_speed_counts_more_than_what_a_worker_says_of_itself() -> None:
     pool = pool_of(a=1.0, b=1.0)
     for k in range(3):

@@ -229,11 +229,15 @@ class Pool:
             for name, w in self._workers.items()
         )
 
-    def _others_take(self, barred: Collection[str] = ()) -> bool:
-        """Is there a worker, not ``barred`` and beside the server's own device, that has room, or is much faster?"""
+    def _others_take(self, barred: Collection[str] = (), uncut: _Uncut | None = None) -> bool:
+        """Is there a worker, not ``barred`` and beside the server's own device, that has room (for a part of ``uncut``),
+        or is much faster?"""
         slow = self._holds_up(self._workers[OWN])
         return any(
-            w.ready and not w.late and name != OWN and name not in barred and (slow or len(w.out) < w.room)
+            w.ready
+            and not w.late
+            and name not in (OWN, *barred)
+            and (slow or (len(w.out) < w.room and (uncut is None or not self._has_part_of(uncut, w))))
             for name, w in self._workers.items()
         )
 
@@ -266,23 +270,36 @@ class Pool:
 
     def _share(self, worker: str, now: float) -> Part | None:
         for waiting in self._uncut.values():
-            if waiting and (worker != OWN or now - waiting[0].since >= LEFT_S or not self._others_take()):
-                uncut = waiting[0]
+            for uncut in waiting:
+                own_turn = worker != OWN or now - uncut.since >= LEFT_S or not self._others_take(uncut=uncut)
+                if not own_turn or self._has_part_of(uncut, self._workers[worker]):
+                    continue
                 unknown = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
-                share = 0.0 if unknown else self._share_of(worker)  # a device that may be very slow begins with little
-                rows = min(uncut.end - uncut.next, max(1, round(uncut.end * share)))
-                part = Part(uncut.what, uncut.step, uncut.index, uncut.next, rows)
+                share = (
+                    0.0 if unknown else self._share_of(worker, uncut)
+                )  # one that may be very slow begins with little
+                left = uncut.end - uncut.next
+                part = Part(uncut.what, uncut.step, uncut.index, uncut.next, min(left, max(1, round(left * share))))
                 self._open[part] = _Open()
-                uncut.next += rows
+                uncut.next += part.rows
                 if uncut.next == uncut.end:
-                    waiting.popleft()
+                    waiting.remove(uncut)
                 return part
         return None
 
-    def _share_of(self, worker: str) -> float:
-        """Returns the share of ``worker`` in the speed of all that share; of equal ones if the speed of any is
-        unknown."""
-        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or self._shares(n, w)}
+    def _has_part_of(self, uncut: _Uncut, worker: Worker) -> bool:
+        """Has ``worker`` a part of that pass? Then the rest is for others: a pass ends with its last part."""
+        wanted = uncut.what, uncut.step, uncut.index
+        return any(self._givings[number].part[:3] == wanted for number in worker.out)
+
+    def _share_of(self, worker: str, uncut: _Uncut) -> float:
+        """Returns the share of ``worker`` in the speed of all that share the rest of a pass; of equal ones if the speed
+        of any is unknown."""
+        speeds = {
+            n: w.speed
+            for n, w in self._workers.items()
+            if n == worker or (self._shares(n, w) and not self._has_part_of(uncut, w))
+        }
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
 
     def _shares(self, name: str, worker: Worker) -> bool:

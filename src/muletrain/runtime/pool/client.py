@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -247,18 +248,26 @@ class Client:
             self._changed()
 
     async def _compare(self) -> None:
-        """A step begins, so our accumulator is empty: go to a server whose clients are so much slower together that they
-        still are with us. Raises _Left."""
+        """A step begins, so our accumulator is empty: go to a server whose clients are slower together, even with us.
+        Raises _Left. Only so many go at once, on the average, that both have the same speed then."""
         if self._clock.now() - self._compared_at < COMPARE_S or len(self._servers.known) < 2:
             return
         self._compared_at = self._clock.now()
-        found = {s: (state.speed, state.clients) for s, state in (await self._servers.states()).items()}
-        if self._home in found:
-            speed, clients = found.pop(self._home)
-            own = speed / max(1, clients)
-            if any(s + own < speed - own or (s == speed == 0 and n + 1 < clients) for s, n in found.values()):
-                await self._send(Gone())
-                raise _Left("another server needs us more")
+        found = await self._servers.states()
+        if self._home not in found:
+            return
+        home = found.pop(self._home)
+        unknown = not any(state.speed for state in (home, *found.values()))
+
+        def strength(state: Enlisted) -> float:
+            return state.clients if unknown else state.speed
+
+        have, own = strength(home), strength(home) / max(1, home.clients)
+        least = min(map(strength, found.values()), default=math.inf)
+        drawn = int.from_bytes(blake3(f"{self._net.peer_id}/{self._version}".encode()).digest()[:4]) / (1 << 32)
+        if least + own < have and drawn < (have - least) / (2 * have):
+            await self._send(Gone())
+            raise _Left("another server needs us more")
 
     async def _take_weights(self, digest: bytes) -> None:
         """Returns with our server's weights, or early if others are wanted. Raises _Left."""

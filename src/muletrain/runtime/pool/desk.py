@@ -84,6 +84,10 @@ class PartsDesk:
         """Returns of how many sequences of a microbatch the forward is known."""
         return sum(kept.rows for kept in self._parts.of(mb.step).of(mb.index).values())
 
+    def begun(self) -> int:
+        """Returns how many calls are being computed."""
+        return self._calls.begun()
+
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
         """Give out ``call``, and wait until all its parts are back. ``grad``: of a backward."""
         self._calls.begin(call)
