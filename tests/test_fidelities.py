@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -206,17 +207,31 @@ def test_the_same_seed_gives_the_same_messages(tmp_path: Path) -> None:
 HUB = KIND.format("lab", 2) + KIND.format("spot", 4) + "reliable = false\n"
 
 
-def hub_played(tmp_path: Path, text: str, seconds: float, **told: Any) -> Outcome:
+def hub_played(tmp_path: Path, text: str, seconds: float, *, crowded: bool = False, **told: Any) -> Outcome:
+    """``crowded``: all clients begin at stage 0."""
     fleet, config, scene = staged(tmp_path, text, "train.microbatch=4", "hub.clients=0")
+    planned = as_hub(scene, strategy_of(config))
+    if crowded:
+        planned = replace(planned, clients=dict.fromkeys(planned.clients, 0))
     return simulate_fleet(
         scene,
         config,
         weather(fleet.churn, tmp_path),
         hours=seconds / 3600,
         fidelity="protocol",
-        planned=as_hub(scene, strategy_of(config)),
+        planned=planned,
         **told,
     )
+
+
+def test_clients_of_a_crowded_stage_move_to_the_other_between_two_steps(tmp_path: Path) -> None:
+    """It takes one or two looks, a minute each."""
+    outcome = hub_played(tmp_path, HUB, 240.0, crowded=True)
+    assert outcome.failure is None
+    assert outcome.repeated_microbatches == 0
+    assert 1 <= outcome.events["moved"] <= 4
+    took = [b.time_s - a.time_s for a, b in itertools.pairwise(outcome.curve)]
+    assert fmean(took[-10:]) < 0.8 * fmean(took[2:12])
 
 
 def test_clients_of_a_played_hub_do_their_share(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjected, PoolWorked, StepDone, read_events
 from muletrain.policy.chaos import Bounds, parse, readable
-from muletrain.strategies.hub import stage_to_help
+from muletrain.strategies.hub import stage_to_help, stage_to_move_to
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly
@@ -157,6 +157,25 @@ def test_a_client_goes_where_it_is_needed_most(
     work: list[float], speeds: list[float], fits: list[int], stage: int | None
 ) -> None:
     assert stage_to_help(work, speeds, fits) == stage
+
+
+@pytest.mark.parametrize(
+    ("work", "speeds", "fits", "drawn", "to"),
+    [
+        ([1.0, 1.0], [8.0, 2.0], [0, 1], 0.0, 1),
+        ([1.0, 1.0], [8.0, 2.0], [0, 1], 0.37, 1),
+        ([1.0, 1.0], [8.0, 2.0], [0, 1], 0.38, None),
+        ([1.0, 3.0], [8.0, 12.0], [0, 1], 0.0, 1),
+        ([1.0, 4.0], [2.0, 8.0], [0, 1], 0.0, None),
+        ([1.0, 1.0], [8.0, 7.0], [0, 1], 0.0, None),
+        ([1.0, 1.0], [8.0, 2.0], [0], 0.0, None),
+        ([1.0, 1.0, 2.0], [8.0, 0.0, 0.0], [0, 1, 2], 0.0, 2),
+    ],
+)
+def test_of_four_clients_of_stage_0_so_many_move_as_make_it_as_fast_as_the_slowest_one(
+    work: list[float], speeds: list[float], fits: list[int], drawn: float, to: int | None
+) -> None:
+    assert stage_to_move_to(work, speeds, 0, 4, fits, drawn) == to
 
 
 def test_a_configuration_says_why_it_cannot_be_a_hub() -> None:

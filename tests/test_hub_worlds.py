@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.errors import MuletrainError
 from muletrain.events import ClientEnlisted, ClientLost, StepDone
 from muletrain.policy.pool import Pool
-from muletrain.runtime.pool.accumulators import Accumulators, Lost
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
 from muletrain.sim.world import draws
 from muletrain.sim.world.play import play
@@ -126,32 +125,27 @@ def late_results_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def parts_count_twice(patch: pytest.MonkeyPatch) -> None:
-    """A client that its server lost keeps its accumulator when it comes again."""
-    hand_over = Accumulator.hand_over
+    """A client keeps what it has handed over."""
+    right = Accumulator.hand_over
 
-    async def handed_over(self: Accumulator, generation: int, step: int, givings: Any) -> tuple[Tensor, set[int]]:
-        return (await hand_over(self, generation, step, givings))[0], set(givings)
+    async def hand_over(self: Accumulator, generation: int, step: int, givings: Any) -> tuple[Tensor, set[int]]:
+        gradient, numbers = await right(self, generation, step, givings)
+        self._compute.add(step, gradient)
+        return gradient, numbers
 
-    async def begin_anew(self: Accumulator, generation: int) -> None:
-        self._generation = max(generation, self._generation)
-
-    patch.setattr(Accumulator, "hand_over", handed_over)
-    patch.setattr(Accumulator, "begin_anew", begin_anew)
+    patch.setattr(Accumulator, "hand_over", hand_over)
 
 
 def what_never_came_counts(patch: pytest.MonkeyPatch) -> None:
-    async def take_over(self: Accumulators, client: str, step: int) -> None:
-        parts = self._parts.of(step)
-        try:
-            values = (await self.fetch(client, self.generation, step)).values
-        except Lost:
-            values = torch.zeros(self._inner.n_params)
-        except MuletrainError:
-            return
-        self._arrived(client, step, values, parts.holders().get(client, set()))
-        self.news.set()
+    """A client is lost, and its parts count as handed over."""
+    right = PartsDesk.lose
 
-    patch.setattr(Accumulators, "_take_over", take_over)
+    def lose(self: PartsDesk, worker: str, reason: str, **told: Any) -> None:
+        for parts in self._parts.steps.values():
+            parts.arrived(worker, parts.holders().get(worker, set()))
+        right(self, worker, reason, **told)
+
+    patch.setattr(PartsDesk, "lose", lose)
 
 
 @pytest.mark.slow
@@ -163,8 +157,12 @@ def test_seeds_find_planted_bugs(
 ) -> None:
     bug(monkeypatch)
     texts = ("other weights", "a norm of", "did not survive")
-    found = next(
-        (s for s in range(300) if any(t in v for t in texts for v in play(draws.draw(s, "hub")).violations)), None
-    )
+
+    def finds(seed: int) -> bool:
+        drawn = draws.draw(seed, "hub")  # its checks would keep some of the false sums out
+        violations = play(replace(drawn, overrides=(*drawn.overrides, "hub.verify=0"))).violations
+        return any(text in violation for text in texts for violation in violations)
+
+    found = next(filter(finds, range(300)), None)
     record_property("seed", found)
     assert found is not None

@@ -4,20 +4,21 @@ and computes parts of microbatches for one server of it at a time (``runtime.poo
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.compute.probe import chip
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError, Refused
+from muletrain.errors import AdmissionError, NetworkError, Refused
 from muletrain.events import ClientBegan, ClientFinished
 from muletrain.runs.join.removal import Members
 from muletrain.runtime.core.tasks import Tasks
-from muletrain.runtime.pool.client import Client, NoServer
-from muletrain.runtime.pool.messages import Enlisted, GetState
-from muletrain.strategies.hub import stage_to_help
+from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.servers import NoServer, Roaming
+from muletrain.strategies import hub
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.assemble import RunFacts
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 ASK_EVERY_S = 1.0
 """Seconds between two questions whether the run has begun, or who serves."""
-ASKED = 4
-"""Servers of each stage that are asked how fast their clients are."""
-UNMEASURED = 1e-9
-"""Speed of a client at least, so that one counts before it is measured."""
 CALL_S = 10.0
 PATIENCE_S = 120.0
 """Seconds within which some server must answer once the run has begun."""
@@ -40,7 +37,7 @@ LEFT = "left in order"
 
 @dataclass(frozen=True)
 class Help:
-    """What a client needs to work for a run that has begun. ``stage``: the one that it works for; None: it chooses."""
+    """What a client needs to work for a run that has begun. ``stage``: the first that it works for; None: it chooses."""
 
     facts: RunFacts
     network: Network
@@ -105,15 +102,18 @@ class Helping:
 
     async def _run(self, help: Help, tasks: Tasks) -> str:
         """Returns why the work ended. Raises NoServer, and MuletrainError."""
+        facts, host = help.facts, self._host
+        fits = [s for s, need in enumerate(facts.client_needs()) if need.fits(help.machine.offer)]
+        home, draw, stays = _Home(self, help, tasks), random.Random(host.spec.name), host.spec.stage is not None
+        work = facts.plan().work
+        await Roaming(hub, home, help.network, host.clock, work, fits, help.stage, draw, stays=stays).run()
+        return LEFT if self._stopped.is_set() else "the run has ended"
+
+    async def client(self, help: Help, stage: int, servers: Mapping[int, Sequence[PeerId]], tasks: Tasks) -> Client:
+        """Make the client of a ``stage``. Raises MuletrainError."""
         host, facts, machine = self._host, help.facts, help.machine
         plan, links = facts.plan(), host.links(facts, help.network)
-        servers = await self._servers(help)
-        stage = help.stage
-        if stage is None:
-            speeds = [await _speed(help.network, servers.get(s, ())) for s in range(plan.stages)]
-            fits = [s for s, need in enumerate(facts.client_needs()) if need.fits(machine.offer)]
-            stage = stage_to_help(plan.work, speeds, fits)
-            assert stage is not None  # the admitter has checked our memory, and so have we
+        host.close_compute()
         host.compute = compute = await host.build_client(facts, stage, machine)
         self._client = client = Client(
             links,
@@ -123,7 +123,7 @@ class Helping:
             plan,
             facts.config_digest,
             host.spec.name,
-            servers.get(stage) or tuple(p for found in servers.values() for p in found),
+            tuple(servers.get(stage) or (p for found in servers.values() for p in found)),
         )
         host.log.emit(
             ClientBegan(
@@ -138,11 +138,10 @@ class Helping:
             )
         )
         if self._stopped.is_set():
-            return LEFT
-        await client.run()
-        return LEFT if self._stopped.is_set() else "the run has ended"
+            client.stop()
+        return client
 
-    async def _servers(self, help: Help) -> dict[int, tuple[PeerId, ...]]:
+    async def servers(self, help: Help) -> dict[int, tuple[PeerId, ...]]:
         """Ask who serves which stage. Raises NoServer."""
         host, network = self._host, help.network
         ask, until = [help.admitter], host.clock.now() + PATIENCE_S
@@ -166,16 +165,16 @@ class Helping:
         raise NoServer(problem)
 
 
-async def _speed(network: Network, servers: tuple[PeerId, ...]) -> float:
-    """How fast the clients of a stage are together, from some of its ``servers``."""
+@dataclass(frozen=True)
+class _Home:
+    """See ``runtime.pool.servers``."""
 
-    async def ask(server: PeerId) -> float | None:
-        try:
-            answer = await network.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S)
-        except MuletrainError:
-            return None
-        state = Enlisted.unpack(answer)
-        return state.speed + UNMEASURED * state.clients
+    helping: Helping
+    help: Help
+    tasks: Tasks
 
-    found = [speed for speed in await asyncio.gather(*map(ask, servers[:ASKED])) if speed is not None]
-    return sum(found) / len(found) * len(servers) if found else 0.0
+    async def servers(self) -> Mapping[int, Sequence[PeerId]]:
+        return await self.helping.servers(self.help)
+
+    async def make(self, stage: int, servers: Mapping[int, Sequence[PeerId]]) -> Client:
+        return await self.helping.client(self.help, stage, servers, self.tasks)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from muletrain.policy.assignment import View
 
 
+MOVES_AT = 1.2
+"""Times as fast as the slowest stage that a stage must be for its clients to move: they fetch other weights for that."""
+
+
 @dataclass(frozen=True)
 class Hub(Swarm):
     """The strategy. ``seats``: names of the servers of each stage; (): as under strategy ``swarm``."""
@@ -53,9 +57,31 @@ class Hub(Swarm):
 def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:
     """Returns the stage at which one more client raises the throughput most: of those that it ``fits`` into, the one with
     the most work for the speed of its clients; of stages without any, the one with the most work; None: it fits into
-    none. ``work``: of each stage; ``speeds``: of each stage's clients together, both in any unit."""
+    none. ``work``: of each stage, for a sequence; ``speeds``: work that each stage's clients do together in a second.
+    Both in any unit."""
 
     def load(stage: int) -> tuple[float, float]:
         return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
 
     return max(sorted(fits), key=load, default=None)
+
+
+def stage_to_move_to(
+    work: Sequence[float],
+    speeds: Sequence[float],
+    stage: int,
+    clients: int,
+    fits: Collection[int],
+    drawn: float,
+) -> int | None:
+    """Returns the stage to which a client of ``stage`` moves, as one of its ``clients`` of like speed; None: it stays. It
+    moves to the slowest stage, if its own one is clearly faster and stays the faster one without it. Only so many go at
+    once, on the average, as make both equally fast: ``drawn``, evenly from 0 to 1, decides. Arguments as for
+    ``stage_to_help``."""
+    rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
+    to = min(sorted({*fits} - {stage}), key=lambda s: (rates[s], -work[s]), default=stage)
+    own = speeds[stage] / max(1, clients)
+    if rates[stage] <= MOVES_AT * rates[to] or rates[stage] - own / work[stage] < rates[to] + own / work[to]:
+        return None
+    too_much = (rates[stage] - rates[to]) / (1 / work[stage] + 1 / work[to])
+    return to if drawn < too_much / speeds[stage] else None

@@ -41,7 +41,7 @@ from muletrain.runtime.pool.messages import (
     WeightsChunk,
     Withdraw,
 )
-from muletrain.runtime.pool.servers import StageServers
+from muletrain.runtime.pool.servers import NoServer, StageServers
 from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.runtime.pool.work import Accumulator, PartWork
 from muletrain.wire.codec import Encoded, encode
@@ -71,10 +71,6 @@ PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
 
 
-class NoServer(MuletrainError):
-    """No server of the stage can be reached any more."""
-
-
 class _Left(MuletrainError):
     """The server is gone, or does without us."""
 
@@ -102,7 +98,9 @@ class Client:
         self._home: PeerId | None = None
         self._enlistment = 0
         """Number of times that we have enlisted."""
-        self._dismissed = self._ended = self._worked = False
+        self._dismissed = self._ended = self._worked = self._moves = False
+        self.moved = False
+        """It left since it is to ``move``."""
         self._missed = False
         """Something that we sent to our server, or it to us, may not have come."""
         self._wanted: bytes | None = None
@@ -126,6 +124,10 @@ class Client:
         """Leave in order."""
         self._ended = True
         self._changed()
+
+    def move(self) -> None:
+        """Leave in order when the next step begins: nothing that this client computed is lost."""
+        self._moves = True
 
     def _changed(self) -> None:
         self._news.set()
@@ -205,6 +207,9 @@ class Client:
                 if self._dismissed:
                     raise _Left("the server does without us")
                 if self._wanted is not None and self._wanted != self._have:
+                    if self._moves:
+                        self.moved = True
+                        break
                     await self._compare()
                     await self._take_weights(self._wanted)
                 elif self._told < self._version:

@@ -69,11 +69,11 @@ class PartsDesk:
         self.pool = Pool()
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
-        self._calls = Calls()
+        self.calls = Calls()
         self._parts = PartsBySteps()
         self._checks = Checks(self, clock, plan.verify, rng)
         self.accumulators = Accumulators(
-            self, inner, self.pool, self._parts, self._calls, self._checks, net, clock, tasks
+            self, inner, self.pool, self._parts, self.calls, self._checks, net, clock, tasks
         )
         self.clients = Clients(self, net, clock, tasks, servers, config, emit)
         tasks.spawn(self._watch(), "pool")
@@ -84,13 +84,9 @@ class PartsDesk:
         """Returns of how many sequences of a microbatch the forward is known."""
         return sum(kept.rows for kept in self._parts.of(mb.step).of(mb.index).values())
 
-    def begun(self) -> int:
-        """Returns how many calls are being computed."""
-        return self._calls.begun()
-
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
         """Give out ``call``, and wait until all its parts are back. ``grad``: of a backward."""
-        self._calls.begin(call)
+        self.calls.begin(call)
         try:
             if grad is None:
                 self._parts.of(call.mb.step).begin(call.mb.index)
@@ -104,7 +100,7 @@ class PartsDesk:
             self._take_back(call)
             raise
         finally:
-            self._calls.end(call)
+            self.calls.end(call)
             self.withdraw()
             self.accumulators.news.set()
         for mb in call.own:
@@ -147,7 +143,7 @@ class PartsDesk:
         self.accumulators.generation += 1
         self.pool.drop_again(step)
         self._checks.forget(step)
-        for call in [c for c in self._calls.of_step(step) if c.accumulate]:
+        for call in [c for c in self.calls.of_step(step) if c.accumulate]:
             call.fail(MuletrainError(f"the accumulator of step {step} was emptied"))
         if step in self._parts.steps:
             self._parts.steps[step].forget_gradients()
@@ -159,7 +155,7 @@ class PartsDesk:
         self.pool.drop(step)
         self._checks.forget(step)
         self.withdraw()
-        for call in self._calls.of_step(step):
+        for call in self.calls.of_step(step):
             call.fail(MuletrainError(f"step {step} is over"))
         if (parts := self._parts.steps.pop(step, None)) is not None:
             for index in parts.indices():
@@ -185,7 +181,7 @@ class PartsDesk:
 
     def _give(self, worker: PeerId, given: Given) -> None:
         part = given.part
-        call = self._calls.of(part)
+        call = self.calls.of(part)
         if call is not None and not call.begun:
             call.begun = True
             try:
@@ -202,7 +198,7 @@ class PartsDesk:
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns from what ``part`` is computed; None: it is no longer wanted."""
         kept = self._checks.find(part) if part.what is Pass.CHECK else self._parts.find(part)
-        call = self._calls.of(part)
+        call = self.calls.of(part)
         if kept is not None or call is None or call.inputs is None or call.done.done():
             return kept
         cut = await call.cut(part, self.inner, self.plan.activations)
@@ -241,7 +237,7 @@ class PartsDesk:
             self.pool.failed(OWN, given.number, self._clock.now())
             if part.what is Pass.CHECK:
                 self.pool.drop_parts([part])
-            if (call := self._calls.of(part)) is not None:
+            if (call := self.calls.of(part)) is not None:
                 call.fail(MuletrainError(str(e)))
             self.feed()
             return
@@ -268,7 +264,7 @@ class PartsDesk:
         kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
         self.withdraw()
-        call = self._calls.of(part)
+        call = self.calls.of(part)
         mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
         if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
             if worker == OWN and (accumulate or kept is None or kept.forward_at != OWN):
@@ -294,7 +290,7 @@ class PartsDesk:
             parts.accumulated(part, kept, worker, number, claim)
             if call is not None:
                 call.places.append((part.index, part.first))
-        elif (open_call := call or self._calls.accumulated(part)) is not None:
+        elif (open_call := call or self.calls.accumulated(part)) is not None:
             open_call.own.append(mb)  # it counts once the whole microbatch does
             parts.computed_here(part)
         else:
@@ -321,7 +317,7 @@ class PartsDesk:
             self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
         self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # it may have been sent ahead
-        call = self._calls.of(part)
+        call = self.calls.of(part)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
         kept = None
         if not fine or (accumulate and self.plan.verify and claim is None):

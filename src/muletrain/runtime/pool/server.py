@@ -53,7 +53,7 @@ class PooledCompute(WrappedCompute):
 
     def together(self, mb: Microbatch) -> int:
         """Workers compute parts of several microbatches at once, so that each takes only its share of the time."""
-        return 1 + self._desk.begun()
+        return 1 + self._desk.calls.begun()
 
     def discard(self, mb: Microbatch) -> None:
         self._desk.discard(mb)

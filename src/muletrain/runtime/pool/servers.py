@@ -1,15 +1,19 @@
-"""The servers of a stage, as one client knows them."""
+"""The servers of the stages, as one client knows them; it goes from stage to stage, as these need it."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from muletrain.errors import NetworkError
+from muletrain.errors import MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.pool.messages import Enlisted, GetState
 
 if TYPE_CHECKING:
+    import random
+    from collections.abc import Collection, Mapping, Sequence
+
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.messages import Message
@@ -19,6 +23,41 @@ CALL_S, CALL_FLOOR_S = 10.0, 2.0
 """Seconds for a call, before any was answered, and at least."""
 OTHERS_S = 0.5
 """Seconds for the answers of other servers after the first one's."""
+ASKED = 4
+"""Servers of each stage that are asked how fast their clients are."""
+UNMEASURED = 1e-9
+"""Speed of a client at least, so that one counts before it is measured."""
+
+
+LOOK_EVERY_S = 60.0
+"""Seconds between two looks whether another stage needs a client more."""
+
+
+class NoServer(MuletrainError):
+    """No server of the stage can be reached any more."""
+
+
+class Helpers(NamedTuple):
+    """The clients of one stage together. ``speed``: forward passes of a sequence per second."""
+
+    clients: int
+    speed: float
+
+
+async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
+    """Returns how many clients the ``servers`` of a stage have, and how fast these are. In a large fleet some are asked,
+    for all."""
+
+    async def ask(server: PeerId) -> Enlisted | None:
+        try:
+            return Enlisted.unpack(await net.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S))
+        except MuletrainError:
+            return None
+
+    found = [state for state in await asyncio.gather(*map(ask, servers[:ASKED])) if state is not None]
+    times = len(servers) / max(1, len(found))
+    clients = sum(state.clients for state in found)
+    return Helpers(round(times * clients), times * (sum(state.speed for state in found) + UNMEASURED * clients))
 
 
 class StageServers:
@@ -57,3 +96,98 @@ class StageServers:
         answer = await self._net.call(server, ask.KIND, ask.pack(), timeout_s=self._answers.seconds())
         self._answers.measured(self._clock.now() - begin)
         return answer
+
+
+class Rule(Protocol):
+    """Says which stage a client helps (``strategies.hub``)."""
+
+    def stage_to_help(self, work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None: ...
+
+    def stage_to_move_to(
+        self,
+        work: Sequence[float],
+        speeds: Sequence[float],
+        stage: int,
+        clients: int,
+        fits: Collection[int],
+        drawn: float,
+    ) -> int | None: ...
+
+
+class Worker(Protocol):
+    """Works at one stage (``client``)."""
+
+    moved: bool
+
+    def move(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+
+class Home(Protocol):
+    """The machine of a client."""
+
+    async def servers(self) -> Mapping[int, Sequence[PeerId]]:
+        """Returns the servers of each stage. Raises NoServer."""
+        ...
+
+    async def make(self, stage: int, servers: Mapping[int, Sequence[PeerId]]) -> Worker:
+        """Make the client of a ``stage``, instead of the one before. Raises MuletrainError."""
+        ...
+
+
+class Roaming:
+    """Works at one stage after the other. ``work``: of each stage, for a sequence; ``fits``: stages whose weights this
+    machine can hold; ``stage``: the first one, None: it chooses; ``stays``: it is the only one."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        home: Home,
+        net: Network,
+        clock: Clock,
+        work: Sequence[float],
+        fits: Collection[int],
+        stage: int | None,
+        draw: random.Random,
+        *,
+        stays: bool = False,
+    ) -> None:
+        self._rule, self._home, self._net, self._clock = rule, home, net, clock
+        self._work, self._fits, self._first, self._stays, self._draw = work, fits, stage, stays, draw
+
+    async def run(self) -> None:
+        """Work until the run ends, or the client is stopped. Raises MuletrainError."""
+        stage = self._first
+        while True:
+            servers = await self._home.servers()
+            if stage is None:
+                stage = self._rule.stage_to_help(self._work, (await self._strengths(servers))[0], self._fits)
+                assert stage is not None  # who has no memory for any stage is no client
+            client = await self._home.make(stage, servers)
+            looking = asyncio.create_task(self._look_elsewhere(stage, client))
+            try:
+                await client.run()
+            finally:
+                looking.cancel()
+            if not client.moved:
+                return
+            stage = looking.result()
+
+    async def _look_elsewhere(self, stage: int, client: Worker) -> int | None:
+        """Returns the stage that needs ``client`` more, once there is one, and lets it move. None: there is none."""
+        with contextlib.suppress(NoServer):  # then the client itself has none
+            while not self._stays:
+                await self._clock.sleep(LOOK_EVERY_S)
+                speeds, clients = await self._strengths(await self._home.servers())
+                drawn = self._draw.random()
+                to = self._rule.stage_to_move_to(self._work, speeds, stage, clients[stage], self._fits, drawn)
+                if to is not None:
+                    client.move()
+                    return to
+        return None
+
+    async def _strengths(self, servers: Mapping[int, Sequence[PeerId]]) -> tuple[list[float], list[int]]:
+        """Returns how much work the clients of each stage do in a second, and how many these are."""
+        helpers = [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._work))]
+        return [h.speed * w for h, w in zip(helpers, self._work, strict=True)], [h.clients for h in helpers]

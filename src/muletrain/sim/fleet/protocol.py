@@ -8,11 +8,11 @@ code.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import random
 import tempfile
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
-from muletrain.errors import Expelled, MuletrainError, NetworkError
+from muletrain.errors import Expelled, MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
@@ -38,19 +38,19 @@ from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.messages import Enlisted, GetState
 from muletrain.runtime.pool.server import PooledCompute
+from muletrain.runtime.pool.servers import Roaming
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
 from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.setting import fetch_s, mortal, seat, seated
-from muletrain.strategies.hub import stage_to_help
+from muletrain.strategies import hub
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from muletrain.compute.base import Compute
     from muletrain.config.schema import RunConfig
@@ -65,8 +65,6 @@ if TYPE_CHECKING:
 
 PLACE = "shared"
 """The place of all checkpoints."""
-UNMEASURED, CALL_S = 1e-9, 10.0
-"""See ``runs.client``."""
 
 
 class _Machine(PeerHost):
@@ -77,6 +75,23 @@ class _Machine(PeerHost):
 
     def fits(self, stage: int) -> bool:
         return stage in self._kind.fits
+
+
+@dataclass(frozen=True)
+class _Home:
+    """See ``runtime.pool.servers``."""
+
+    actors: Actors
+    name: str
+    kind: Kind
+    network: MemoryNetwork
+    tasks: Tasks
+
+    async def servers(self) -> Mapping[int, Sequence[str]]:
+        return self.actors.servers()
+
+    async def make(self, stage: int, servers: Mapping[int, Sequence[str]]) -> Client:
+        return self.actors.client_of(self.name, self.kind, self.network, self.tasks, stage, servers.get(stage, ()))
 
 
 class Actors:
@@ -337,28 +352,12 @@ class Actors:
             self._clients[name] = self._served[name] = stage
         self._tasks[name] = asyncio.create_task(self._client(name, stage, self._network(name)), name=name)
 
-    async def _stage_to_help(self, network: MemoryNetwork, kind: Kind) -> int:
-        """Ask all servers how fast their clients are, and choose (``runs.client``)."""
-        speeds = [0.0] * len(self._setting.cut)
-        for server, roster in sorted(self._rosters.items()):
-            with contextlib.suppress(NetworkError):
-                answer = await network.call(server, GetState.KIND, GetState().pack(), timeout_s=CALL_S)
-                state = Enlisted.unpack(answer)
-                speeds[roster.own.stage] += state.speed + UNMEASURED * state.clients
-        stage = stage_to_help(self.plan.work, speeds, kind.fits)
-        assert stage is not None  # a setting has no kinds that hold no stage
-        return stage
-
     async def _client(self, name: str, stage: int | None, network: MemoryNetwork) -> None:
         kind, tasks = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor())
+        home, work = _Home(self, name, kind, network, tasks), self.plan.work
+        roaming = Roaming(hub, home, network, self._clock, work, kind.fits, stage, random.Random(name))
         try:
-            if stage is None:
-                stage = self._clients[name] = self._served[name] = await self._stage_to_help(network, kind)
-                self._changed()
-            hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=False)
-            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
-            servers = tuple(sorted(n for n, r in self._rosters.items() if r.own.stage == stage))
-            await Client(network, self._clock, tasks, compute, self.plan, self.genesis.config, name, servers).run()
+            await roaming.run()
         except MuletrainError as e:
             if self._clients.pop(name, None) is not None:  # else it was killed
                 self._tally.gave_up(self._clock.now(), name, str(e))
@@ -367,6 +366,25 @@ class Actors:
         finally:
             await tasks.close()
             await network.close()
+
+    def servers(self) -> dict[int, list[str]]:
+        """Returns who serves each stage."""
+        found = defaultdict[int, list[str]](list)
+        for name, roster in sorted(self._rosters.items()):
+            found[roster.own.stage].append(name)
+        return found
+
+    def client_of(
+        self, name: str, kind: Kind, network: MemoryNetwork, tasks: Tasks, stage: int, servers: Sequence[str]
+    ) -> Client:
+        """Make the client of a ``stage``."""
+        if self._clients.get(name, stage) != stage:
+            self._tally.happened("moved")
+        self._clients[name] = self._served[name] = stage
+        self._changed()
+        hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=False)
+        compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
+        return Client(network, self._clock, tasks, compute, self.plan, self.genesis.config, name, tuple(servers))
 
     @cached_property
     def plan(self) -> Plan:
