@@ -366,6 +366,21 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True)
+class Validated(Event):
+    """The held-out loss was measured during training (``train.validate_every``)."""
+
+    step: int
+    """Updates in the weights that were measured; 0: the first weights."""
+    loss: Number
+    """Mean cross-entropy [nats/token]."""
+    perplexity: Number
+    tokens: int
+    """Number of held-out tokens used."""
+    seconds: Number
+    """Time that it took, beside the step's own work."""
+
+
+@dataclass(frozen=True)
 class FaultInjected(Event):
     """``--chaos`` injected a fault into a local fleet."""
 
