@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import math
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from muletrain.cli.show.console import RunView, final_report, plain_line
+from muletrain.cli.show.final_report import improvement
+from muletrain.cli.show.status import Announced, status_of
 from muletrain.data.microbatch import IGNORE, HeldoutSource, heldout_batches
-from muletrain.errors import DataError
+from muletrain.errors import DataError, Malformed
 from muletrain.events import Validated, ValidationLeftOut
 from muletrain.model.generate import evaluate
 from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
+from muletrain.runs.measure.quality import Quality
+from muletrain.runs.tensorboard import TensorBoardSink
+from muletrain.runtime.microbatch.messages import Forward
+from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import STALL_S, Validator
 from muletrain.sim.world import reference
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario, planned
 from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.wire.codec import encode_ids
+from tests.traced_models import write_folder, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(240)
 STEPS, EVERY, TOKENS = 4, 2, 90
@@ -194,3 +210,104 @@ def test_nothing_is_measured_unless_it_is_asked_for() -> None:
     assert measured(outcome) == {}
     assert left_out(outcome) == []
     assert math.isfinite(outcome.virtual_s)
+
+
+def test_who_asks_for_gradients_of_held_out_text_is_refused() -> None:
+    """Nothing that measures ends in an accumulator, whatever its sender says."""
+    asked = scenario()
+    facts = reference.facts_of(asked)
+    server = StageServer.__new__(StageServer)
+    server.ctx = SimpleNamespace(plan=facts.plan, roster=SimpleNamespace(own=SimpleNamespace(stage=0)))  # type: ignore[assignment]
+    ids = encode_ids(torch.zeros(2, 4, dtype=torch.int64))
+
+    def expects(index: int, step: int = 0, accumulate: tuple[int, ...] = (), *, gradient: bool = False) -> None:
+        about = {"lineage": bytes(32), "step": step, "index": index, "attempt": 0, "trainer": "x", "stage": 0}
+        server.expects("x", Forward(**about, accumulate=accumulate, gradient=gradient, deadline_s=1.0), [ids, ids])
+
+    last = 8 + -(-TOKENS // 8) - 1
+    expects(8)
+    expects(last, step=2)
+    with pytest.raises(Malformed, match="asks for a gradient"):
+        expects(8, accumulate=(0,))
+    with pytest.raises(Malformed, match="asks for a gradient"):
+        expects(8, gradient=True)
+    for index, step in ((last + 1, 0), (8, 1)):
+        with pytest.raises(Malformed, match="a step has 8"):
+            expects(index, step)
+
+
+def cli(*arguments: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "muletrain.cli.main", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_that_trains_a_model_further_tells_what_that_brought(tmp_path: Path) -> None:
+    """Real processes and a traced Qwen3: the loss during training, 'eval' on a checkpoint of that step, and before and
+    after, all of the same text."""
+    text = write_text(tmp_path / "mine.txt")
+    write_folder(tmp_path / "hf", text, "qwen3")
+    settings = {
+        **{"model.from": tmp_path / "hf", "data.path": text, "data.cache": tmp_path / "cache", "data.heldout": 0.2},
+        **{"model.context": 32, "train.batch": 8, "train.microbatch": 2, "train.steps": 6, "optimizer.lr": 3e-3},
+        **{"train.validate_every": 3, "checkpoint.every": 3, "checkpoint.keep": 5, "fleet.peers": 2},
+        **{"compute.precision": "fp32"},
+    }
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    lines = [json.loads(line) for line in cli("run", "--json", *sets, folder=tmp_path).splitlines()]
+    found = {e["step"]: e for e in lines if e["kind"] == "validated"}
+    (at_end,) = [e for e in lines if e["kind"] == "evaluated"]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert found.keys() == {0, 3}
+    assert found[0]["tokens"] == at_end["tokens"]
+    assert found[0]["loss"] == pytest.approx(at_end["before"], abs=1e-4)
+    assert at_end["loss"] < found[3]["loss"] < at_end["before"] - 0.1
+    checkpoint = run / "checkpoints" / "step-00000003"
+    evaluated = json.loads(cli("eval", str(checkpoint), "--json", folder=tmp_path))
+    assert evaluated["loss"] == pytest.approx(found[3]["loss"], abs=1e-4)
+    part = json.loads(cli("eval", str(checkpoint), "--tokens", "100", "--json", folder=tmp_path))
+    assert part["tokens"] <= 100 < evaluated["tokens"]
+
+
+def test_the_report_and_the_views_show_held_out_losses() -> None:
+    view = RunView()
+    for step in range(0, 300, 10):
+        view.fold(Validated(step, 6.0 - step / 100, 1.0, 512, t=1.0, peer="a"))
+    assert "held-out 3.100" in plain_line(view)
+    quality = Quality(
+        loss=3.0, unigram=None, bigram=None, tokens=512, heldout=512, counted=0, trained=0, before=math.log(100)
+    )
+    out = io.StringIO()
+    Console(file=out, width=100).print(final_report(view, quality, [], {}))
+    rows = [line.split() for line in out.getvalue().splitlines()]
+    assert ["0", "6.000", "403.4"] in rows
+    assert ["290", "3.100", "22.2"] in rows
+    assert sum(len(row) == 3 and row[0].isdigit() for row in rows) == 12
+    assert ["before", "training", "4.605", "100.0", "better", "by", "1.605", "nats"] in rows
+    assert improvement(quality) == "held-out loss 4.605 before training, 3.000 after (perplexity 100.0, 20.1)"
+
+
+def test_status_shows_the_last_held_out_loss() -> None:
+    about = {"name": "a", "stage": 0, "stages": 1, "trainer": True, "step": 7, "steps": 9}
+    old, new = (
+        Announced.read(who, json.dumps({**about, "heldout_loss": loss, "heldout_step": step}).encode())
+        for who, loss, step in (("a", 5.5, 2), ("b", 4.25, 4))
+    )
+    assert old is not None
+    assert new is not None
+    out = io.StringIO()
+    Console(file=out, width=100).print(status_of([old, new], []))
+    assert "held-out loss 4.250 at step 4" in out.getvalue()
+
+
+@pytest.mark.filterwarnings("default")
+def test_tensorboard_shows_the_loss_during_training(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for step in (0, 5):
+        sink(Validated(step, 4.0 - step / 10, 1.0, 512, t=1.0, peer="a"))
+    sink.close()
+    scalars = EventAccumulator(str(tmp_path)).Reload()
+    assert [(s.step, s.value) for s in scalars.Scalars("validation/loss")] == [(0, 4.0), (5, 3.5)]

@@ -65,11 +65,11 @@ class Validator:
 
     async def run(self) -> None:
         """Measure, and report the loss or why there is none. Raises nothing but CancelledError."""
-        ctx, begun_s = self._ctx, self._ctx.clock.now()
+        ctx = self._ctx
         if self._source is None:
             return self._left_out("the trainer that would measure it has no held-out text")
         try:
-            loss = await self._measured(self._source, begun_s)
+            loss = await self._measured(self._source)
         except asyncio.CancelledError:
             self._left_out("the step ended before it was measured")
             raise
@@ -80,13 +80,13 @@ class Validator:
             loss=loss,
             perplexity=math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
             tokens=self._source.targets,
-            seconds=ctx.clock.now() - begun_s,
         )
         ctx.emit(event)
 
-    async def _measured(self, source: HeldoutSource, begun_s: float) -> float:
+    async def _measured(self, source: HeldoutSource) -> float:
         """Returns the mean loss [nats/token]. Raises MuletrainError, also when nothing moves or it takes too long."""
         clock, indices = self._ctx.clock, iter(range(len(source)))
+        begun_s = clock.now()
         running = {asyncio.create_task(self._work_off(indices, source)) for _ in range(self._window)}
         tasks, through = [*running], 0
         try:
