@@ -33,7 +33,7 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import STALL_S, Validator
 from muletrain.sim.world import reference
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario, planned
+from muletrain.sim.world.scenario import FORWARD_S, Fault, Scenario, planned
 from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.wire.codec import encode_ids
 from tests.traced_models import write_folder, write_text
@@ -110,6 +110,15 @@ def test_every_strategy_measures_what_eval_finds_for_the_same_weights(more: dict
         assert measured(outcome)[0] == pytest.approx(expected(asked)[0], rel=1e-6)
     else:
         assert measured(outcome) == pytest.approx(expected(asked), rel=1e-6)
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (1, 3)])
+def test_a_step_waits_for_a_measurement_that_takes_many_times_as_long(stages: tuple[int, ...]) -> None:
+    """Other trainers see that it is worked on, and do not take microbatch 0 meanwhile."""
+    outcome = whole(play(scenario(stages=stages, overrides=("train.validate_tokens=2400",))))
+    assert left_out(outcome) == []
+    assert set(measured(outcome)) == {0, 2}
+    assert outcome.virtual_s > 300 * FORWARD_S, "many times what the steps themselves take"
 
 
 @pytest.mark.parametrize("who", ["peer-0a", "peer-0b", "peer-1a", "peer-1b"])
