@@ -32,7 +32,7 @@ class BlockCost(Section):
         ge=0, description="what autograd keeps from forward to backward, inputs included [bytes]"
     )
     workspace_bytes: int = Field(
-        ge=0, description="most memory beyond weights and activations: outputs, temporaries and gradients [bytes]"
+        ge=0, description="peak of memory beyond weights and activations: outputs, temporaries, gradients [bytes]"
     )
 
     @property

@@ -59,7 +59,7 @@ def profile(
     largest model. Equal blocks are measured once. Weights are drawn: none are read or fetched.
 
     Times are medians of several passes with one microbatch. Activations are what is kept from forward to backward.
-    Workspace is the most memory beyond weights and activations: outputs, temporaries, gradients.
+    Workspace is what the peak of memory has beyond weights and activations: outputs, temporaries, gradients.
 
     'muletrain profile MODEL --json > PROFILE.json' writes what 'muletrain plan --profile PROFILE.json' plans with.
     Profiles are kept in ~/.cache/muletrain/profiles, by model, device, precision, microbatch and versions; --again
