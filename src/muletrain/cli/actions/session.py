@@ -215,7 +215,7 @@ class Session:
     def _report(self) -> None:
         self._bring_home()
         if self.checkpoint is not None:
-            self.say("measuring the model on held-out text, for up to a minute (Ctrl-C leaves that out)")
+            self.say("measuring the model on held-out text, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,
