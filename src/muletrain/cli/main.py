@@ -15,6 +15,7 @@ from muletrain.cli.commands.configuration import config
 from muletrain.cli.commands.doctor import doctor
 from muletrain.cli.commands.join import join
 from muletrain.cli.commands.plan_command import plan
+from muletrain.cli.commands.profiling import profile
 from muletrain.cli.commands.proofs import fuzz, reproduce
 from muletrain.cli.commands.run import run
 from muletrain.cli.commands.simulate import calibrate, fleet, rebalance
@@ -27,7 +28,7 @@ from muletrain.errors import MuletrainError, no_room
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
     "Watch and steer a run on several machines": {"status": status, "stop": stop, "kick": kick, "ticket": ticket},
-    "Prepare": {"config": config, "doctor": doctor, "plan": plan, "trace": trace},
+    "Prepare": {"config": config, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
     "Use a trained model": {"eval": evaluate, "generate": generate, "export": export},
     "Check muletrain itself": {"fuzz": fuzz, "reproduce": reproduce},
 }

@@ -107,7 +107,7 @@ class StageArithmetic:
 
     def _run(self, mb: Microbatch, inputs: Tensor) -> Tensor:
         """fp32 output of ``mb``."""
-        masks = self.setup.masks(self.setup.seed, mb.step, mb.index, mb.first)
+        masks = None if mb.heldout else self.setup.masks(self.setup.seed, mb.step, mb.index, mb.first)
         output: Tensor = self.module(mb.step)(inputs, masks).float()
         return output
 
@@ -138,14 +138,18 @@ class StageArithmetic:
     ) -> tuple[float, Gradients, Tensor | None]:
         """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: its share of the
         microbatch's), and what ``differentiate`` returns."""
-        checks.check_token_values("targets", targets, self.spec.vocab)
+        checks.check_token_values("targets", targets, self.spec.vocab + mb.heldout)
         leaf = self._leaf(inputs)
-        with self._timed("forward_s"), torch.enable_grad():
+        with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
             logits = self._run(mb, leaf)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten())
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=self.spec.vocab
+            )
             if mb.whole:
                 loss = loss * mb.share(inputs.shape[0])
             nats = float(loss.detach())
+        if mb.heldout:
+            return nats, (), None
         with self._timed("backward_s"):
             seed = torch.full_like(loss, self.scale.of(mb.step))
             return nats, *self.differentiate(mb, loss, leaf, seed, accumulate)

@@ -45,6 +45,10 @@ class Microbatch(NamedTuple):
     """Sequences of the microbatch that this is a part of; 0: it is no part. Losses and gradients of parts are weighted
     by their share, so that they add up to those of the microbatch."""
 
+    heldout: bool = False
+    """Held-out text: its loss is measured without dropout, nothing is kept for a backward, and no gradient comes out.
+    Targets equal to the vocabulary's size (padding) count for nothing."""
+
     def share(self, sequences: int) -> float:
         """Returns which share of its microbatch ``sequences`` are."""
         return sequences / self.whole if self.whole else 1.0
@@ -97,7 +101,7 @@ class Compute(Protocol):
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         """Compute and differentiate the last stage. Returns the mean cross-entropy [nats/token] of ``targets`` int64
-        [B, T], and d loss / d inputs (None if it is also stage 0). Accumulates as ``backward`` does."""
+        [B, T], and d loss / d inputs (None if it is also stage 0, and for a held-out microbatch). Accumulates as ``backward`` does."""
         ...
 
     def together(self, mb: Microbatch) -> int:

@@ -55,11 +55,11 @@ def times(spec: Model, sequences: int, device: torch.device, precision: Precisio
 
     def once(count: int) -> tuple[float, float]:
         inputs = torch.randn(count, spec.context, spec.width, device=device, dtype=dtype, requires_grad=True)
-        begin = _now(device)
+        begin = now(device)
         output = block(inputs, Masks(0, 0, 0))
-        between = _now(device)
+        between = now(device)
         torch.autograd.grad(output, [inputs, *weights], torch.ones_like(output))
-        return between - begin, _now(device) - between
+        return between - begin, now(device) - between
 
     once(1)  # libraries load, and choose how to compute
     one_s = sum(once(1))
@@ -72,7 +72,7 @@ def times(spec: Model, sequences: int, device: torch.device, precision: Precisio
     return BlockTimes(forward_s, backward_s, count, spec.context)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """Seconds, once ``device`` has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

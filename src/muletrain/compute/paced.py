@@ -56,7 +56,7 @@ class PacedCompute(WrappedCompute):
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         work = partial(self.inner.loss_backward, mb, inputs, targets, accumulate=accumulate)
-        return await self._paced(turn, "loss", mb.share(len(inputs)), work)
+        return await self._paced(turn, "forward" if mb.heldout else "loss", mb.share(len(inputs)), work)
 
     async def _paced(self, turn: Turn, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
         """Do ``work`` on this ``share`` of a microbatch."""

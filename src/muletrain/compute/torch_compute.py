@@ -83,13 +83,14 @@ class TorchCompute:
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         self._check_shape(inputs)
         async with self._slot(turn):
-            reserved = self._stash.reserve(inputs.shape[0] * inputs.shape[1])
+            reserved = 0 if mb.heldout else self._stash.reserve(inputs.shape[0] * inputs.shape[1])
             try:
                 kept, output = await self._compute(self.arithmetic.forward, mb, inputs, reserved > 0)
             except BaseException:
                 self._stash.release(reserved)
                 raise
-            self._stash.put(mb, kept, reserved)
+            if not mb.heldout:
+                self._stash.put(mb, kept, reserved)
         return Result(output, self._to_host)
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:

@@ -178,6 +178,14 @@ class TrainConfig(Section):
         examples=[32],
     )
     sequence_warmup: int = Field(default=0, ge=0, description="steps until the full sequence length [optimizer steps]")
+    validate_every: int = Field(
+        default=0,
+        ge=0,
+        description="measure the held-out loss first and then every so many updates; 0: only at the end [optimizer steps]",
+    )
+    validate_tokens: PositiveInt = Field(
+        default=1 << 16, le=1 << 20, description="held-out text that this measures, at most [tokens]"
+    )
     time_limit: float | None = Field(
         default=None, gt=0, description="end in order after this time [s]", examples=[3600.0]
     )

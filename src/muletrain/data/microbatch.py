@@ -165,3 +165,28 @@ def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tu
         inputs[: len(piece) - 1] = piece[:-1]
         targets[: len(piece) - 1] = piece[1:]
         yield inputs.reshape(rows, context), targets.reshape(rows, context)
+
+
+class HeldoutSource:
+    """Cuts held-out tokens into microbatches of one shape: the windows of ``heldout_batches``, and padding.
+
+    Padded targets are ``vocab``, one more than any token: they count for nothing (``compute.base.Microbatch``). Raises
+    DataError when there is no target at all.
+    """
+
+    def __init__(self, tokens: TokenArray, context: int, sequences: int, vocab: int) -> None:
+        self._batches = list(heldout_batches(tokens, context, sequences))
+        self._sequences, self._vocab = sequences, vocab
+        self.targets = len(tokens) - 1
+        """Targets of all microbatches."""
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def microbatch(self, index: int) -> tuple[IntArray, IntArray, int]:
+        """Inputs and targets [B, T] of held-out microbatch ``index``, and how many targets count."""
+        inputs, targets = self._batches[index]
+        counted = int((targets != IGNORE).sum())
+        missing = ((0, self._sequences - len(inputs)), (0, 0))
+        targets = np.where(targets == IGNORE, self._vocab, targets)
+        return np.pad(inputs, missing), np.pad(targets, missing, constant_values=self._vocab), counted

@@ -45,6 +45,7 @@ from muletrain.events.facts import (
     SteppedBack,
     SwapWorked,
     TrafficClass,
+    Validated,
     Waiting,
 )
 from muletrain.events.log import (
@@ -89,6 +90,7 @@ from muletrain.events.notices import (
     StepSkipped,
     TrainerAdded,
     TransferFailed,
+    ValidationLeftOut,
     WeightsDiffer,
 )
 
@@ -168,6 +170,8 @@ __all__ = [
     "TrafficClass",
     "TrainerAdded",
     "TransferFailed",
+    "Validated",
+    "ValidationLeftOut",
     "Waiting",
     "WeightsDiffer",
     "read_events",

@@ -351,18 +351,28 @@ class SteppedBack(Event):
 
 @dataclass(frozen=True)
 class Evaluated(Event):
-    """The model was evaluated on the held-out text."""
+    """The model was evaluated on so many ``tokens`` of held-out text."""
 
     step: int
     loss: Number
     """Mean cross-entropy [nats/token]."""
     perplexity: Number
     tokens: int
-    """Number of held-out tokens used."""
     unigram: Number | None = None
-    """Loss of a unigram model on the same text; None: too little training text."""
     bigram: Number | None = None
-    """Loss of a bigram model, interpolated with the unigram."""
+    """Losses of a unigram model on the same text, and of a bigram model interpolated with it; None: too little text."""
+    before: Number | None = None
+    """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""
+
+
+@dataclass(frozen=True)
+class Validated(Event):
+    """The held-out loss was measured during training, after ``step`` updates; the fields are those of ``Evaluated``."""
+
+    step: int
+    loss: Number
+    perplexity: Number
+    tokens: int
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,15 @@ class MicrobatchesRerun(Notice):
 
 
 @dataclass(frozen=True)
+class ValidationLeftOut(Notice):
+    """The held-out loss was to be measured, and was not. Training goes on."""
+
+    TEXT = "the held-out loss after step {step} was not measured: {reason}"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class OrphansTaken(Notice):
     """A trainer took over microbatches of ``owners``, trainers that stopped."""
 

@@ -257,9 +257,7 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
     folder does not say. Raises CheckpointError for whatever does not fit.
     """
     source = Path(folder)
-    config = read_json(source / "config.json")
-    _refuse_foreign(source, config)
-    spec = _spec(source, config, context)
+    config, spec = read_json(source / "config.json"), spec_in(source, context=context)
     places = weight_files(source)
     tied = bool(config.get("tie_word_embeddings")) and _HEAD not in places
     shapes = _full_shapes(spec)
@@ -281,6 +279,13 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
         return tensor
 
     return spec, load
+
+
+def spec_in(folder: Path, *, context: int | None = None) -> ModelSpec:
+    """The spec that ``config.json`` of a Llama folder describes, whatever its weights. See ``import_hf``."""
+    config = read_json(folder / "config.json")
+    _refuse_foreign(folder, config)
+    return _spec(folder, config, context)
 
 
 def is_native(folder: Path) -> bool:

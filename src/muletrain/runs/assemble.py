@@ -23,7 +23,8 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
 from muletrain.config.schema import ModelConfig, Precision, RunConfig
-from muletrain.data.microbatch import MicrobatchSource, sequence_length
+from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
+from muletrain.data.ngram import spread
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
 from muletrain.model.hub import local_folder
@@ -33,7 +34,7 @@ from muletrain.model.traced.folder import check_config, import_traced, load_trac
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
-from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.core.plan import Plan, Validation
 from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,15 @@ class RunFacts:
             from_seed=c.model.from_ is None,
             delayed=c.optimizer.delayed,
             verify=c.hub.verify if self.strategy.pooled else 0.0,
+            validation=Validation.of(t, self.spec.context),
         )
+
+    def heldout(self, tokens: TokenArray) -> HeldoutSource | None:
+        """Held-out microbatches of the run's held-out ``tokens``; None if they are not measured during training."""
+        t = self.config.train
+        if not t.validate_every:
+            return None
+        return HeldoutSource(spread(tokens, t.validate_tokens + 1), self.spec.context, t.microbatch, self.spec.vocab)
 
     def source(self, cache: TokenCache) -> MicrobatchSource:
         return self.source_of(cache.train)

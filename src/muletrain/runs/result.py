@@ -14,13 +14,17 @@ from muletrain.data.ngram import baselines, countable, spread
 from muletrain.errors import CapacityError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
+from muletrain.model.make import load_model, make_stage
+from muletrain.runs.assemble import RunFacts, initial_weights
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
+    from muletrain.data.microbatch import TokenArray
     from muletrain.data.tokens import TokenCache
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
+    from muletrain.planning.partition import Cut
     from muletrain.runs.checkpoint import Checkpoint
 
 HELDOUT_TOKENS = 1 << 20
@@ -56,22 +60,11 @@ def report_tokens(spec: Model) -> int:
 def quality(checkpoint: Checkpoint, model: StageModule, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
     """Measure mean cross-entropy [nats/token] on at most ``tokens`` held-out tokens, of the model and of the baselines.
     The first token is no target. Raises DataError when the corpus has another tokenizer than the run."""
-    if cache.tokenizer_json != checkpoint.tokenizer_json:
-        raise DataError(
-            "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
-        )
-    spec = checkpoint.spec
-    heldout = spread(cache.heldout, min(tokens, HELDOUT_TOKENS) + 1)
+    spec, heldout = checkpoint.spec, _heldout(checkpoint, cache, tokens)
     train = spread(cache.train, COUNTED_TOKENS)
-    batch = max(1, min(BATCH, LOGITS // (spec.context * spec.vocab)))
-    batches = (
-        (torch.from_numpy(inputs), torch.from_numpy(targets))
-        for inputs, targets in heldout_batches(heldout, spec.context, batch)
-    )
-    loss = evaluate(model, batches)
     counted = baselines(train, heldout, spec.vocab) if countable(train) else None
     return Quality(
-        loss=loss,
+        loss=_loss(spec, model, heldout),
         unigram=None if counted is None else counted.unigram,
         bigram=None if counted is None else counted.bigram,
         tokens=len(heldout) - 1,
@@ -81,10 +74,44 @@ def quality(checkpoint: Checkpoint, model: StageModule, cache: TokenCache, token
     )
 
 
+def loss_before(checkpoint: Checkpoint, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> float | None:
+    """Measure the loss [nats/token] of the weights of ``model.from`` on the text on which ``quality`` measures those of
+    the checkpoint; None: the run began with weights from its seed. Raises MuletrainError when the folder is gone."""
+    if checkpoint.config.model.from_ is None:
+        return None
+    cut: Cut = tuple((first, end) for first, end in checkpoint.manifest["cut"])
+    facts, weights = RunFacts(checkpoint.config, checkpoint.spec, cut), dict[str, torch.Tensor]()
+    for stage in range(len(cut)):
+        load = initial_weights(facts, stage)
+        assert load is not None  # the weights are not drawn
+        weights |= {name: load(name) for name in make_stage(checkpoint.spec, stage, cut).shapes()}
+    return _loss(checkpoint.spec, load_model(checkpoint.spec, weights), _heldout(checkpoint, cache, tokens))
+
+
+def _heldout(checkpoint: Checkpoint, cache: TokenCache, tokens: int) -> TokenArray:
+    if cache.tokenizer_json != checkpoint.tokenizer_json:
+        raise DataError(
+            "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
+        )
+    return spread(cache.heldout, min(tokens, HELDOUT_TOKENS) + 1)
+
+
+def _loss(spec: Model, model: StageModule, heldout: TokenArray) -> float:
+    batch = max(1, min(BATCH, LOGITS // (spec.context * spec.vocab)))
+    batches = heldout_batches(heldout, spec.context, batch)
+    return evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
+
+
 def evaluated(step: int, q: Quality) -> Evaluated:
     """Convert ``q`` to an event."""
     return Evaluated(
-        step=step, loss=q.loss, perplexity=perplexity(q.loss), tokens=q.tokens, unigram=q.unigram, bigram=q.bigram
+        step=step,
+        loss=q.loss,
+        perplexity=perplexity(q.loss),
+        tokens=q.tokens,
+        unigram=q.unigram,
+        bigram=q.bigram,
+        before=q.before,
     )
 
 

@@ -36,7 +36,7 @@ class TensorBoardSink:
             if event.duration_s > 0:
                 scalars["speed/tokens_per_s"] = event.tokens / event.duration_s
             self._write(event, scalars)
-        elif isinstance(event, ev.Evaluated):
+        elif isinstance(event, ev.Evaluated | ev.Validated):
             self._write(event, {"validation/loss": event.loss, "validation/perplexity": event.perplexity})
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class TensorBoardSink:
             os.close(self._file)
             self._file = None
 
-    def _write(self, event: ev.StepDone | ev.Evaluated, values: dict[str, float]) -> None:
+    def _write(self, event: ev.StepDone | ev.Evaluated | ev.Validated, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -143,6 +143,7 @@ class Training:
             ctx,
             host=_Process(self, seat),
             source=facts.source(cache) if cache is not None else None if sharing is None else sharing.source,
+            heldout=None if cache is None else facts.heldout(cache.heldout),
             sharing=sharing,
             book=book,
             reports=host.spec.keeps_ticket,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
@@ -10,18 +11,24 @@ from rich.progress import Progress
 from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.plan_tables import tell
-from muletrain.config.costs import Costs, load_costs
+from muletrain.config.costs import Costs, DeviceSpeed, load_costs
 from muletrain.config.fleet_file import Fleet, load_located_fleet
 from muletrain.config.load import located
+from muletrain.config.profile_file import read_profile
 from muletrain.errors import ConfigError
-from muletrain.sim.fleet.calibration import with_speeds
+from muletrain.model.measured import MeasuredModel, speed_of
+from muletrain.sim.fleet.calibration import same_device, with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE
 from muletrain.sim.plan.planner import confirmed, plan
 from muletrain.sim.plan.question import Question
+from muletrain.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from muletrain.config.profile_file import Profile
+    from muletrain.model.chain import Model
 
 
 class Wish(NamedTuple):
@@ -53,6 +60,36 @@ class Wish(NamedTuple):
         return Question(fleet, run, spec, stages, run.train.microbatch if fixed else None, measured)
 
 
+def with_profiles(question: Question, profiles: Sequence[Profile]) -> tuple[Model, Costs]:
+    """Returns the model with the measured costs of its blocks, and the costs with the speed of each profiled device. The
+    shares of the blocks are those of the first profile. Raises ConfigError for a profile of another model, and of a
+    device that the fleet does not have or whose speed its file states."""
+    from muletrain.runs.measure.profile import digest_of
+
+    spec, costs = question.spec, question.costs
+    for profile in profiles:
+        if profile.model != digest_of(spec):
+            raise ConfigError(
+                f"--profile: the profile of {profile.title} ({format_count(profile.params)} parameters, sequences of {profile.context} "
+                f"tokens) is not of the planned model ({format_count(spec.params)}, {spec.context} tokens), or other versions of "
+                f"transformers or torch made it; profile this model"
+            )
+        machines = [m for m in question.fleet.machines if m.device and same_device(m.device, profile.device)]
+        if not machines:
+            named = ", ".join(sorted({m.device for m in question.fleet.machines if m.device})) or "none"
+            raise ConfigError(
+                f"--profile: no machine of the fleet file has device = '{profile.device}'; it names {named}"
+            )
+        if stated := [m.name for m in machines if m.tflops is not None or m.forward_ms is not None]:
+            raise ConfigError(
+                f"--profile: the fleet file states the speed of '{stated[0]}' itself (tflops or forward_ms); leave that out to "
+                f"plan with the measured times of {profile.device}"
+            )
+    speeds = tuple(DeviceSpeed(device=p.device, tflops=speed_of(spec, p) / 1e12) for p in profiles)
+    others = tuple(d for d in costs.devices if not any(same_device(d.device, p.device) for p in profiles))
+    return MeasuredModel(spec, profiles[0]), costs.model_copy(update={"devices": (*others, *speeds)})
+
+
 def plan_fleet(
     path: Path | None,
     wish: Wish,
@@ -62,9 +99,11 @@ def plan_fleet(
     plot: Path | None,
     json: bool,
     costs_file: Path | None = None,
+    profiles: Sequence[Path] = (),
     confirm: bool = False,
 ) -> None:
-    """Print the plan, and draw it to ``plot``. ``costs_file``: see ``config.costs``. Raises ConfigError and
+    """Print the plan, and draw it to ``plot``. ``costs_file``: see ``config.costs``; ``profiles``:
+    outputs of ``muletrain profile``, one for each kind of device. Raises ConfigError and
     CapacityError with the place of the cause."""
     if plot is not None:
         need_matplotlib()
@@ -72,8 +111,11 @@ def plan_fleet(
     fleet, origins = load_located_fleet(EXAMPLE if path is None else path)
     console = make_console()
     with located(origins, Fleet):
-        fleet = with_speeds(fleet, measured)
-        question = wish.question(fleet, measured)
+        if profiles:
+            spec, measured = with_profiles(wish.question(fleet, measured), [read_profile(path) for path in profiles])
+            question = replace(wish.question(fleet := with_speeds(fleet, measured), measured), spec=spec)
+        else:
+            question = wish.question(fleet := with_speeds(fleet, measured), measured)
         with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
             bar = progress.add_task("planning", total=1.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
+from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
@@ -213,7 +215,7 @@ class Session:
     def _report(self) -> None:
         self._bring_home()
         if self.checkpoint is not None:
-            self.say("measuring the model on held-out text, for up to a minute (Ctrl-C leaves that out)")
+            self.say("measuring the model on held-out text, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,
@@ -227,6 +229,8 @@ class Session:
             return
         make_console().print(final_report(self.view, evaluation, texts, paths))
         if self.checkpoint is not None:
+            if evaluation is not None and evaluation.before is not None:
+                self.say(f"\n{improvement(evaluation)}")
             self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
             self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
             if self.view.step < self.view.steps:
@@ -252,15 +256,20 @@ class Session:
         import torch
 
         from muletrain.runs.checkpoint import Checkpoint
-        from muletrain.runs.result import check_memory, evaluated, quality, report_tokens, samples
+        from muletrain.runs.result import check_memory, evaluated, loss_before, quality, report_tokens, samples
 
         assert self.checkpoint is not None
         torch.set_num_threads(os.cpu_count() or 1)
         checkpoint = Checkpoint.open(self.checkpoint)
         check_memory(checkpoint.spec)
         cache = checkpoint.corpus()
+        tokens, before = report_tokens(checkpoint.spec), None
+        try:  # first: both models need not be in memory at once
+            before = loss_before(checkpoint, cache, tokens)
+        except MuletrainError as e:
+            log.note(f"the loss before training was not measured: {e}", "warning")
         model = checkpoint.model()
-        result = quality(checkpoint, model, cache, report_tokens(checkpoint.spec))
+        result = dataclasses.replace(quality(checkpoint, model, cache, tokens), before=before)
         log.emit(evaluated(checkpoint.step, result))
         return result, samples(checkpoint, model)
 

@@ -50,6 +50,16 @@ Overrides = Annotated[
     ),
 ]
 Costs = Annotated[Path | None, typer.Option(metavar="COSTS.toml", help=COSTS_HELP, rich_help_panel=FLEETS)]
+Profiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE.json",
+        help="Output of 'muletrain profile --json': plan with the measured times of the model's blocks on that device "
+        "instead of counted FLOPs. Once for each kind of device.",
+        rich_help_panel=FLEETS,
+    ),
+]
 Plot = Annotated[
     Path | None,
     typer.Option(
@@ -131,6 +141,7 @@ def plan(
     config: Config = None,
     overrides: Overrides = None,
     costs: Costs = None,
+    profiles: Profiles = None,
     plot: Plot = None,
     confirm: Confirm = False,
     network: Network = None,
@@ -168,10 +179,21 @@ def plan(
         from muletrain.cli.actions.plan_fleet import Wish, plan_fleet
 
         wish = Wish(config, model, batch, microbatch, stages, overrides or [])
-        plan_fleet(file, wish, seed=seed, time_limit_s=limit_s, plot=plot, json=json, costs_file=costs, confirm=confirm)
+        plan_fleet(
+            file,
+            wish,
+            seed=seed,
+            time_limit_s=limit_s,
+            plot=plot,
+            json=json,
+            costs_file=costs,
+            profiles=profiles or (),
+            confirm=confirm,
+        )
         return
     fleets: dict[str, object] = {"FLEET.toml": file, "--model": model, "--batch": batch, "--microbatch": microbatch}
-    fleets |= {"--config": config, "--set": overrides, "--costs": costs, "--plot": plot, "--confirm": confirm}
+    fleets |= {"--config": config, "--set": overrides, "--costs": costs, "--profile": profiles, "--plot": plot}
+    fleets |= {"--confirm": confirm}
     if given := [name for name, value in fleets.items() if value]:
         raise ConfigError(f"{given[0]} needs a fleet file, but --network has links only; leave one of the two out")
     if stages is None or pipelines is None or activation_bytes is None or gradient_bytes is None:

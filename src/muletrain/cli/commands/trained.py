@@ -18,6 +18,12 @@ def evaluate(
         str | None,
         typer.Option(metavar="PATH", help="Evaluate on this text (written like data.path) instead of the run's."),
     ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most held-out tokens; that of train.validate_tokens gives the run's own measurement."
+        ),
+    ] = None,
     json: JsonObject = False,
 ) -> None:
     """Measure loss and perplexity on the held-out part of the run's data.
@@ -27,7 +33,7 @@ def evaluate(
     from muletrain.cli.show.console import make_console
     from muletrain.cli.show.final_report import quality_table
     from muletrain.runs.checkpoint import Checkpoint
-    from muletrain.runs.result import check_memory, evaluated, quality
+    from muletrain.runs.result import HELDOUT_TOKENS, check_memory, evaluated, quality
 
     checkpoint = Checkpoint.open(where)
     check_memory(checkpoint.spec)
@@ -35,7 +41,7 @@ def evaluate(
         cache = checkpoint.corpus(data)
     except DataError as e:
         raise DataError(f"{e}; --data PATH names the text if it moved, or another one") from e
-    result = quality(checkpoint, checkpoint.model(), cache)
+    result = quality(checkpoint, checkpoint.model(), cache, tokens or HELDOUT_TOKENS)
     if json:
         print(dataclasses.replace(evaluated(checkpoint.step, result), t=time.time(), peer="eval").to_json())
     else:

@@ -214,7 +214,9 @@ def _left(view: RunView) -> str:
 
 
 def _loss(view: RunView) -> str:
-    return "loss ?" if math.isnan(view.loss) else f"loss {view.loss:.3f}"
+    training = "loss ?" if math.isnan(view.loss) else f"loss {view.loss:.3f}"
+    heldout = f"  held-out {view.validated[max(view.validated)].loss:.3f}" if view.validated else ""
+    return training + heldout
 
 
 def _rate(tokens_per_s: float) -> str:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from muletrain.runs.measure.quality import Quality
 
 
+MEASURED = 12
+"""Held-out losses during training that are shown."""
+
+
 def final_report(
     view: RunView, evaluation: Quality | None, samples: Sequence[str], paths: Mapping[str, Path | str]
 ) -> RenderableType:
@@ -30,6 +34,8 @@ def final_report(
     parts: list[RenderableType] = [Text(_summary(view), style="bold")]
     if evaluation is not None:
         parts.append(quality_table(evaluation))
+    if view.validated:
+        parts.append(_validations(view))
     if samples:
         parts.append(_section("The model writes", _texts(samples)))
     if view.peers:
@@ -57,6 +63,8 @@ def quality_table(q: Quality) -> RenderableType:
     title = f"On {q.tokens:,} held-out tokens{part}"
     table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
+    if q.before is not None:
+        table.add_row("before training", f"{q.before:.3f}", _perplexity(q.before), _compared(q.before - q.loss))
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
         if loss is None:
             table.add_row(name, "-", "-", "-")
@@ -69,6 +77,30 @@ def quality_table(q: Quality) -> RenderableType:
             table, Text(f"unigram and bigram from {q.counted:,} of {q.trained:,} training tokens", style="dim")
         )
     return table
+
+
+def _validations(view: RunView) -> RenderableType:
+    """Held-out losses during training, at most ``MEASURED`` of them; the events have all."""
+    steps = sorted(view.validated)
+    last = len(steps) - 1
+    shown = sorted({steps[last * k // (MEASURED - 1)] for k in range(MEASURED)})
+    tokens = view.validated[steps[-1]].tokens
+    table = report_table(
+        f"During training, on {tokens:,} held-out tokens", ["after step"], ["loss [nats/token]", "perplexity"]
+    )
+    for step in shown:
+        loss = view.validated[step].loss
+        table.add_row(str(step), f"{loss:.3f}", _perplexity(loss))
+    return table
+
+
+def improvement(q: Quality) -> str:
+    """The held-out loss before training and after it, as a line. ``q.before`` must be known."""
+    assert q.before is not None  # the caller looked
+    return (
+        f"held-out loss {q.before:.3f} before training, {q.loss:.3f} after "
+        f"(perplexity {_perplexity(q.before)}, {_perplexity(q.loss)})"
+    )
 
 
 def _texts(samples: Sequence[str]) -> RenderableType:

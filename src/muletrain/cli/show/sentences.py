@@ -118,7 +118,13 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
         case ev.SteppedBack():
             return _stepped_back(event, view)
         case ev.Evaluated():
-            return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
+            before = "" if event.before is None else f" (before training {event.before:.3f})"
+            return f"step {event.step}: validation loss {event.loss:.3f}{before}, perplexity {event.perplexity:.1f}"
+        case ev.Validated():
+            when = f"step {event.step}" if event.step else "before the first step"
+            return (
+                f"{when}: held-out loss {event.loss:.3f}, perplexity {event.perplexity:,.1f} ({event.tokens:,} tokens)"
+            )
         case ev.ClientBegan():
             size = f"{format_count(event.params)} parameters"
             return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"

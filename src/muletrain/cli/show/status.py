@@ -37,6 +37,10 @@ def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableT
     figures = [f"step {at.step} of {at.steps}"]
     if at.loss is not None and at.tokens_per_s is not None:
         figures += [f"loss {at.loss:.3f}", f"{at.tokens_per_s:,.0f} tokens/s"]
+    measured = [(p.heldout_step, p.heldout_loss) for p in peers if p.heldout_loss is not None]
+    if measured:
+        step, loss = max(measured)
+        figures.append(f"held-out loss {loss:.3f} at step {step}")
     return Group(Text("  ".join(figures), style="bold"), _table(peers, at))
 
 
@@ -115,6 +119,9 @@ class Announced(BaseModel):
     loss: float | None = None
     tokens_per_s: float | None = None
     """``loss`` and ``tokens_per_s`` are of the run, as this member counts them."""
+    heldout_loss: float | None = None
+    heldout_step: Annotated[int, Field(ge=0)] = 0
+    """The held-out loss that this member measured last, and the updates in those weights."""
     clients: Annotated[int, Field(ge=0)] | None = None
     """Clients that compute for it; None: the run has none."""
     parts: Annotated[int, Field(ge=2)] | None = None

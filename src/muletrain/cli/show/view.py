@@ -84,6 +84,8 @@ class RunView:
         self.started: ev.RunStarted | None = None
         self.finished: ev.RunFinished | None = None
         self.evaluated: ev.Evaluated | None = None
+        self.validated: dict[int, ev.Validated] = {}
+        """Held-out losses measured during training, by step."""
         self.checkpoint: ev.CheckpointWritten | None = None
         self.peers: dict[str, PeerView] = {}
         """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
@@ -242,6 +244,8 @@ class RunView:
                 return news
             case ev.Evaluated():
                 self.evaluated = event
+            case ev.Validated():
+                self.validated[event.step] = event
             case ev.RunFinished():
                 self._finish(event)
             case _:

@@ -127,7 +127,9 @@ class SwappedArithmetic:
                 leaf = self._leaf(p, last)
                 logits = model(leaf, self._masks(p)).float()
                 assert p.targets is not None  # at the last stage
-                loss = F.cross_entropy(logits.flatten(0, 1), p.targets.to(logits.device).flatten())
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), p.targets.to(logits.device).flatten(), ignore_index=logits.shape[-1]
+                )
                 p.loss = float(loss.detach())
             if p in back:
                 seed = torch.full_like(loss, self.scale.of(p.mb.step))
@@ -201,7 +203,7 @@ class SwappedArithmetic:
 
     def _wanted(self, p: Passage) -> bool:
         """Is any gradient wanted?"""
-        return p.accumulate or self.stage > 0
+        return p.accumulate or (self.stage > 0 and not p.mb.heldout)
 
     def _alive(self, passages: Sequence[Passage]) -> list[Passage]:
         return [p for p in passages if not p.dropped]
@@ -220,8 +222,8 @@ class SwappedArithmetic:
         assert p.grad is not None  # at a stage before the last
         return p.grad.to(self.setup.device) * self.scale.of(p.mb.step)
 
-    def _masks(self, p: Passage) -> Masks:
-        return self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
+    def _masks(self, p: Passage) -> Masks | None:
+        return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
 
     def _between(self, p: Passage, k: int, like: Tensor) -> Tensor:
         """Where what goes into sub-model ``k`` > 0 is kept, fp32 [B, T, D]."""

@@ -78,7 +78,7 @@ class SubModel:
                 module, _, leaf = name.rpartition(".")
                 setattr(block.get_submodule(module), leaf, nn.Parameter(parameter.detach().to("meta")))
 
-    def __call__(self, x: Tensor, masks: Masks) -> Tensor:
+    def __call__(self, x: Tensor, masks: Masks | None) -> Tensor:
         for block in self.blocks:
             x = block(x, masks)
         return x

@@ -212,7 +212,7 @@ class SwappedCompute:
     ) -> tuple[float, Result | None]:
         self._check(mb, inputs)
         checks.check_token_shape("targets", targets, self._spec, self._setup.sequences)
-        checks.check_token_values("targets", targets, self._spec.vocab)
+        checks.check_token_values("targets", targets, self._spec.vocab + mb.heldout)
         if targets.shape != inputs.shape[:2]:
             raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
         passage = Passage(mb, inputs, targets, accumulate=accumulate)

@@ -22,3 +22,5 @@ class Quality:
     """Training tokens that unigram and bigram counted."""
     trained: int
     """Training tokens in total."""
+    before: float | None = None
+    """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""

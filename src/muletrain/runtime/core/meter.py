@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import Pulse
 
 if TYPE_CHECKING:
-    from muletrain.events import TrafficClass
+    from muletrain.events import TrafficClass, Validated
 
 PULSE = 16.0
 """A peer is making progress if its last pass ended within this many of its usual intervals."""
@@ -41,6 +41,8 @@ class Meter:
         """Ends of its forward and backward passes; ``StageServer`` beats it."""
         self.late = False
         """Its device takes unusually long for an operation; ``Watchdog`` writes it."""
+        self.validated: Validated | None = None
+        """The held-out loss that this peer measured last; ``Validator`` writes it."""
         self.works = asyncio.Event()
         """Cleared by ``Watchdog`` while an operation takes so long that nobody should count on this peer."""
         self.works.set()

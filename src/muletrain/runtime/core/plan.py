@@ -5,13 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from muletrain.config.schema import Codec
 from muletrain.policy.shards import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.config.schema import Codec
+    from muletrain.config.schema import TrainConfig
     from muletrain.strategies.base import Strategy
+
+
+@dataclass(frozen=True)
+class Validation:
+    """When the held-out loss is measured during training, and on how much text (``microbatch.validator``)."""
+
+    every: int
+    """Updates between two measurements; the first one is of the weights before the first update."""
+    microbatches: int
+    """Held-out microbatches, at most. Their indices follow those of the step's own microbatches."""
+    context: int
+    """Their sequence length T."""
+
+    @classmethod
+    def of(cls, train: TrainConfig, context: int) -> Validation | None:
+        """Returns what the run's configuration asks for."""
+        if not train.validate_every:
+            return None
+        return cls(train.validate_every, -(-train.validate_tokens // (train.microbatch * context)), context)
 
 
 @dataclass(frozen=True)
@@ -54,3 +74,31 @@ class Plan:
     """Share of parts that clients' results are checked of (strategy ``hub``)."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""
+    validation: Validation | None = None
+    """None: the held-out loss is not measured during training."""
+
+    def updates(self, step: int) -> int:
+        """Returns the number of updates in the weights that ``step`` computes with."""
+        return max(0, step - 1) if self.delayed else step
+
+    def validates(self, step: int) -> bool:
+        """Is the held-out loss of the weights of ``step`` measured? Under delayed updates steps 0 and 1 have the same
+        weights."""
+        due = self.validation is not None and self.updates(step) % self.validation.every == 0
+        return due and not (self.delayed and step == 1)
+
+    def validates_with(self, step: int, index: int) -> bool:
+        """Is ``index`` that of a held-out microbatch that may be sent in ``step``?"""
+        most = 0 if self.validation is None or not self.validates(step) else self.validation.microbatches
+        return self.microbatches <= index < self.microbatches + most
+
+    def shape(self, step: int, index: int) -> tuple[int, int]:
+        """Returns (B, T) of a microbatch, which may be a held-out one."""
+        if self.validation is not None and index >= self.microbatches:
+            return self.sequences, self.validation.context
+        return self.sequences, self.sequence_length(step)
+
+    def codec(self, index: int) -> Codec:
+        """Returns the codec of a microbatch's activations. Held-out ones are not rounded: the loss is that of the
+        weights alone."""
+        return Codec.FP32 if index >= self.microbatches else self.activations

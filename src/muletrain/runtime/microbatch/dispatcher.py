@@ -239,7 +239,8 @@ class Dispatcher:
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
         there = {name: p for name, p in self._ctx.roster.seated(self._stage).items() if p in trusted}
-        chosen = self._ctx.plan.strategy.choose(self._stage, request.index, there.keys())
+        index = request.index % self._ctx.plan.microbatches  # held-out microbatches go the ways of others
+        chosen = self._ctx.plan.strategy.choose(self._stage, index, there.keys())
         out = known - ({there[name] for name in chosen} or trusted)
         under_way = {p: len(owed) for p, owed in self._pending.items()}
         now_s = self._ctx.clock.now()
@@ -345,11 +346,12 @@ class Dispatcher:
         if isinstance(reply, Lost):
             raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
         took = clock.now() - begin
-        self._copies.succeeded()
-        self._deadline.measured(took)
-        busy_s = min(reply.busy_s, took)  # at most our own measurement: a peer's word must not distort the shares
-        way_s = took - busy_s - reply.away_s
-        self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
+        if request.index < self._ctx.plan.microbatches:  # a held-out microbatch says nothing of what others take
+            self._copies.succeeded()
+            self._deadline.measured(took)
+            busy_s = min(reply.busy_s, took)  # at most our own measurement: a peer's word must not distort the shares
+            way_s = took - busy_s - reply.away_s
+            self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:

@@ -9,8 +9,10 @@ from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
+from muletrain.runtime.microbatch.validator import Validator, validator_of
 
 if TYPE_CHECKING:
+    from muletrain.data.microbatch import HeldoutSource
     from muletrain.network.base import Frame, PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
@@ -24,9 +26,12 @@ class Microbatches:
     """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step
     under way."""
 
-    def __init__(self, ctx: Context, position: Position, source: Source | None) -> None:
-        """``source``: of microbatches; None: this peer does not train yet."""
-        self._ctx, self._position, self.source = ctx, position, source
+    def __init__(
+        self, ctx: Context, position: Position, source: Source | None, heldout: HeldoutSource | None = None
+    ) -> None:
+        """``source``: of microbatches; None: this peer does not train yet. ``heldout``: of held-out ones, if it has
+        any."""
+        self._ctx, self._position, self.source, self._heldout = ctx, position, source, heldout
         self.survey = Survey(ctx, position)
         stage = ctx.roster.own.stage
         self._onwards = Dispatcher(ctx, stage + 1, self.survey) if stage + 1 < ctx.plan.stages else None
@@ -46,7 +51,15 @@ class Microbatches:
             self._inwards.refresh()
             trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, self._window(), work)
             self._trainers[work.step] = trainer
+            if not retry:  # otherwise the step may be about to end
+                self._validate(trainer, work)
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
+
+    def _validate(self, trainer: Trainer, work: InFlightStep) -> None:
+        """Measure the held-out loss of the step's weights, if that is due and falls to this peer."""
+        ctx = self._ctx
+        if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
+            trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
 
     def train_too(self, source: Source) -> None:
         """This peer has got the data: from now on it builds microbatches, also of the steps under way."""

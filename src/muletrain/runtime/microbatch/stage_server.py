@@ -63,7 +63,12 @@ class _Job:
 
     @property
     def microbatch(self) -> Microbatch:
-        return Microbatch(self.message.step, self.message.index)
+        return Microbatch(self.message.step, self.message.index, heldout=self.heldout)
+
+    @property
+    def heldout(self) -> bool:
+        """Is it only to measure the held-out loss?"""
+        return self.message.index >= self.work.microbatches
 
     @property
     def request(self) -> Request:
@@ -120,7 +125,7 @@ class StageServer:
             return
         job = self._jobs[key] = _Job(sender, message, work, self.ctx.clock.now())
         work.serving.add(message.index)
-        if self.ctx.plan.trace:
+        if self.ctx.plan.trace and not job.heldout:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         job.task = self.ctx.spawn(self._serve(job, frame.tensors), f"serve {key}")
         job.task.add_done_callback(lambda _: self._release(job))  # it may be cancelled before it begins
@@ -185,8 +190,8 @@ class StageServer:
         answer = await dispatcher.request(
             job.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
         )
-        if answer.gradient is None:  # run again for a later stage alone
-            job.work.recomputed += 1
+        if answer.gradient is None:  # run again for a later stage alone, or held out
+            job.work.recomputed += not job.heldout
             return answer.loss, None
         return await self._compute_backward(job, answer, sent)
 
@@ -196,8 +201,9 @@ class StageServer:
         targets = decode(tensors[1])
         job.busy_s += self.ctx.clock.now() - begin
         self.ctx.worked("receive", "decode", begin, job.message.step, job.message.index)
-        for ids in (inputs, targets) if job.message.stage == 0 else (targets,):
-            check_token_values("forward", ids, self.ctx.plan.vocab)
+        if job.message.stage == 0:
+            check_token_values("forward", inputs, self.ctx.plan.vocab)
+        check_token_values("forward", targets, self.ctx.plan.vocab + job.heldout)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
                 raise _UnfiniteInputs("activations: not finite")
@@ -208,13 +214,16 @@ class StageServer:
         """Check the shapes and codecs of a forward before it is read, decoded or kept. Raises ProtocolError."""
         plan, stage, (inputs, targets) = self.ctx.plan, self.ctx.roster.own.stage, tensors
         if message.index >= plan.microbatches:
-            raise Malformed(f"forward of microbatch {message.index}; a step has {plan.microbatches}")
+            if not plan.validates_with(message.step, message.index):
+                raise Malformed(f"forward of microbatch {message.index}; a step has {plan.microbatches}")
+            if message.accumulate or message.gradient:
+                raise Malformed(f"forward of held-out microbatch {message.index} that asks for a gradient")
         if message.stage != stage:
             raise ProtocolError(
                 f"forward of microbatch {message.index} for stage {message.stage} at a peer of stage {stage}"
             )
-        tokens = (plan.sequences, plan.sequence_length(message.step))
-        expected, codecs = (tokens, IDS) if stage == 0 else ((*tokens, plan.width), (plan.activations,))
+        tokens = plan.shape(message.step, message.index)
+        expected, codecs = (tokens, IDS) if stage == 0 else ((*tokens, plan.width), (plan.codec(message.index),))
         if (
             (inputs.shape, targets.shape) != (expected, tokens)
             or inputs.codec not in codecs
@@ -233,7 +242,7 @@ class StageServer:
         ctx.meter.pulse.beat(ctx.clock.now())
         job.busy_s += took
         job.computed_s = took
-        return await ctx.compute.offload(encode, await outputs, ctx.plan.activations)
+        return await ctx.compute.offload(encode, await outputs, ctx.plan.codec(job.message.index))
 
     def _turn(self, priority: int, job: _Job, *phases: Phase) -> Turn:
         return Turn(priority, partial(self._begin, job, phases))
@@ -284,6 +293,8 @@ class StageServer:
         job.busy_s += took
         self.ctx.meter.stats.backward_s += took
         self.ctx.meter.pulse.beat(self.ctx.clock.now())
+        if job.heldout:  # a forward alone
+            return
         self.ctx.meter.stats.services.append(job.computed_s + took)
         self._usual.measured(job.computed_s + took)
         job.work.accumulated += accumulation.granted
@@ -299,7 +310,7 @@ class StageServer:
             job.work.answered[job.message.index] = job.sender, job.message.key
         away = max(0.0, self.ctx.clock.now() - job.admitted - job.busy_s)
         identity, stage = job.message.identity(), job.message.stage
-        if self.ctx.plan.trace:
+        if self.ctx.plan.trace and not job.heldout:
             step, index = job.message.step, job.message.index
             self.ctx.emit(MicrobatchServed(step=step, index=index, stage=stage, busy_s=job.busy_s))
         if gradient is None:

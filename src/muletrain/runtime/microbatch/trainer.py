@@ -17,6 +17,7 @@ from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.messages import Request
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Gap, TrainerDone
+from muletrain.runtime.microbatch.validator import validator_of
 from muletrain.wire.codec import encode_ids
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.survey import Survey
+    from muletrain.runtime.microbatch.validator import Validator
 
 MAX_TRIES = 60
 """Tries at one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
@@ -60,6 +62,8 @@ class Trainer:
         self._dispatcher, self._survey = dispatcher, survey
         self._windows = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(window))
         """The window of each lane."""
+        self._validation: asyncio.Task[None] | None = None
+        """Measures the held-out loss."""
         self._attempts: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
@@ -84,6 +88,10 @@ class Trainer:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
+
+    def validate(self, validator: Validator) -> None:
+        """Measure the held-out loss. Our microbatch 0 waits for that, so that the step does."""
+        self._validation = self.spawn(validator.run(), "validation")
 
     def end(self) -> None:
         """Cancel what still runs."""
@@ -173,6 +181,8 @@ class Trainer:
         return self._claimant(index, turn) == self._ctx.net.peer_id
 
     def _claimant(self, index: int, turn: int) -> PeerId:
+        if index == turn == 0 and self._ctx.plan.validates(self._step):
+            return validator_of(self._ctx.roster) or self._ctx.net.peer_id
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _under_way(self) -> set[int]:
@@ -182,6 +192,8 @@ class Trainer:
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """See one microbatch through, then once more where a part was lost meanwhile. Returns its loss [nats/token]."""
+        if index == 0 and self._validation is not None:
+            await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)
         self._begun[index] = True
         for stage in sorted(self._perhaps_lost.pop(index, ())):

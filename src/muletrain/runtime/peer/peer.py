@@ -38,6 +38,7 @@ from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
+    from muletrain.data.microbatch import HeldoutSource
     from muletrain.network.base import PeerId
     from muletrain.runtime.checkpoint.roles import Book
     from muletrain.runtime.members.context import Context
@@ -74,6 +75,7 @@ class Peer:
         book: Book,
         host: PeerHost | None = None,
         source: Source | None = None,
+        heldout: HeldoutSource | None = None,
         reports: bool = False,
         joining: bool = False,
         back: StepBack | None = None,
@@ -82,7 +84,8 @@ class Peer:
     ) -> None:
         """Build a peer at the stage that the roster names.
 
-        ``book``: where it writes checkpoints. ``source``: where a trainer gets its microbatches. ``reports``: send
+        ``book``: where it writes checkpoints. ``source``: where a trainer gets its microbatches. ``heldout``:
+        held-out ones, if it has any. ``reports``: send
         what this peer counts to the coordinator, on another machine. ``joining``: the run goes on already; begin with
         a replica's state or, with ``back``, with the checkpoint that the run rolled back to. ``sharing``: of the run's
         tokens, if its founder shares them. ``log_bytes``: of past gradients, kept for peers that catch up."""
@@ -100,7 +103,7 @@ class Peer:
         self._membership = membership = Membership(ctx)
         self.rebalancer, self._hot_spares = Rebalancer(ctx, self), HotSpares(ctx)
         # microbatch and transfer
-        self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None)
+        self._microbatches = microbatches = Microbatches(ctx, at, source if ctx.roster.own.trainer else None, heldout)
         self._log, receiver, self._tokens = GradientLog(ctx, log_bytes), Receiver(ctx), Downloader(ctx)
         self._snapshots = Snapshots(ctx, at, self._log, membership, sharing)
         # checkpoint

@@ -145,4 +145,6 @@ class Reporting:
         status["down"] = [{"id": m.id, "name": m.name, "stage": m.stage} for m in self._ctx.roster.down()[-SHOWN_DOWN:]]
         if last is not None and math.isfinite(last.loss) and last.duration_s > 0:
             status |= {"loss": last.loss, "tokens_per_s": last.tokens / last.duration_s}
+        if (measured := ctx.meter.validated) is not None and math.isfinite(measured.loss):
+            status |= {"heldout_loss": measured.loss, "heldout_step": measured.step}
         return status

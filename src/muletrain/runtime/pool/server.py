@@ -34,6 +34,8 @@ class PooledCompute(WrappedCompute):
     # Forward and backward -------------------------------------------------------------------------------------------
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
+        if mb.heldout:  # clients compute what is trained with
+            return await self.inner.forward(mb, inputs, turn)
         call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs)
         return Result(await self._desk.computed(call))
 
@@ -47,6 +49,8 @@ class PooledCompute(WrappedCompute):
     async def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
+        if mb.heldout:
+            return await self.inner.loss_backward(mb, inputs, targets, turn, accumulate=False)
         call = Call(mb, Pass.LOSS, turn, accumulate, sequences=len(inputs), inputs=inputs, targets=targets)
         output = await self._desk.computed(call)
         return call.loss, None if self.stage == 0 else Result(output)

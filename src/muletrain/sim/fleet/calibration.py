@@ -164,6 +164,11 @@ def _device(name: str) -> str:
     return name.lower() if device is None else device.name
 
 
+def same_device(a: str, b: str) -> bool:
+    """Do two names mean one device?"""
+    return _device(a) == _device(b)
+
+
 def _of_machines(fleet: Fleet, machines: Iterable[Machine]) -> Fleet:
     return Fleet(**{**dict(fleet), "machines": tuple(machines)})
 

@@ -19,11 +19,11 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
-from muletrain.data.microbatch import MicrobatchSource, sequence_length
+from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.model.dropout import Masks, keep_mask
 from muletrain.model.make import make_model, make_stage
 from muletrain.optim.schedule import learning_rate
-from muletrain.runtime.core.plan import Plan
+from muletrain.runtime.core.plan import Plan, Validation
 from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -99,6 +99,16 @@ class Corpus(Tokens):
         return self._source.microbatch(step, index)
 
 
+def heldout(facts: Facts) -> HeldoutSource | None:
+    """What the data owner measures the held-out loss on; None: it is not measured."""
+    train = facts.config.train
+    if facts.plan.validation is None:
+        return None
+    return HeldoutSource(
+        corpus(facts)[: train.validate_tokens + 1], facts.spec.context, train.microbatch, facts.spec.vocab
+    )
+
+
 def tokens_of(scenario: Scenario, facts: Facts) -> Tokens:
     """Where its microbatches come from."""
     return Corpus(facts, corpus(facts)) if scenario.share else Tokens(facts)
@@ -168,6 +178,7 @@ def facts_of(scenario: Scenario) -> Facts:
         delayed=config.optimizer.delayed,
         verify=config.hub.verify if scenario.clients else 0.0,
         strategy=strategy_of(config),
+        validation=Validation.of(config.train, spec.context),
     )
     facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
     return replace(facts, given=_given(facts)) if scenario.given_weights else facts

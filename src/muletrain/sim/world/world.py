@@ -36,6 +36,7 @@ from muletrain.events import (
     StepApplied,
     StepDone,
     SteppedBack,
+    Validated,
 )
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
@@ -91,6 +92,7 @@ SHOWN = (
     StepApplied,
     SteppedBack,
     CheckpointWritten,
+    Validated,
 )
 
 
@@ -314,6 +316,7 @@ class World:
                 ctx,
                 host=Watched(self._witness, name, inner, (self.clock, clock), ends_s),
                 source=source,
+                heldout=reference.heldout(self._facts) if trains else None,
                 book=Book(place),
                 joining=joins,
                 back=back,

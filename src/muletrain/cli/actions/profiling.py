@@ -1,0 +1,65 @@
+"""``muletrain profile``: measures a model's blocks, shows them as a table, and draws them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress
+
+from muletrain.cli.actions.hypothetical import need_matplotlib
+from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.profile_table import draw, table_of
+from muletrain.config.schema import Precision
+from muletrain.errors import MuletrainError
+from muletrain.planning.devices import GIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def profile_model(
+    name: str,
+    *,
+    device: str,
+    precision: Precision,
+    context: int | None,
+    sequences: int,
+    memory_gib: float | None,
+    untie: bool,
+    plot: Path | None,
+    again: bool,
+    json: bool,
+) -> None:
+    """Profile the model ``name``, and print it. Raises MuletrainError."""
+    if plot is not None:
+        need_matplotlib()
+        if plot.suffix not in (".png", ".svg"):
+            raise MuletrainError(f"--plot {plot}: the name must end in .png or .svg")
+    from muletrain.compute.probe import choose_precision, pick_device
+    from muletrain.compute.profile import Conditions
+    from muletrain.runs.measure.profile import measured_profile, model_named
+
+    console = make_console(sys.stderr)
+    on = pick_device(device)
+    chosen = choose_precision(on) if precision is Precision.AUTO else precision
+    at = Conditions(sequences, on, chosen, None if memory_gib is None else int(memory_gib * GIB))
+    with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
+        bar = progress.add_task("building the chain", total=1.0)
+        model = model_named(name, context=context, untie=untie)
+
+        def tell(what: str, share: float) -> None:
+            progress.update(bar, completed=share, description=f"measuring {what}")
+
+        found = measured_profile(model, name, at, tell, again=again)
+    if plot is not None:
+        try:
+            draw(found, plot)
+        except OSError as e:
+            raise MuletrainError(f"--plot: cannot write {plot}: {e.strerror or e}; choose another place") from e
+    if json:
+        print(found.model_dump_json())
+        return
+    make_console(sys.stdout).print(table_of(found))
+    if plot is not None:
+        say(console, f"wrote {plot}")

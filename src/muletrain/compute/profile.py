@@ -1,0 +1,236 @@
+"""Profiles a model block by block, with everything else off the device, so that a device needs room for one block only
+(ATOM sec. III-D profiles sub-models of a traced graph).
+
+Equal blocks are measured once. Weights are drawn, so none have to be there. Shapes: B sequences, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from muletrain.compute.block import now
+from muletrain.compute.probe import free_memory, precision_dtype
+from muletrain.config.profile_file import BlockCost
+from muletrain.errors import CapacityError
+from muletrain.model.dropout import Masks
+from muletrain.model.make import make_block
+from muletrain.model.stage import INIT_STD
+from muletrain.model.traced.chain import TracedModel
+from muletrain.units import format_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from muletrain.config.schema import Precision
+    from muletrain.model.chain import Model
+    from muletrain.model.module import StageModule
+
+PASSES, LOADS = (3, 50), 5
+"""Fewest passes over a block and most, beside one to warm up; and times that its weights are copied to the device."""
+BUDGET_S = 2.0
+"""Seconds of passes over one block, unless the fewest passes take longer."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a profile is of. ``memory``: bytes of the device that may be used; None: all that are free."""
+
+    sequences: int
+    device: torch.device
+    precision: Precision
+    memory: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return precision_dtype(self.precision)
+
+    def room(self) -> int:
+        """Bytes that may be used now."""
+        free = free_memory(self.device)
+        return free if self.memory is None else min(free, self.memory)
+
+
+def name_of(model: Model, part: int) -> str:
+    """What part ``part`` of the chain is called."""
+    return "embedding" if part == 0 else "head" if part == model.layers + 1 else f"block {part - 1}"
+
+
+def alike(model: Model) -> list[list[int]]:
+    """The parts of the chain (0: before the first block), equal ones together."""
+    keys: list[object] = ["embedding", *["block"] * model.layers, "head"]
+    if isinstance(model, TracedModel):
+        keys = [(part.code, *(model.shapes[name] for name in part.weights)) for part in model.parts]
+    groups: dict[object, list[int]] = {}
+    for part, key in enumerate(keys):
+        groups.setdefault(key, []).append(part)
+    return list(groups.values())
+
+
+def profiled(model: Model, at: Conditions) -> Iterator[BlockCost]:
+    """Measure the distinct blocks in order. Raises CapacityError with the numbers for one that does not fit."""
+    hidden = torch.randn(at.sequences, model.context, model.width).to(at.dtype)
+    for parts in alike(model):
+        name = name_of(model, parts[0])
+        need, has = needed(model, parts[0], at), at.room()
+        too_large = (
+            f"{name} of the model needs about {format_memory(need)} for its weights, their gradients and the activations "
+            f"of {at.sequences} x {model.context} tokens, and {format_memory(has)} may be used on {at.device}: take fewer "
+            f"--sequences, a shorter --context, or a device with more memory"
+        )
+        if need > has:
+            raise CapacityError(too_large)
+        try:
+            yield _cost(model, parts, at, hidden)
+        except RuntimeError as e:  # torch's lack of memory is one
+            problem = " ".join(str(e).split())[:200]
+            raise CapacityError(f"{too_large} ({problem})") from e
+        if at.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def needed(model: Model, part: int, at: Conditions) -> int:
+    """Estimate the bytes that one block takes: weights, gradients, and what is kept and passed on."""
+    size, tokens = at.dtype.itemsize, at.sequences * model.context
+    passed = 3 * size * tokens * model.width
+    if part == 0:
+        return int(2 * size * model.embedding_params + passed)
+    if part == model.layers + 1:
+        return int(2 * size * model.head_params + tokens * model.head_kept_bytes(size) + passed)
+    return int(2 * size * model.params_of(part - 1) + tokens * model.kept_bytes(part - 1, size) + passed)
+
+
+class _Block:
+    """One block, alone on the device."""
+
+    def __init__(self, model: Model, part: int, at: Conditions, hidden: Tensor) -> None:
+        runs = ((0, 0), *((layer, layer + 1) for layer in range(model.layers)), (model.layers, model.layers))
+        self._module: StageModule = make_block(model, part, runs)
+        self._device, self._last = at.device, part == model.layers + 1
+        self._host = {name: _drawn(shape, at) for name, shape in self._module.shapes().items()}
+        ids = torch.randint(0, model.vocab, (at.sequences, model.context))
+        self._inputs = (ids if part == 0 else hidden).to(at.device)
+        self._targets = ids.to(at.device)
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._host.values())
+
+    def load(self) -> float:
+        """Copy the weights to the device. Returns seconds."""
+        begin = now(self._device)
+        loaded = {name: weight.to(self._device, copy=True, non_blocking=True) for name, weight in self._host.items()}
+        took_s = now(self._device) - begin
+        self._module.bind(loaded)
+        return took_s
+
+    def once(self) -> tuple[float, float]:
+        """Returns seconds of forward and of backward."""
+        inputs = self._inputs.detach()
+        wanted: list[Tensor] = list(self._module.parameters())
+        if inputs.is_floating_point():
+            wanted.append(inputs.requires_grad_())
+        begin = now(self._device)
+        output = self._module(inputs, Masks(0, 0, 0))
+        seed = None
+        if self._last:
+            output = F.cross_entropy(output.float().flatten(0, 1), self._targets.flatten())
+        else:
+            seed = torch.ones_like(output)
+        between = now(self._device)
+        torch.autograd.grad(output, wanted, seed)
+        return between - begin, now(self._device) - between
+
+    def memory(self) -> tuple[int, int]:
+        """Returns bytes that autograd keeps from forward to backward, and the most that are taken beyond them."""
+        weights = {w.untyped_storage()._cdata for w in self._module.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            before = torch.cuda.memory_allocated(self._device)
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                self.once()
+            peak = torch.cuda.max_memory_allocated(self._device) - before
+        else:
+            with _Live() as live, saved_tensors_hooks(pack, lambda tensor: tensor):
+                self.once()
+            peak = live.peak
+        activations, inputs = sum(kept.values()), kept.get(self._inputs.untyped_storage()._cdata, 0)
+        return activations, max(0, peak - (activations - inputs))
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
+    """Counts the bytes of tensors that operators make, while they live. What a kernel takes inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage(), given)
+        return made
+
+    def _count(self, storage: Any, given: set[int]) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or key in given:  # a view, or the result of an operator in place
+            return
+        self._known.add(key)
+        self._now += nbytes
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes
+
+
+def _drawn(shape: tuple[int, ...], at: Conditions) -> Tensor:
+    weight = torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(INIT_STD)
+    weight = weight.to(at.dtype)
+    return weight.pin_memory() if at.device.type == "cuda" else weight
+
+
+def _cost(model: Model, parts: list[int], at: Conditions, hidden: Tensor) -> BlockCost:
+    block = _Block(model, parts[0], at, hidden)
+    load_s = median(block.load() for _ in range(LOADS))
+    block.once()  # libraries load, and choose how to compute
+    deadline, found = time.perf_counter() + BUDGET_S, list[tuple[float, float]]()
+    while len(found) < PASSES[0] or (len(found) < PASSES[1] and time.perf_counter() < deadline):
+        found.append(block.once())
+    forward_s, backward_s = (median(times) for times in zip(*found, strict=True))
+    activations, workspace = block.memory()
+    return BlockCost(
+        first=parts[0],
+        parts=tuple(parts),
+        name=name_of(model, parts[0]),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        load_s=load_s,
+        parameter_bytes=block.parameter_bytes,
+        activation_bytes=activations,
+        workspace_bytes=workspace,
+    )

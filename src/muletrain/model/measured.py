@@ -1,0 +1,79 @@
+"""A chain whose costs were measured (``muletrain profile``) instead of counted. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.errors import ConfigError
+from muletrain.model.chain import Model
+
+if TYPE_CHECKING:
+    from muletrain.config.profile_file import Profile
+    from muletrain.planning.partition import Cut
+
+
+class MeasuredModel(Model):
+    """``inner``, for planning only. Its FLOPs are those that a device of ``speed_of(inner, profile)`` FLOP/s would do in
+    the measured times; what is planned with them and that speed takes the measured times. In sequences of other lengths
+    they change as the counted ones do."""
+
+    def __init__(self, inner: Model, profile: Profile) -> None:
+        """Raises ConfigError if the profile has other parts than the model."""
+        blocks, tokens = profile.by_part(), profile.sequences * profile.context
+        if len(blocks) != inner.layers + 2 or profile.context != inner.context:
+            raise ConfigError(
+                f"the profile of {profile.title} has {len(blocks) - 2} blocks and sequences of {profile.context} tokens, but "
+                f"the model has {inner.layers} and {inner.context}; measure this model"
+            )
+        self.inner, self.layers, self.width, self.vocab = inner, inner.layers, inner.width, inner.vocab
+        self.context, self.share_layers = inner.context, inner.share_layers
+        speed = speed_of(inner, profile)
+        self._flops = [block.both_s * speed / (3 * tokens) for block in blocks]
+
+    def to_json(self) -> str:
+        return self.inner.to_json()
+
+    @property
+    def largest_tensor(self) -> int:
+        return self.inner.largest_tensor
+
+    def params_of(self, layer: int) -> int:
+        return self.inner.params_of(layer)
+
+    @property
+    def embedding_params(self) -> int:
+        return self.inner.embedding_params
+
+    @property
+    def head_params(self) -> int:
+        return self.inner.head_params
+
+    def flops_of(self, layer: int, tokens: int | None = None) -> float:
+        return self._flops[1 + layer] * self.inner.flops_of(layer, tokens) / self.inner.flops_of(layer)
+
+    @property
+    def embedding_flops(self) -> float:
+        return self._flops[0]
+
+    @property
+    def head_flops(self) -> float:
+        return self._flops[-1]
+
+    def kept_bytes(self, layer: int, size: int) -> float:
+        return self.inner.kept_bytes(layer, size)
+
+    def head_kept_bytes(self, size: int) -> float:
+        return self.inner.head_kept_bytes(size)
+
+    @property
+    def most_stages(self) -> int:
+        return self.inner.most_stages
+
+    def check_cut(self, cut: Cut) -> None:
+        self.inner.check_cut(cut)
+
+
+def speed_of(model: Model, profile: Profile) -> float:
+    """The speed at which the device did the counted work of ``model`` [FLOP/s]; a backward counts as two forwards."""
+    counted = model.stage_flops(((0, model.layers),), 0)
+    return 3 * counted * profile.sequences * profile.context / profile.total_s

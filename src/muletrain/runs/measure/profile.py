@@ -1,0 +1,101 @@
+"""Profiles of models, kept in the cache: by model, device, precision, microbatch and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import torch
+
+from muletrain.compute.probe import chip
+from muletrain.compute.profile import PASSES, alike, profiled
+from muletrain.config.profile_file import VERSION, Profile, read_profile
+from muletrain.config.schema import DataConfig, ModelConfig
+from muletrain.data.tokens import cache_folder
+from muletrain.errors import ConfigError
+from muletrain.model.hf import is_native, spec_in
+from muletrain.model.hub import local_folder
+from muletrain.model.make import make_model
+from muletrain.model.presets import PRESETS
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.folder import traced_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from muletrain.compute.profile import Conditions
+    from muletrain.model.chain import Model
+
+
+def model_named(name: str, *, context: int | None, untie: bool) -> Model:
+    """The model of a preset, of a folder, or of the Hub's ``name``, without weights. Raises MuletrainError."""
+    if name in PRESETS:
+        sizes = {"preset": name} if context is None else {"preset": name, "context": context}
+        return make_model(ModelConfig.model_validate(sizes))
+    folder = local_folder(name, weights=False)
+    if is_native(folder):
+        return spec_in(folder, context=context)
+    return traced_in(folder, context=context, untie=untie)
+
+
+def digest_of(model: Model) -> str:
+    """Digest of what decides the costs of a model's blocks."""
+    chain = model.chain_name if isinstance(model, TracedModel) else ""
+    return hashlib.sha256(json.dumps([model.to_json(), chain]).encode()).hexdigest()[:32]
+
+
+def measured_profile(
+    model: Model, title: str, at: Conditions, tell: Callable[[str, float], None], *, again: bool = False
+) -> Profile:
+    """The profile of ``model``, from the cache unless ``again``, else measured and kept there. ``tell`` hears what is
+    measured, and the share that is done. Raises CapacityError for a block that does not fit."""
+    about = {
+        "version": VERSION,
+        "model": digest_of(model),
+        "device": chip(at.device),
+        "precision": at.precision.value,
+        "sequences": at.sequences,
+        "context": model.context,
+        "versions": _versions(at.device),
+    }
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    kept = cache_folder(DataConfig()) / "profiles" / f"{key}.json"
+    if not again and (found := _kept(kept)) is not None:
+        return found.model_copy(update={"title": title})
+    blocks, count = [], len(alike(model))
+    tell("block 1", 0.0)
+    for block in profiled(model, at):
+        blocks.append(block)
+        tell(f"block {min(count, len(blocks) + 1)} of {count}", len(blocks) / count)
+    profile = Profile.model_validate(
+        {**about, "title": title, "params": model.params, "passes": PASSES[0], "blocks": blocks}
+    )
+    _keep(kept, profile)
+    return profile
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    found = {name: version(name) for name in ("muletrain", "torch", "transformers")}
+    return found | {"threads": str(torch.get_num_threads())} if device.type == "cpu" else found
+
+
+def _kept(path: Path) -> Profile | None:
+    """None: there is none, or it cannot be read."""
+    try:
+        return read_profile(path)
+    except ConfigError:
+        return None
+
+
+def _keep(path: Path, profile: Profile) -> None:
+    """In the cache, if that can be written: without it the next call measures again."""
+    partial = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(profile.model_dump_json(), encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,134 @@
+"""Measures the held-out loss of the weights that a step computes with, while the step goes on.
+
+Held-out microbatches go through the live peers as others do, with indices behind those of the step's own, but forward
+only: no peer adds anything to a gradient, and no dropout is drawn. One trainer, which all peers know (``validator_of``),
+sends them. It is also the one that claims microbatch 0 of such a step, and begins it when the measurement is over: so
+the step does not end before, as long as that trainer gets answers. If it gets none, the others take microbatch 0 from
+it, as they do with any trainer that gives out nothing (``Trainer.take_over_orphans``), and the measurement is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from muletrain.errors import DeadlineExceeded, MuletrainError
+from muletrain.events import Validated, ValidationLeftOut
+from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.core.messages import Request
+from muletrain.runtime.microbatch.dispatcher import StageLost
+from muletrain.wire.codec import encode_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from muletrain.data.microbatch import HeldoutSource
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.roster import Roster
+    from muletrain.runtime.microbatch.dispatcher import Dispatcher
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+
+TRIES, PAUSE_S, PAUSE_MAX_S = 5, 0.1, 2.0
+"""Tries at a held-out microbatch that no peer could take, and the seconds before another one, the first time and at
+most; doubles."""
+
+STALL_S, LIMIT_S = 100.0, 600.0
+"""Seconds after which a measurement is given up in which no microbatch comes through, and seconds after which any is.
+Both are looked at every ``STALL_S``, and end long before anybody gives up the step (``core.waiting``)."""
+
+
+def validator_of(roster: Roster) -> PeerId | None:
+    """Returns the trainer that measures the held-out loss: the one that collects reports, else the first by id; None:
+    there is no trainer. A hint: a peer that thinks otherwise costs a second measurement, or none."""
+    trainers, coordinator = roster.trainers(), roster.coordinator()
+    if coordinator is not None and coordinator.id in trainers:
+        return coordinator.id
+    return min(trainers, default=None)
+
+
+class Validator:
+    """Measures the held-out loss once, in the step ``work``."""
+
+    def __init__(
+        self, ctx: Context, source: HeldoutSource | None, dispatcher: Dispatcher, work: InFlightStep, window: int
+    ) -> None:
+        """``source``: None: this peer has no held-out text. ``dispatcher``: towards stage 0. ``window``: held-out
+        microbatches under way at once."""
+        self._ctx, self._source, self._dispatcher, self._work = ctx, source, dispatcher, work
+        self._window = window
+        self._sums: list[float] = []
+        """Sums of the losses of those that are through [nats]."""
+
+    async def run(self) -> None:
+        """Measure, and report the loss or why there is none. Raises nothing but CancelledError."""
+        ctx = self._ctx
+        if self._source is None:
+            return self._left_out("the trainer that would measure it has no held-out text")
+        try:
+            loss = await self._measured(self._source)
+        except asyncio.CancelledError:
+            self._left_out("the step ended before it was measured")
+            raise
+        except MuletrainError as e:
+            return self._left_out(str(e))
+        ctx.meter.validated = event = Validated(
+            step=ctx.plan.updates(self._work.step),
+            loss=loss,
+            perplexity=math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
+            tokens=self._source.targets,
+        )
+        ctx.emit(event)
+
+    async def _measured(self, source: HeldoutSource) -> float:
+        """Returns the mean loss [nats/token]. Raises MuletrainError, also when nothing moves or it takes too long."""
+        clock, indices = self._ctx.clock, iter(range(len(source)))
+        begun_s = clock.now()
+        running = {asyncio.create_task(self._work_off(indices, source)) for _ in range(self._window)}
+        tasks, through = [*running], 0
+        try:
+            while running:
+                try:
+                    waiting = asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    done, running = await clock.deadline(waiting, STALL_S, "a held-out microbatch")
+                    for task in done:
+                        task.result()
+                except DeadlineExceeded:
+                    if len(self._sums) == through or clock.now() - begun_s > LIMIT_S:
+                        raise
+                through = len(self._sums)
+        finally:
+            for task in tasks:  # one failure ends all
+                task.cancel()
+        return math.fsum(self._sums) / source.targets
+
+    async def _work_off(self, indices: Iterator[int], source: HeldoutSource) -> None:
+        for k in indices:
+            self._sums.append(await self._through(k, source))
+
+    def _left_out(self, reason: str) -> None:
+        self._ctx.emit(ValidationLeftOut(step=self._ctx.plan.updates(self._work.step), reason=reason))
+
+    async def _through(self, k: int, source: HeldoutSource) -> float:
+        """Returns the sum of the losses of held-out microbatch ``k`` [nats]. Raises MuletrainError."""
+        index = self._work.microbatches + k
+        inputs, targets, counted = source.microbatch(k)
+        tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
+        for attempt in range(TRIES):
+            request = Request(
+                lineage=self._work.lineage,
+                step=self._work.step,
+                index=index,
+                attempt=attempt,
+                trainer=self._ctx.net.peer_id,
+            )
+            try:
+                return counted * (await self._dispatcher.request(request, (), tensors, gradient=False)).loss
+            except StageLost as e:  # its peers may be at the step before, or dead and not known to be
+                lost = e
+                await self._ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
+                self._dispatcher.refresh()
+        raise lost
