@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from muletrain.cli.main import app
 from muletrain.config.load import load_config
-from muletrain.config.schema import ModelConfig
+from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.dropout import Masks
 from muletrain.model.hf import is_native

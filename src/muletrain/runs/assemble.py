@@ -22,7 +22,8 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
-from muletrain.config.schema import ModelConfig, Precision, RunConfig
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import MicrobatchSource, sequence_length
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native

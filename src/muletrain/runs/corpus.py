@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muletrain.config.schema import DataConfig
+from muletrain.config.model_sections import DataConfig
 from muletrain.data.tokens import TokenCache, cache_folder
 from muletrain.errors import AdmissionError, DataError
 from muletrain.runtime.core.disk import Disk

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from muletrain.config.fleet_file import load_fleet
+from muletrain.config.model_sections import ModelConfig
 from muletrain.config.peer_sections import HubConfig, PipelineConfig, SwapConfig
 from muletrain.config.plan_file import VERSION, Plan, Prediction
-from muletrain.config.schema import ModelConfig, RunConfig
+from muletrain.config.schema import RunConfig
 from muletrain.errors import ConfigError
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, fx
 
-    from muletrain.config.schema import ModelConfig
+    from muletrain.config.model_sections import ModelConfig
     from muletrain.model.module import StageModule
     from muletrain.model.traced.costs import Cost
     from muletrain.model.traced.cutting import Part, Parts
