@@ -330,7 +330,7 @@ X = torch.zeros(SEQUENCES, SPEC.context, SPEC.width)
     ("stage", "inputs", "complaint"),
     [
         (0, IDS.int(), "int32"),
-        (0, IDS[0], "expected int64 tokens"),
+        (0, IDS[0], "expected int64 of"),
         (0, IDS.repeat(2, 1), "at most"),
         (0, IDS.repeat(1, 2), "at most"),
         (0, IDS[:0], "at most"),

@@ -99,6 +99,8 @@ class RunFacts:
             sequences=t.microbatch,
             width=self.spec.width,
             vocab=self.spec.vocab,
+            inputs=self.spec.inputs,
+            targets=self.spec.targets,
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Update
@@ -146,6 +145,8 @@ def facts_of(scenario: Scenario) -> Facts:
         sequences=scenario.sequences,
         width=spec.width,
         vocab=spec.vocab,
+        inputs=spec.inputs,
+        targets=spec.targets,
         sequence_length=functools.partial(
             sequence_length,
             context=spec.context,
@@ -243,8 +244,7 @@ class SingleProcess(VirtualCompute):
         """Over microbatches: of scaled gradients, and of losses."""
         own = self.arithmetic
         with torch.enable_grad():
-            logits = own.module(step)(inputs, masks).float()
-            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+            losses = own.module(step).loss(inputs, targets, masks) * len(inputs)
             gradients = torch.autograd.grad(losses * own.scale.of(step), own.weights.parameters(step))
         return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
 
