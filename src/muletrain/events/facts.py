@@ -355,8 +355,9 @@ class Evaluated(Event):
 
     step: int
     loss: Number
-    """Mean cross-entropy [nats/token]."""
-    perplexity: Number
+    """Mean cross-entropy [nats/token], or what a user's module computes."""
+    perplexity: Number | None
+    """None: the module has its own loss."""
     tokens: int
     """Number of held-out tokens used."""
     unigram: Number | None = None

@@ -11,14 +11,15 @@ import torch
 from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.ngram import baselines, countable, spread
-from muletrain.errors import CapacityError, DataError
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import CapacityError, ConfigError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from muletrain.data.tokens import TokenCache
+    from muletrain.data.samples import Data
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
     from muletrain.runs.checkpoint import Checkpoint
@@ -53,9 +54,13 @@ def report_tokens(spec: Model) -> int:
     return max(spec.context, int(REPORT_FLOPS / (spec.layers * spec.layer_flops() + spec.head_flops)))
 
 
-def quality(checkpoint: Checkpoint, model: StageModule, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
+def quality(checkpoint: Checkpoint, model: StageModule, cache: Data, tokens: int = HELDOUT_TOKENS) -> Quality:
     """Measure mean cross-entropy [nats/token] on at most ``tokens`` held-out tokens, of the model and of the baselines.
-    The first token is no target. Raises DataError when the corpus has another tokenizer than the run."""
+    The first token is no target. Of a module with its own loss, measure that, on samples or whole sequences. Raises
+    DataError when the corpus has another tokenizer than the run."""
+    if checkpoint.spec.own_loss:
+        return _own_quality(checkpoint.spec, model, cache, min(tokens, HELDOUT_TOKENS))
+    assert isinstance(cache, TokenCache)
     if cache.tokenizer_json != checkpoint.tokenizer_json:
         raise DataError(
             "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
@@ -81,11 +86,29 @@ def quality(checkpoint: Checkpoint, model: StageModule, cache: TokenCache, token
     )
 
 
+def _own_quality(spec: Model, model: StageModule, data: Data, tokens: int) -> Quality:
+    """``tokens``: at most so many are measured; a sample that is no text counts as one."""
+    if isinstance(data, TokenCache):
+        heldout = spread(data.heldout, tokens + 1)[
+            : (min(tokens, len(data.heldout) - 1) // spec.context) * spec.context + 1
+        ]
+        if len(heldout) <= spec.context:
+            raise DataError(
+                f"data.heldout: {len(data.heldout)} held-out tokens are no whole sequence of {spec.context}"
+            )
+        batches, sizes = heldout_batches(heldout, spec.context, BATCH), (len(data.heldout) - 1, len(data.train))
+        used = len(heldout) - 1
+    else:
+        batches, sizes = data.heldout_batches(tokens, BATCH, spec.vocab), (len(data.heldout), len(data.train))
+        used = min(tokens, len(data.heldout))
+    loss = evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
+    return Quality(loss, None, None, used, sizes[0], counted=0, trained=sizes[1], own_loss=True)
+
+
 def evaluated(step: int, q: Quality) -> Evaluated:
     """Convert ``q`` to an event."""
-    return Evaluated(
-        step=step, loss=q.loss, perplexity=perplexity(q.loss), tokens=q.tokens, unigram=q.unigram, bigram=q.bigram
-    )
+    measured = None if q.own_loss else perplexity(q.loss)
+    return Evaluated(step=step, loss=q.loss, perplexity=measured, tokens=q.tokens, unigram=q.unigram, bigram=q.bigram)
 
 
 def perplexity(loss: float) -> float:
@@ -93,10 +116,16 @@ def perplexity(loss: float) -> float:
 
 
 def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
-    """Return ``prompt`` with the model's continuation."""
+    """Return ``prompt`` with the model's continuation. Raises ConfigError for a module with a loss of its own."""
+    if checkpoint.spec.own_loss:
+        raise ConfigError(
+            "model.factory: the module returns a loss, so it writes no text; 'export' gives you its weights"
+        )
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
     return prompt + generate(model, tokenizer, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
 
 
 def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:
+    if checkpoint.spec.own_loss:
+        return []
     return [write(checkpoint, model, p, max_tokens=40, top_k=40, seed=k) for k, p in enumerate(PROMPTS)]

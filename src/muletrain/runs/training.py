@@ -23,7 +23,7 @@ from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
-    from muletrain.data.tokens import TokenCache
+    from muletrain.data.samples import Data
     from muletrain.events import Event, EventLog
     from muletrain.network.base import Network
     from muletrain.runs.assemble import RunFacts
@@ -49,7 +49,7 @@ class Seat:
     network: Network
     compute: Compute
     machine: Machine
-    cache: TokenCache | None
+    cache: Data | None
     info: RunInfo
     place: CheckpointStore
     sharing: Sharing | None

@@ -133,7 +133,7 @@ def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:
 
 
 def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
-    if config.model.from_ is not None:
+    if config.model.given is not None:
         from muletrain.runs.assemble import resolve_start
 
         config = resolve_start(config)

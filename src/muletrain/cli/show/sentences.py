@@ -118,7 +118,8 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
         case ev.SteppedBack():
             return _stepped_back(event, view)
         case ev.Evaluated():
-            return f"step {event.step}: validation loss {event.loss:.3f}, perplexity {event.perplexity:.1f}"
+            more = "" if event.perplexity is None else f", perplexity {event.perplexity:.1f}"
+            return f"step {event.step}: validation loss {event.loss:.3f}{more}"
         case ev.ClientBegan():
             size = f"{format_count(event.params)} parameters"
             return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"

@@ -68,7 +68,7 @@ class Traced:
         """Which of ``sizes`` a node reads off inputs or targets; None: it does something else."""
         if node.target is not aten.sym_size.int or node.args[0] not in (self.inputs, self.targets):
             return None
-        size = node.args[0].meta["val"].shape[node.args[1]]  # type: ignore[union-attr, index]
+        size = node.args[0].meta["val"].shape[node.args[1]]  # type: ignore[union-attr]
         return next((k for k, known in enumerate(self.sizes) if str(known) == str(size)), None)
 
 

@@ -128,7 +128,8 @@ def _without_storage() -> Iterator[None]:
 
     def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":  # in place: it may be shared (tied weights)
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+            hollow = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
 
     handle = register_module_parameter_registration_hook(emptied)
     try:

@@ -22,3 +22,5 @@ class Quality:
     """Training tokens that unigram and bigram counted."""
     trained: int
     """Training tokens in total."""
+    own_loss: bool = False
+    """``loss`` is what a user's module computes, on samples or tokens."""
