@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.cli.show.measured_fleet import fleet_tables
+from muletrain.config.trusted import trusted
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
 from muletrain.runs.folder import DiskWatch
@@ -213,7 +214,7 @@ class Session:
     def _report(self) -> None:
         self._bring_home()
         if self.checkpoint is not None:
-            self.say("measuring the model on held-out text, for up to a minute (Ctrl-C leaves that out)")
+            self.say("measuring the model on held-out data, for up to a minute (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,
@@ -227,8 +228,12 @@ class Session:
             return
         make_console().print(final_report(self.view, evaluation, texts, paths))
         if self.checkpoint is not None:
-            self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
-            self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
+            if evaluation is not None and evaluation.own_loss:
+                named = " ".join(f"--factory {name}" for name in trusted())
+                self.say(f"\nmuletrain export {self.folder} --hf my-model {named}   # its state_dict")
+            else:
+                self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
+                self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
             if self.view.step < self.view.steps:
                 command = "run" if self.founder is None else "start"
                 self.say(f"muletrain {command} --resume {self.folder}   # go on")

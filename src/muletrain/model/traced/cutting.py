@@ -144,7 +144,7 @@ def _refuse_random(node: fx.Node) -> None:
     if target not in (aten.dropout.default, aten.scaled_dot_product_attention.default):
         raise ConfigError(
             f"{path_of(node)} calls {target}, which draws random numbers that another machine could not draw "
-            f"again; switch it off in config.json (dropout and attention dropout are supported)"
+            f"again; switch it off (dropout and attention dropout are supported)"
         )
 
 

@@ -95,7 +95,7 @@ def trace(
         raise
     except Exception as e:  # whatever the model's own code, or torch's tracer, raises
         remedy = (
-            f"it got inputs {given[0]} and targets {given[1]}, and its shapes must not depend on data"
+            f"it got inputs {given[0]} and targets {given[1]} (of data.factory, else of text), and shapes must not depend on data"
             if own
             else "change what config.json says of that part, or take another model"
         )
@@ -106,14 +106,14 @@ def trace(
             f"the model changes its buffer {name} while it computes, so a microbatch could not be computed "
             f"twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
         )
-    return _Flattening(program, module, 2 if given[0].shape is None else 1).run()
+    return _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
 
 
 class _Flattening:
     """Copies an exported program's graph node by node."""
 
-    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, lead: int) -> None:
-        self._program, self._graph, self._lead = program, fx.Graph(), lead
+    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, lead: int, *, own: bool) -> None:
+        self._program, self._graph, self._lead, self._own = program, fx.Graph(), lead, own
         self._first_names = first_names(module)
 
     def run(self) -> Traced:
@@ -202,11 +202,43 @@ class _Flattening:
                 f"{_path(stack)} calls {node.target}, which is no operator that can be cut; write that part of "
                 f"the model without it"
             )
+        target = self._functional(node, env, stack)
         given: Any = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         args, kwargs = fx.node.map_aggregate(given, lambda x: self._device if isinstance(x, torch.device) else x)
-        copy = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy = self._graph.call_function(target, args, kwargs)
         copy.meta = {**node.meta, "nn_module_stack": stack}
+        if target is not node.target:
+            env[node.args[0]] = copy  # type: ignore[index]
         return copy
+
+    def _functional(self, node: fx.Node, env: dict[fx.Node, Any], stack: dict[str, Any]) -> Any:
+        """The operator of ``node``; in a user's module one that leaves its inputs as they are. Raises ConfigError for one
+        that changes what lasts longer than a microbatch, or a tensor that others are views of."""
+        target: Any = node.target
+        if not self._own or not isinstance(target, torch._ops.OpOverload):
+            return target
+        name, schema = target._schema.name.partition("::")[2], target._schema
+        kept = name in ("batch_norm", "instance_norm") and node.args[3] is not None
+        written = [k for k, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        if not written and not kept:
+            return target
+        changed: Any = node.args[3 if kept else written[0]]
+        other = (
+            None
+            if kept or written != [0]
+            else getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+        )
+        if isinstance(changed, fx.Node) and env[changed].op == "placeholder":
+            raise ConfigError(
+                f"{_path(stack)} changes {env[changed].name} ({target}) while it computes, so a microbatch could not be "
+                f"computed twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
+            )
+        if other is None or _is_view(changed) or any(_is_view(user) for user in changed.users):
+            raise ConfigError(
+                f"{_path(stack)} writes into a tensor ({target}), and blocks must leave their inputs as they are; use the "
+                f"form that returns a new one"
+            )
+        return other
 
 
 @contextmanager
@@ -232,6 +264,14 @@ def _path(stack: dict[str, Any]) -> str:
     entries = list(stack.values())
     path = entries[-1][0] if entries and isinstance(entries[-1], tuple) else ""
     return str(path).removeprefix(INSIDE) or "the model"
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Does a node's result lie in the memory of its input?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 def _known(target: Any) -> bool:
