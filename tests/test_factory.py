@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from typer.testing import CliRunner
 
+from muletrain.cli.main import app
 from muletrain.config.load import load_config
 from muletrain.config.trusted import imported
 from muletrain.data.samples import SampleData, SampleSource
-from muletrain.errors import ConfigError, DataError, ProtocolError
-from muletrain.events import Event, StepDone
+from muletrain.errors import ConfigError, DataError, MuletrainError, ProtocolError
+from muletrain.events import Event, EventTail, StepDone
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_model, make_stage, model_from_json
@@ -30,6 +35,7 @@ from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality, write
 from tests import own_models
 from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.test_docs import PAGES
 from tests.test_traced_fleet import check_equal
 from tests.traced_models import HashedDropout, train_by_loop, write_text
 
@@ -115,7 +121,7 @@ def test_stages_compute_the_modules_loss(kind: str, stages: int) -> None:
         assert sorted(names) == sorted(wanted)
         found = torch.autograd.grad(ours, [p for stage in made for p in stage.parameters()])
         for name, a, b in zip(names, found, torch.autograd.grad(theirs, [wanted[n] for n in names]), strict=True):
-            assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-8, name
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-7, name
 
 
 def test_a_chain_of_a_factory_states_what_it_takes_and_costs() -> None:
@@ -156,7 +162,7 @@ def test_a_buffer_with_another_value_makes_another_chain(monkeypatch: pytest.Mon
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["regression", pytest.param("vit", marks=pytest.mark.slow)])
 def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, kind: str) -> None:
     """2 stages x 2 peers, fp32, 20 steps; then 'eval' and 'export'."""
     facts = of(kind, "train.steps=20")
@@ -369,3 +375,51 @@ def test_an_architecture_that_describes_no_factory_is_refused(change: dict[str, 
 
 
 # As a user would ------------------------------------------------------------------------------------------------------
+
+
+def page(start: str) -> str:
+    """The code block of docs/models.md that begins with ``start``."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```", PAGES["docs/models.md"], re.DOTALL | re.MULTILINE)
+    return next(block for block in blocks if block.startswith(start))
+
+
+def typed(line: str, folder: Path, code: int = 0) -> str:
+    """What a command says that is typed in ``folder``, where a package lies."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(folder)]), "COLUMNS": "200"}
+    words = [sys.executable, "-m", *shlex.split(line, comments=True)]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path) -> None:
+    """Its package, its configuration, its commands; what is trained comes out again, with its own names."""
+    (tmp_path / "mypackage").mkdir()
+    for name in ("models.py", "data.py"):
+        (tmp_path / "mypackage" / name).write_text(page(f"# mypackage/{name}"))
+    (tmp_path / "shapes.toml").write_text(page("# shapes.toml"))
+    run, *use = [line for line in page("export PYTHONPATH").splitlines() if line.startswith("muletrain")]
+    assert "loss" in typed(run, tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
+    first, *_, last = [e.loss for e in EventTail(folder).poll() if isinstance(e, StepDone)]
+    assert last < 0.8 * first
+    assert "add --factory mypackage.models:build" in typed(f"muletrain eval runs/{folder.name}", tmp_path, code=1)
+    said = [typed(line.replace("FOLDER", folder.name), tmp_path) for line in use]
+    assert "Loss" in said[0]
+    state = safetensors.torch.load_file(tmp_path / "my-weights" / "model.safetensors")
+    module = SourceFileLoader("models", str(tmp_path / "mypackage" / "models.py")).load_module().build(width=32)
+    module.load_state_dict(state)
+
+
+def test_what_a_factory_cannot_do_is_said(tmp_path: Path) -> None:
+    traced = CliRunner().invoke(app, ["trace", "mypackage.models:build", "--out", str(tmp_path)])
+    assert isinstance(traced.exception, MuletrainError)
+    assert "not those of a model.factory" in str(traced.exception)
+
+
+def test_a_fleet_is_planned_for_a_factorys_model() -> None:
+    own = ["model.factory=tests.own_models:vit", "data.factory=tests.own_models:images_with_classes", "model.vocab=5"]
+    options = [word for setting in own for word in ("--set", setting)]
+    answer = CliRunner().invoke(app, ["plan", *options, "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["params"] == of("vit").spec.params
