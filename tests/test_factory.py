@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
+import muletrain
 from muletrain.cli.main import app
 from muletrain.config.load import load_config
 from muletrain.config.trusted import imported
@@ -40,10 +42,9 @@ from tests.test_traced_fleet import check_equal
 from tests.traced_models import HashedDropout, train_by_loop, write_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from muletrain.runs.fleet import LocalFleet
 
+SOURCE = Path(muletrain.__file__).parents[1]
 KINDS = {
     "regression": ("regression", "images_with_numbers", 3),
     "vit": ("vit", "images_with_classes", own_models.CLASSES),
@@ -385,8 +386,8 @@ def page(start: str) -> str:
 
 def typed(line: str, folder: Path, code: int = 0) -> str:
     """What a command says that is typed in ``folder``, where a package lies."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(folder)]), "COLUMNS": "200"}
-    words = [sys.executable, "-m", *shlex.split(line, comments=True)]
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}.", "COLUMNS": "200"}
+    words = [sys.executable, "-P", "-m", "muletrain.cli.main", *shlex.split(line, comments=True)[1:]]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -403,7 +404,7 @@ def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "runs").iterdir()
     first, *_, last = [e.loss for e in EventTail(folder).poll() if isinstance(e, StepDone)]
     assert last < 0.8 * first
-    assert "add --factory mypackage.models:build" in typed(f"muletrain eval runs/{folder.name}", tmp_path, code=1)
+    assert "add --factory mypackage.models:build" in typed(f"muletrain eval runs/{folder.name}", tmp_path, code=2)
     said = [typed(line.replace("FOLDER", folder.name), tmp_path) for line in use]
     assert "Loss" in said[0]
     state = safetensors.torch.load_file(tmp_path / "my-weights" / "model.safetensors")
