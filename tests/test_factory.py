@@ -35,6 +35,8 @@ from muletrain.model.traced.factory import first_weights
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality, write
+from muletrain.sim.world.play import play
+from muletrain.sim.world.scenario import Fault, Scenario
 from tests import own_models
 from tests.fleet_run import checkpoint_weights, run_fleet
 from tests.test_docs import PAGES
@@ -190,6 +192,26 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
     assert found.loss == pytest.approx(float(fresh.eval()(inputs, targets).detach()), rel=1e-5)
     with pytest.raises(ConfigError, match="returns a loss, so it writes no text"):
         write(checkpoint, checkpoint.model(), "A mule")
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "killed": {"faults": (Fault(0.5, "kill", ("peer-1b",)),)},
+    "swapped": {"swapped": ("peer-1a",)},
+    "hub": {"stages": (1, 1), "clients": ("client-0a", "client-0b", "client-1a"), "sequences": 3},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "killed" else pytest.param(name, marks=pytest.mark.slow) for name in WORLDS]
+)
+def test_virtual_worlds_train_samples_as_a_single_process_does(name: str) -> None:
+    """Images and numbers in frames, with every promise checked; clients of a hub compute parts of microbatches."""
+    own = (f"model.architecture={of('regression').config.model.architecture}", "model.context=1")
+    base: dict[str, Any] = {"stages": (2, 2), "sequences": 2, "overrides": own}
+    world = Scenario(
+        seed=5, trainers=2, steps=4, microbatches=4, delay_s=0.02, **{"faults": (), **base, **WORLDS[name]}
+    )
+    assert play(world).violations == []
 
 
 @pytest.mark.slow

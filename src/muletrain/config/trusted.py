@@ -31,9 +31,10 @@ def imported(field: str, name: str) -> Callable[..., Any]:
     """The function ``name`` that ``field`` of the configuration gives. Raises ConfigError if the user of this machine did
     not name it, and if it cannot be imported or called."""
     if name not in _named:
+        others = f" (named here: {', '.join(trusted())})" if _named else ""
         raise ConfigError(
             f"{field}: '{name}' would be imported on this machine, and only its own user may say so: if you have "
-            f"installed it and trust it, add --factory {name}"
+            f"installed it and trust it, add --factory {name}{others}"
         )
     module, _, function = name.partition(":")
     try:

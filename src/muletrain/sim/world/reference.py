@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -60,14 +60,21 @@ class Tokens:
     def __init__(self, facts: Facts) -> None:
         self._sequences, self._length = facts.config.train.microbatch, facts.plan.sequence_length
         self._seed, self._vocab = facts.config.train.seed, facts.spec.vocab
+        self._kinds = facts.spec.inputs, facts.spec.targets
 
-    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        shape = (2, self._sequences, self._length(step))
-        drawn = np.random.default_rng((self._seed, step, index)).integers(0, self._vocab, shape)
-        return drawn[0], drawn[1]
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        draws = np.random.default_rng((self._seed, step, index))
+        shapes = [kind.batch(self._sequences, self._length(step)) for kind in self._kinds]
+        inputs, targets = (
+            draws.integers(0, self._vocab, shape)
+            if kind.dtype == "int64"
+            else draws.standard_normal(shape, dtype=np.float32)
+            for kind, shape in zip(self._kinds, shapes, strict=True)
+        )
+        return inputs, targets
 
     def batch(self, step: int, microbatches: int) -> tuple[Tensor, Tensor]:
-        """All inputs and all targets of a step, int64 [microbatches * B, T]."""
+        """All inputs and all targets of a step, of tokens int64 [microbatches * B, T]."""
         inputs, targets = zip(*(self.microbatch(step, index) for index in range(microbatches)), strict=True)
         return torch.from_numpy(np.concatenate(inputs)), torch.from_numpy(np.concatenate(targets))
 
