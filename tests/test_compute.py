@@ -22,7 +22,8 @@ from muletrain.compute.checks import is_finite
 from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.config.schema import ModelConfig, OptimizerConfig, Precision
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import OptimizerConfig, Precision
 from muletrain.errors import CheckpointError, ProtocolError
 from muletrain.model.dropout import Masks
 from muletrain.model.spec import ModelSpec
@@ -329,7 +330,7 @@ X = torch.zeros(SEQUENCES, SPEC.context, SPEC.width)
     ("stage", "inputs", "complaint"),
     [
         (0, IDS.int(), "int32"),
-        (0, IDS[0], "expected int64 tokens"),
+        (0, IDS[0], "expected int64 of"),
         (0, IDS.repeat(2, 1), "at most"),
         (0, IDS.repeat(1, 2), "at most"),
         (0, IDS[:0], "at most"),

@@ -13,7 +13,8 @@ from muletrain.compute import scaling
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.probe import choose_precision, free_memory, pick_device
 from muletrain.compute.results import PIECE
-from muletrain.config.schema import ModelConfig, Precision
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision
 from muletrain.events import PeerJoined, StepDone
 from muletrain.model.spec import ModelSpec
 

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muletrain.config.schema import DataConfig
+from muletrain.config.model_sections import DataConfig
 from muletrain.data import tokens as tokens_module
 from muletrain.data.corpus import PARAGRAPH_LIMIT, Corpus, is_heldout, split_paragraphs
 from muletrain.data.lines import reading

@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from muletrain.config.schema import ModelConfig, RunConfig
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import RunConfig
 from muletrain.data.tokenizer import parse_tokenizer, tokenizer_json
 from muletrain.errors import CheckpointError
 from muletrain.model.hf import _full_shapes, export_hf, import_hf

@@ -32,7 +32,8 @@ from muletrain.cli.show.status import Announced, status_of
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer, StageMemory
 from muletrain.config.load import load_config
-from muletrain.config.schema import ModelConfig, Precision, RunConfig
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError, PeerUnreachable
 from muletrain.events import Event, EventLog, JoinRefused, Note

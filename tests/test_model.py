@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from muletrain.config.schema import ModelConfig
+from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.dropout import Masks, dropout, keep_mask
 from muletrain.model.generate import evaluate, generate, generate_ids

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from muletrain.compute import probe
 from muletrain.compute.estimate import COPIES, Offer, stage_memory, stash_bytes
 from muletrain.compute.scaling import GOOD_STEPS, LossScale
-from muletrain.config.schema import ModelConfig, Precision
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
 from muletrain.model.dropout import Masks
 from muletrain.model.spec import ModelSpec

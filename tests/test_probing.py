@@ -29,7 +29,8 @@ from muletrain.compute import block
 from muletrain.compute.estimate import Offer
 from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
-from muletrain.config.schema import ModelConfig, Precision
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision
 from muletrain.config.surveyed import LEAST_MBPS, Found, fleet_of, written
 from muletrain.config.surveyed import Path as Link
 from muletrain.errors import CapacityError, Malformed, MuletrainError, Refused

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from muletrain.cli.actions.session import Session
 from muletrain.cli.show.console import LiveConsole
-from muletrain.config.schema import ModelConfig, RunConfig
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError

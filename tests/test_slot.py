@@ -144,14 +144,14 @@ def test_a_brief_holder_waits_for_its_turn_and_for_no_more() -> None:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """While it is clear, compute threads wait where they check tokens: at the start of the first stage and of the last
     one."""
-    event, right = threading.Event(), checks.check_token_values
+    event, right = threading.Event(), checks.check_sample_values
     event.set()
 
     def check(*arguments: Any) -> None:
         event.wait(20)
         right(*arguments)
 
-    monkeypatch.setattr(checks, "check_token_values", check)
+    monkeypatch.setattr(checks, "check_sample_values", check)
     yield event
     event.set()
 

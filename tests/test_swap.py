@@ -22,7 +22,8 @@ from muletrain.compute.swap.fit import swap_memory
 from muletrain.compute.swap.state import State
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.config.schema import ModelConfig, OptimizerConfig, Precision
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import OptimizerConfig, Precision
 from muletrain.errors import CapacityError, CheckpointError, ProtocolError
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from muletrain.cli.main import app
 from muletrain.config.load import load_config
-from muletrain.config.schema import ModelConfig
+from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.dropout import Masks
 from muletrain.model.hf import is_native
@@ -156,17 +156,17 @@ def test_all_values_that_live_on_travel_together() -> None:
         traced = trace(module := TwoStreams(), CONTEXT)
     chain = cut(traced, module)
     assert [len(nodes) for nodes in chain.passed] == [2, 2, 2, 3]
-    real, spec = TwoStreams(), cast("Any", SimpleNamespace(width=8 + 12 + 12))
+    real, spec = TwoStreams(), cast("Any", SimpleNamespace(width=8 + 12 + 12, own_loss=False))
     state, tokens = dict(real.named_parameters()), torch.randint(0, VOCAB, (3, 5))
     stages = [TracedStage(spec, lambda _: chain, run_, traced.shapes, {}) for run_ in ((0, 2), (2, 3), (3, 4), (4, 5))]
     for stage in stages:
         stage.bind({name: state[name].detach() for name in stage.shapes()})
     assert stages[0](tokens).shape == (3, 5, 32)
     assert torch.allclose(run(stages, tokens), real(tokens), atol=1e-6)
-    values = {node.name: torch.randn(2, 5, numbers(node)) for node in chain.passed[1]}
-    packed = pack(list(values.values()), 24)
+    values = {node.name: torch.randn(2, 5, numbers(node, 2)) for node in chain.passed[1]}
+    packed = pack(list(values.values()), 24, (2, 5))
     assert packed.shape == (2, 5, 24)
-    again = unpack(packed, chain.passed[1])
+    again = unpack(packed, chain.passed[1], 2)
     assert all(torch.equal(again[name], value) for name, value in values.items())
 
 

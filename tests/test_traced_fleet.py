@@ -20,7 +20,7 @@ from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality, write
 from tests.fleet_run import checkpoint_weights, run_fleet
-from tests.traced_models import ARCHITECTURES, train_by_transformers, write_folder, write_text
+from tests.traced_models import ARCHITECTURES, train_by_loop, write_folder, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +66,7 @@ def test_a_fleet_trains_gpt2_as_a_loop_does_and_gives_it_back(tmp_path: Path) ->
     'generate' and 'eval'."""
     model, facts, cache = start(tmp_path, "gpt2", steps=4)
     assert facts.spec.layers == 3
-    losses = list(train_by_transformers(model, facts, facts.source(cache)))
+    losses = list(train_by_loop(model, facts, facts.source(cache)))
     events = run_fleet(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
@@ -117,7 +117,7 @@ def _heldout(checkpoint: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_fleet_that_loses_a_replica_trains_every_architecture_as_a_loop_does(tmp_path: Path, name: str) -> None:
     model, facts, cache = start(tmp_path, name, steps=20)
-    losses = list(train_by_transformers(model, facts, facts.source(cache)))
+    losses = list(train_by_loop(model, facts, facts.source(cache)))
     killed: list[Event] = []
 
     def watch(fleet: LocalFleet, event: Event) -> None:

@@ -17,13 +17,13 @@ from muletrain.model.traced.chain import TracedModel
 from muletrain.optim.schedule import learning_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
 
-    from muletrain.data.microbatch import MicrobatchSource
     from muletrain.runs.assemble import RunFacts
+    from muletrain.runtime.microbatch.trainer import Source
 
 VOCAB, CONTEXT = 300, 32
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": VOCAB}
@@ -132,7 +132,14 @@ class HashedDropout:
         return patch.multiple(F, dropout=self.drop, scaled_dot_product_attention=self.attend)
 
 
-def train_by_transformers(model: Any, facts: RunFacts, source: MicrobatchSource) -> Iterator[float]:
+def of_next_token(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_by_loop(
+    model: Any, facts: RunFacts, source: Source, loss_of: Callable[[Any, Tensor, Tensor], Tensor] = of_next_token
+) -> Iterator[float]:
     """Train ``model`` as the run's settings say. Yields the loss of each step."""
     config, o = facts.config, facts.config.optimizer
     groups = [
@@ -149,8 +156,7 @@ def train_by_transformers(model: Any, facts: RunFacts, source: MicrobatchSource)
             inputs, targets = (torch.from_numpy(a) for a in source.microbatch(step, index))
             dropout.begin(config.train.seed, step, index)
             with dropout.patched():
-                logits = model(input_ids=inputs, use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+                loss = loss_of(model, inputs, targets)
             (loss / config.microbatches).backward()
             total += float(loss.detach())
         assert o.clip is not None

@@ -26,7 +26,8 @@ from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.config.schema import ModelConfig, OptimizerConfig
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import OptimizerConfig
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.norms import square_norm
 

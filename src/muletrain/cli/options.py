@@ -52,6 +52,16 @@ Where = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="Run folder (its newest checkpoint is used) or checkpoint folder.")
 ]
 
+Factories = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--factory",
+        metavar="MODULE:FUNCTION",
+        help="Let this machine import this model.factory or data.factory: what a run or a folder names is imported only if "
+        "you name it too. Repeatable.",
+    ),
+]
+
 # A machine in a run ---------------------------------------------------------------------------------------------------
 
 Listen = Annotated[str, typer.Option(help="Address to listen on.")]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from muletrain.compute import checks
@@ -107,9 +106,11 @@ class StageArithmetic:
 
     def _run(self, mb: Microbatch, inputs: Tensor) -> Tensor:
         """fp32 output of ``mb``."""
-        masks = None if mb.heldout else self.setup.masks(self.setup.seed, mb.step, mb.index, mb.first)
-        output: Tensor = self.module(mb.step)(inputs, masks).float()
+        output: Tensor = self.module(mb.step)(inputs, self._masks(mb)).float()
         return output
+
+    def _masks(self, mb: Microbatch) -> Masks | None:
+        return None if mb.heldout else self.setup.masks(self.setup.seed, mb.step, mb.index, mb.first)
 
     # Microbatches ----------------------------------------------------------------------------------------------------
 
@@ -138,13 +139,10 @@ class StageArithmetic:
     ) -> tuple[float, Gradients, Tensor | None]:
         """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: its share of the
         microbatch's), and what ``differentiate`` returns."""
-        checks.check_token_values("targets", targets, self.spec.vocab + mb.heldout)
+        checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
-            logits = self._run(mb, leaf)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=self.spec.vocab
-            )
+            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb))
             if mb.whole:
                 loss = loss * mb.share(inputs.shape[0])
             nats = float(loss.detach())
@@ -171,7 +169,7 @@ class StageArithmetic:
     def _leaf(self, inputs: Tensor) -> Tensor:
         """``inputs``, checked, on the device. The stage's backward ends at activations."""
         if self.stage == 0:
-            checks.check_token_values("inputs", inputs, self.spec.vocab)
+            checks.check_sample_values("inputs", inputs, self.spec.vocab)
             return inputs.to(self.setup.device)
         return inputs.detach().to(self.setup.device).requires_grad_()
 

@@ -12,16 +12,25 @@ from muletrain.errors import ProtocolError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.model.chain import Model
+    from muletrain.model.chain import Model, TensorType
 
 
-def check_token_shape(name: str, ids: Tensor, spec: Model, sequences: int) -> None:
-    """Tokens must be int64 [B, T] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
-    shape = tuple(ids.shape)
-    if ids.dtype != torch.int64 or not _batch_fits(shape, 2, spec, sequences):
-        raise ProtocolError(
-            f"{name}: {ids.dtype} {shape}, expected int64 tokens of at most ({sequences}, {spec.context})"
-        )
+def check_sample_shape(name: str, x: Tensor, declared: TensorType, spec: Model, sequences: int) -> None:
+    """Inputs or targets must be as ``declared``: tokens int64 [B, T], else [B, ...] of exactly that shape, with 1 <= B <=
+    ``sequences`` and 1 <= T <= context."""
+    shape, most = tuple(x.shape), declared.batch(sequences, spec.context)
+    exact = declared.shape is None or shape[1:] == declared.shape
+    fits = len(shape) == len(most) and exact and all(1 <= n <= limit for n, limit in zip(shape, most, strict=True))
+    if str(x.dtype) != f"torch.{declared.dtype}" or not fits:
+        raise ProtocolError(f"{name}: {x.dtype} {shape}, expected {declared.dtype} of at most {most}")
+
+
+def check_targets(targets: Tensor, inputs: Tensor, spec: Model, sequences: int) -> None:
+    """Targets must be as the model declares, and as many as ``inputs``."""
+    check_sample_shape("targets", targets, spec.targets, spec, sequences)
+    shared = 2 if spec.targets.shape is None else 1
+    if targets.shape[:shared] != inputs.shape[:shared]:
+        raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
 
 
 def check_activation_shape(x: Tensor, spec: Model, sequences: int) -> None:
@@ -38,8 +47,12 @@ def check_gradient_shape(grad: Tensor, expected: tuple[int, ...]) -> None:
         raise ProtocolError(f"gradient: {grad.dtype} {tuple(grad.shape)}, expected float32 {expected}")
 
 
-def check_token_values(name: str, ids: Tensor, vocab: int) -> None:
-    """Token ids must be in the vocabulary."""
+def check_sample_values(name: str, ids: Tensor, vocab: int) -> None:
+    """Integers must be in the vocabulary, other numbers finite."""
+    if ids.is_floating_point():
+        if not is_finite(ids):
+            raise ProtocolError(f"{name}: not finite")
+        return
     lowest, highest = (int(bound) for bound in torch.aminmax(ids))
     if lowest < 0 or highest >= vocab:
         raise ProtocolError(f"{name}: token ids {lowest}..{highest}, expected 0..{vocab - 1}")

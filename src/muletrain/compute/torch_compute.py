@@ -24,7 +24,6 @@ from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
 from muletrain.compute.stash import Stash
 from muletrain.compute.threads import Threads
-from muletrain.errors import ProtocolError
 from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
@@ -83,7 +82,9 @@ class TorchCompute:
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         self._check_shape(inputs)
         async with self._slot(turn):
-            reserved = 0 if mb.heldout else self._stash.reserve(inputs.shape[0] * inputs.shape[1])
+            samples = self.stage == 0 and self._spec.inputs.shape is not None
+            length = 1 if samples else inputs.shape[1]
+            reserved = 0 if mb.heldout else self._stash.reserve(inputs.shape[0] * length)
             try:
                 kept, output = await self._compute(self.arithmetic.forward, mb, inputs, reserved > 0)
             except BaseException:
@@ -111,9 +112,7 @@ class TorchCompute:
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         self._check_shape(inputs)
-        checks.check_token_shape("targets", targets, self._spec, self._sequences)
-        if targets.shape != inputs.shape[:2]:
-            raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
+        checks.check_targets(targets, inputs, self._spec, self._sequences)
         async with self._slot(turn):
             work = self._compute(self.arithmetic.loss_backward, mb, inputs, targets, accumulate)
             loss, gradients, inputs_gradient = await work
@@ -135,7 +134,7 @@ class TorchCompute:
 
     def _check_shape(self, inputs: Tensor) -> None:
         if self.stage == 0:
-            checks.check_token_shape("inputs", inputs, self._spec, self._sequences)
+            checks.check_sample_shape("inputs", inputs, self._spec.inputs, self._spec, self._sequences)
         else:
             checks.check_activation_shape(inputs, self._spec, self._sequences)
 

@@ -58,7 +58,7 @@ def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the
 
 
 def toml_value(value: Any) -> str:
-    """A scalar or a list as TOML."""
+    """A scalar, a list or a table as TOML."""
     if isinstance(value, Enum):
         return toml_value(value.value)
     if isinstance(value, bool):
@@ -67,6 +67,8 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
 
 

@@ -14,6 +14,7 @@ from muletrain.config.dump import describe, dump_toml
 from muletrain.config.locate import KeyPath, Origins, key_lines
 from muletrain.config.problems import explain, field_at, keys_of, located, submodel
 from muletrain.config.schema import FINE_TUNING_LR, RunConfig
+from muletrain.config.trusted import trust
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
 
 
 def load_located(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, Origins]:
-    """Like ``load_config``, with the origins of the values, for later errors (``located``)."""
-    return _load(RunConfig, path, overrides)
+    """Like ``load_config``, with the origins of the values, for later errors (``located``). The factories that it names
+    are the user's own words (``trusted``)."""
+    config, origins = _load(RunConfig, path, overrides)
+    trust(config.model.factory, config.data.factory)
+    return config, origins
 
 
 def load_toml(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:

@@ -8,10 +8,11 @@ number. ``examples`` is the printed value of a field that is off by default.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
+from muletrain.config.model_sections import DataConfig, ModelConfig, check_factories, check_shape
 from muletrain.config.peer_sections import (
     FleetConfig,
     HubConfig,
@@ -48,121 +49,6 @@ class Codec(StrEnum):
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"
-
-
-class ModelConfig(Section):
-    """The decoder (SWARM app. G, as LlamaForCausalLM). Defaults are commented out: a set field overrides the preset."""
-
-    YIELDS: ClassVar[frozenset[str]] = frozenset(
-        [
-            "layers",
-            "width",
-            "heads",
-            "vocab",
-            "context",
-            "activation",
-            "dropout",
-            "rope_theta",
-            "norm_eps",
-            "share_layers",
-            "untie",
-        ]
-    )
-    preset: str | None = Field(
-        default=None,
-        description="named size, e.g. 'gpt3-125m' or 'llama-7b'; fields set beside it override it",
-        examples=["gpt3-125m"],
-    )
-    layers: PositiveInt = Field(default=4, description="depth [transformer blocks]")
-    width: PositiveInt = Field(default=192, description="model width d_model [features]")
-    heads: PositiveInt = Field(default=6, description="attention heads, must divide width [heads]")
-    kv_heads: PositiveInt | None = Field(
-        default=None,
-        description="key/value heads (grouped-query attention), must divide heads; default: heads [heads]",
-        examples=[2],
-    )
-    ffn: PositiveInt | None = Field(
-        default=None,
-        description="feed-forward width; default: 8/3 width, rounded up to 64 [features]",
-        examples=[512],
-    )
-    vocab: PositiveInt = Field(
-        default=1024, description="size of the vocabulary, and of a tokenizer that the run trains [tokens]"
-    )
-    context: PositiveInt = Field(default=128, description="longest sequence [tokens]")
-    activation: Literal["gelu", "silu"] = Field(
-        default="gelu", description="gate of the feed-forward: gelu = GeGLU, silu = Llama"
-    )
-    dropout: Fraction = Field(default=0.1, description="probability of dropping a residual feature in training [1]")
-    rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary embedding [1]")
-    norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm [1]")
-    share_layers: bool = Field(default=False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
-    from_: str | None = Field(
-        default=None,
-        alias="from",
-        description="Hugging Face folder, or name on the Hub, of a causal language model that gives architecture, sizes and first weights",
-        examples=["my-llama"],
-    )
-    untie: bool = Field(
-        default=False,
-        description="train an output matrix of its own where model.from ties it to the embedding, so that both can lie in "
-        "different stages; it begins as a copy",
-    )
-    architecture: str | None = Field(
-        default=None,
-        description="the traced model's configuration as JSON; filled in from model.from",
-        examples=["{}"],
-    )
-    chain: str | None = Field(
-        default=None,
-        description="digest of the traced model's blocks, and the versions that made them; filled in from model.from",
-        examples=["0123 (transformers 5.0, torch 2.13)"],
-    )
-
-    @property
-    def sized_elsewhere(self) -> bool:
-        """Sizes come from a preset or a checkpoint: those stated here are not known to be the model's."""
-        return not (self.preset is None and self.from_ is None and self.architecture is None)
-
-    def stated(self) -> set[str]:
-        """Beside a preset or a checkpoint, only the fields that were set: a written default would override theirs."""
-        return set(self.model_fields_set) if self.sized_elsewhere else super().stated()
-
-    @model_serializer(mode="wrap")
-    def _json_of_stated(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        if info.mode != "json":
-            return fields
-        known = type(self).model_fields
-        names = self.stated() | {known[name].alias for name in self.stated()}
-        return {name: value for name, value in fields.items() if name in names}
-
-
-class DataConfig(Section):
-    """The training text."""
-
-    path: str = Field(
-        default="pydoc",
-        description="files or globs (text, .jsonl, .parquet; ',' separates), 'hf:NAME' for a Hugging Face dataset, "
-        "or 'pydoc' for the documentation that ships with Python; relative paths count from the folder where the command runs",
-    )
-    field: str = Field(default="text", description="column of .jsonl, .parquet and Hugging Face rows")
-    tokenizer: str = Field(
-        default="train", description="'train' (BPE on the corpus), a tokenizer.json, or a Hugging Face name"
-    )
-    heldout: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        default=0.05, description="share of paragraphs kept for validation [1]"
-    )
-    cache: str | None = Field(
-        default=None,
-        description="folder of the token cache; default: ~/.cache/muletrain",
-        examples=["/data/cache"],
-    )
-    share: bool = Field(
-        default=False,
-        description="let members fetch the tokens of the training text: a few peers without the data keep them, so the run survives the "
-        "loss of its only data owner. Everyone who has the ticket can then read the text",
-    )
 
 
 class TrainConfig(Section):
@@ -308,10 +194,15 @@ class RunConfig(Section):
     def _fits_together(self) -> RunConfig:
         # with a preset or a checkpoint the sizes are known only once they are filled in
         if not self.model.sized_elsewhere:
-            _check_shape(self.model)
+            check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
+        check_factories(self.model, self.data)
+        if self.model.factory is not None and self.train.validate_every:
+            raise ValueError(
+                "train.validate_every: held-out text is measured, not the samples of a model.factory; leave it at 0"
+            )
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
         check_hub(self.hub, self.pipeline, self.fleet.stages, delayed=self.optimizer.delayed)
@@ -340,21 +231,6 @@ class RunConfig(Section):
 # other fields that it mentions: the loader turns them into file and line.
 
 
-def _check_shape(m: ModelConfig) -> None:
-    if m.width % m.heads:
-        raise ValueError(
-            f"model.heads: {m.heads} heads do not divide model.width = {m.width}; "
-            f"use {_near(m.width, m.heads)} heads or another width"
-        )
-    if (m.width // m.heads) % 2:
-        raise ValueError(
-            f"model.heads: model.width / heads = {m.width // m.heads} must be even for rotary embeddings; "
-            f"use {_near(m.width, m.heads)} heads or another width"
-        )
-    if m.kv_heads and m.heads % m.kv_heads:
-        raise ValueError(f"model.kv_heads: {m.kv_heads} does not divide model.heads = {m.heads}; use a divisor")
-
-
 def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
     if f.layers is not None and sum(f.layers) != m.layers:
         raise ValueError(f"fleet.layers: {sum(f.layers)} in total, but model.layers = {m.layers}; they must be equal")
@@ -374,9 +250,3 @@ def _check_batch(t: TrainConfig) -> None:
         raise ValueError(
             f"train.microbatch: {t.microbatch} does not divide train.batch = {t.batch}; use a divisor of the batch"
         )
-
-
-def _near(width: int, heads: int) -> int | str:
-    """The usable head count next to ``heads``: it divides the width and leaves an even width per head."""
-    usable = [h for h in range(1, width + 1) if width % h == 0 and (width // h) % 2 == 0]
-    return min(usable, key=lambda h: abs(h - heads)) if usable else "other"

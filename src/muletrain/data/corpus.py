@@ -22,7 +22,7 @@ from muletrain.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from muletrain.config.schema import DataConfig
+    from muletrain.config.model_sections import DataConfig
 
 # Text without blank lines is cut at the first line end beyond this, so that it can be held out in parts and memory
 # stays bounded.

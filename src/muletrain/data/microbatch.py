@@ -23,7 +23,7 @@ UintArray = npt.NDArray[np.uint64]
 IGNORE = -100  # target that no loss counts (torch's default ignore_index)
 
 _LENGTH_MULTIPLE = 8  # lengths are rounded to it, for the sake of tensor cores
-_ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
+ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
 
 
 def sequence_length(step: int, context: int, start: int | None, warmup: int) -> int:
@@ -98,7 +98,7 @@ class MicrobatchSource:
         starts = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
-            keys = round_keys(self._seed, int(epoch), _ROUNDS + 1)
+            keys = round_keys(self._seed, int(epoch), ROUNDS + 1)
             offset = int(keys[-1]) % (self._slack + 1)
             starts[of_epoch] = (
                 offset + permute(ranks[of_epoch], self.windows, keys[:-1]).astype(np.int64) * self._context

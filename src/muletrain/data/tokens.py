@@ -34,7 +34,7 @@ from muletrain.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from muletrain.config.schema import DataConfig
+    from muletrain.config.model_sections import DataConfig
 
     Progress = Callable[[float], None]
 

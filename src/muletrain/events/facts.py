@@ -355,8 +355,8 @@ class Evaluated(Event):
 
     step: int
     loss: Number
-    """Mean cross-entropy [nats/token]."""
-    perplexity: Number
+    """Mean cross-entropy [nats/token], or what a user's module computes; then there is no perplexity."""
+    perplexity: Number | None
     tokens: int
     unigram: Number | None = None
     bigram: Number | None = None

@@ -11,8 +11,11 @@ multiply-add = 2 FLOPs.
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from muletrain.errors import ConfigError
 from muletrain.planning.partition import Chain, Cut, Shared, partition
@@ -22,6 +25,43 @@ if TYPE_CHECKING:
 
 MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
+
+
+MAX_SAMPLE = 1 << 28
+"""Most numbers of one sample."""
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """What a microbatch holds for each of its B samples."""
+
+    dtype: Literal["int64", "float32"]
+    shape: tuple[int, ...] | None = None
+    """Of one sample; None: an integer for each of its T tokens."""
+
+    def batch(self, sequences: int, tokens: int) -> tuple[int, ...]:
+        """The shape of a microbatch."""
+        return (sequences, *((tokens,) if self.shape is None else self.shape))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{'T' if self.shape is None else ', '.join(map(str, self.shape))}]"
+
+    @classmethod
+    def parse(cls, text: str) -> TensorType:
+        """The inverse of ``str``. Raises ConfigError."""
+        match = re.fullmatch(r"(int64|float32)\[(T|[0-9, ]{0,64})\]", text)
+        try:
+            if match is None or match.groups() == ("float32", "T"):
+                raise ValueError("not a type of tensors")
+            shape = None if match[2] == "T" else tuple(int(n) for n in match[2].split(",") if n.strip())
+            if len(shape or ()) > 6 or not 1 <= math.prod(shape or ()) <= MAX_SAMPLE:
+                raise ValueError(f"a sample has 1 to {MAX_SAMPLE} numbers, in at most 6 dimensions")
+        except ValueError as e:
+            raise ConfigError(f"{text[:80]!r}: {e}; write it like float32[3, 32, 32], int64[] or int64[T]") from e
+        return cls("int64" if match[1] == "int64" else "float32", shape)
+
+
+TOKENS = TensorType("int64")
 
 
 class Model(ABC):
@@ -36,6 +76,21 @@ class Model(ABC):
     """Longest sequence [tokens]."""
     share_layers: bool
     """Inside a stage one block is repeated."""
+
+    @property
+    def own_loss(self) -> bool:
+        """The last block computes a loss, not logits of the next token."""
+        return False
+
+    @property
+    def inputs(self) -> TensorType:
+        """What goes into the first stage. Integers are below ``vocab``."""
+        return TOKENS
+
+    @property
+    def targets(self) -> TensorType:
+        """What the loss compares with. Integers are below ``vocab``."""
+        return TOKENS
 
     @abstractmethod
     def to_json(self) -> str:

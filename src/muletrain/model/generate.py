@@ -6,7 +6,6 @@ import math
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -32,17 +31,19 @@ class TextTokenizer(Protocol):
 
 @torch.no_grad()
 def evaluate(model: StageModule, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean cross-entropy over all targets that count [nats/token]; each batch is (inputs, targets), int64 [B, T].
+    """Mean loss of the whole ``model``, over all targets that count [nats/token] or, if it has its own loss, over all
+    samples; each batch is (inputs, targets).
 
     Raises ValueError when there is no target.
     """
     total, count = 0.0, 0
     device = next(model.parameters()).device
     for inputs, targets in batches:
-        logits = model(inputs.to(device)).float().flatten(0, 1)
-        losses = F.cross_entropy(logits, targets.to(device).flatten(), ignore_index=IGNORE, reduction="sum")
-        total += float(losses)
-        count += int((targets != IGNORE).sum())
+        counted = len(targets) if model.spec.own_loss else int((targets != IGNORE).sum())
+        if not model.spec.own_loss:  # its loss ignores ids that are not in the vocabulary's
+            targets = targets.masked_fill(targets == IGNORE, model.spec.vocab)
+        total += float(model.loss(inputs.to(device), targets)) * counted if counted else 0.0
+        count += counted
     if count == 0:
         raise ValueError("no target to evaluate on")
     return total / count

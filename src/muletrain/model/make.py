@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.config.schema import ModelConfig
+    from muletrain.config.model_sections import ModelConfig
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
     from muletrain.planning.partition import Cut

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -40,10 +41,17 @@ class StageModule(nn.Module):
         """What ``forward`` fills while it generates text, so that a token is computed once. None: it keeps nothing."""
         return None
 
+    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
+        """The mean loss over the microbatch, a scalar in fp32: of the last stage, from what goes into it (see
+        ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
+        count."""
+        logits = self(inputs, masks).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=self.spec.vocab)
+
     @abstractmethod
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
-        """Tokens int64 [B, T] in the first stage, else activations [B, T, D], to activations, or to logits [B, T, V] in
-        the last.
+        """Tokens int64 [B, T] (or what ``Model.inputs`` says) in the first stage, else activations [B, T, D], to
+        activations, or to logits [B, T, V] in the last.
 
         ``masks``: identity of the microbatch, None outside of training. ``caches``: see ``caches``.
         """

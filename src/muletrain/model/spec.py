@@ -11,7 +11,7 @@ from muletrain.model.chain import Model
 from muletrain.model.presets import preset_fields
 
 if TYPE_CHECKING:
-    from muletrain.config.schema import ModelConfig
+    from muletrain.config.model_sections import ModelConfig
 
 _FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
 

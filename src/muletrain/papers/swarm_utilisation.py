@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import least_squares
 
-from muletrain.config.schema import ModelConfig
+from muletrain.config.model_sections import ModelConfig
 from muletrain.model.spec import ModelSpec
 from muletrain.papers.baselines.megatron import Device, best_grid
 from muletrain.papers.reproduction import POINTS, Bar, Constant, Reproduction, Statement, Value

@@ -46,7 +46,7 @@ class RunCost:
 
     @property
     def ids_bytes(self) -> int:
-        """A microbatch's tokens, or targets, alone."""
+        """A microbatch's tokens, or targets, alone; of other samples the mean of inputs and targets."""
         return self.forward_bytes[0] // 2
 
 

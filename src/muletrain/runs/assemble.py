@@ -22,14 +22,18 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import digest
-from muletrain.config.schema import ModelConfig, Precision, RunConfig
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.data.ngram import spread
+from muletrain.data.samples import SampleData, SampleSource, open_data
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
 from muletrain.model.hub import local_folder
 from muletrain.model.make import make_model, make_stage
 from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import check_config, import_traced, load_traced
 from muletrain.optim.schedule import learning_rate
 from muletrain.runs.checkpoint import FORMAT
@@ -38,15 +42,15 @@ from muletrain.runtime.core.plan import Plan, Validation
 from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from muletrain.compute.base import Compute
     from muletrain.compute.estimate import StageMemory, SwapMemory
     from muletrain.data.microbatch import TokenArray
-    from muletrain.data.tokens import TokenCache
-    from muletrain.model.chain import Model
+    from muletrain.data.samples import Data
+    from muletrain.model.chain import Model, TensorType
     from muletrain.planning.partition import Cut
     from muletrain.runs.measure.machine import Machine
     from muletrain.strategies.base import Strategy
@@ -69,7 +73,7 @@ class RunFacts:
 
     def drawn(self) -> RunFacts:
         """The same facts with first weights from the seed, for a peer that will load others."""
-        model = self.config.model.model_copy(update={"from_": None})
+        model = self.config.model.model_copy(update={"from_": None, "factory": None})
         return dataclasses.replace(self, config=self.config.model_copy(update={"model": model}))
 
     @property
@@ -99,6 +103,8 @@ class RunFacts:
             sequences=t.microbatch,
             width=self.spec.width,
             vocab=self.spec.vocab,
+            inputs=self.spec.inputs,
+            targets=self.spec.targets,
             sequence_length=functools.partial(
                 sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
@@ -117,7 +123,7 @@ class RunFacts:
             ),
             trace=c.fleet.trace,
             adopt_after_s=c.fleet.adopt_after,
-            from_seed=c.model.from_ is None,
+            from_seed=c.model.given is None,
             delayed=c.optimizer.delayed,
             verify=c.hub.verify if self.strategy.pooled else 0.0,
             validation=Validation.of(t, self.spec.context),
@@ -130,8 +136,15 @@ class RunFacts:
             return None
         return HeldoutSource(spread(tokens, t.validate_tokens + 1), self.spec.context, t.microbatch, self.spec.vocab)
 
-    def source(self, cache: TokenCache) -> MicrobatchSource:
-        return self.source_of(cache.train)
+    def data(self, progress: Callable[[float], None] | None = None) -> Data:
+        """The run's tokens or samples on this machine. Raises DataError or ConfigError."""
+        return open_data(self.config.data, self.spec, progress)
+
+    def source(self, data: Data) -> MicrobatchSource | SampleSource:
+        if isinstance(data, TokenCache):
+            return self.source_of(data.train)
+        t = self.config.train
+        return SampleSource(data, t.seed, t.batch, t.microbatch, self.spec.vocab)
 
     def source_of(self, tokens: TokenArray) -> MicrobatchSource:
         """Microbatches of the training tokens. Raises DataError if they are shorter than one sequence."""
@@ -268,6 +281,8 @@ def _weights_in(part: Path) -> Callable[[str], Tensor]:
 def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
     """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError if layers that are to be
     shared differ: all but the first would be lost."""
+    if facts.config.model.factory is not None and isinstance(facts.spec, TracedModel):
+        return first_weights(facts.spec.config, facts.config.train.seed).__getitem__
     if facts.config.model.from_ is None:
         return None
     folder = Path(facts.config.model.from_)
@@ -288,8 +303,10 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
 
 def resolve_start(config: RunConfig) -> RunConfig:
     """``config`` with the sizes of the checkpoint in ``model.from``, and its tokenizer unless the user names another.
-    Sequence length, dropout, layer sharing and everything else stay the user's. Raises CheckpointError, or ConfigError
-    if the user asks for other sizes."""
+    Sequence length, dropout, layer sharing and everything else stay the user's. With ``model.factory``, the sizes of its
+    module. Raises CheckpointError, or ConfigError if the user asks for other sizes."""
+    if config.model.factory is not None:
+        return _resolve_factory(config)
     if config.model.from_ is None:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
@@ -299,18 +316,41 @@ def resolve_start(config: RunConfig) -> RunConfig:
         sizes = _sizes_in(folder, given)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
-    for name, value in given.items():
-        if value != sizes.get(name):
-            raise ConfigError(
-                f"model.{name}: {value!r} beside model.from, whose checkpoint has "
-                f"{sizes.get(name, 'sizes of its own')!r}; leave it out"
-            )
+    _check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     tokenizer = folder.resolve() / "tokenizer.json"
     data = config.data
     if data.tokenizer == "train" and tokenizer.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer)})
     return RunConfig.model_validate({**dict(config), "model": model, "data": data})
+
+
+def _resolve_factory(config: RunConfig) -> RunConfig:
+    own = config.model
+    if own.from_ is not None:
+        raise ConfigError("model.factory: the model comes from model.from as well; leave one of them out")
+    kinds: tuple[TensorType, ...] = ()
+    if config.data.factory is not None:
+        data = SampleData.build(config.data.factory)
+        kinds = (data.inputs, data.targets)
+    model = TracedModel.by_factory(own, *kinds)
+    free = {"factory": own.factory, "arguments": own.arguments}
+    sizes = {name: getattr(model, name) for name in _SIZES} | {"chain": model.chain_name}
+    _check_given(
+        own.model_dump(include=own.model_fields_set, exclude_none=True), sizes | free, "model.factory, whose module"
+    )
+    return RunConfig.model_validate({**dict(config), "model": ModelConfig.model_validate({**sizes, **free})})
+
+
+def _check_given(given: dict[str, Any], sizes: Mapping[str, object], beside: str) -> None:
+    for name, value in given.items():
+        if value != sizes.get(name):
+            raise ConfigError(
+                f"model.{name}: {value!r} beside {beside} has {sizes.get(name, 'sizes of its own')!r}; leave it out"
+            )
+
+
+_SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
 def _sizes_in(folder: Path, given: dict[str, Any]) -> dict[str, object]:
@@ -325,7 +365,7 @@ def _sizes_in(folder: Path, given: dict[str, Any]) -> dict[str, object]:
         return {**json.loads(spec.to_json()), **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
     model = import_traced(folder, context=given.get("context"), **own)
-    sizes = {name: getattr(model, name) for name in ("layers", "width", "vocab", "context", "architecture")}
+    sizes = {name: getattr(model, name) for name in _SIZES}
     return {**sizes, "chain": model.chain_name, **own}
 
 

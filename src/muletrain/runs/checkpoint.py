@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import safetensors
+import safetensors.torch
 
 from muletrain.config.schema import Precision, RunConfig
+from muletrain.data.samples import open_data
 from muletrain.data.tokenizer import end_of_text, parse_tokenizer
-from muletrain.data.tokens import TokenCache
-from muletrain.errors import CheckpointError, ConfigError, MuletrainError
+from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.model.make import load_model, model_from_json
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.factory import state_dict
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.data.samples import Data
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
 
@@ -237,13 +241,15 @@ class Checkpoint:
             )
         return folder
 
-    def corpus(self, path: str | None = None) -> TokenCache:
-        """The run's tokens, or the tokens of another ``data.path`` by the run's tokenizer. Raises DataError when there
-        is no such text."""
+    def corpus(self, path: str | None = None) -> Data:
+        """The run's tokens or samples, or the tokens of another ``data.path`` by the run's tokenizer. Raises DataError
+        when there is no such text."""
         data = self.config.data
+        if path is not None and data.factory is not None:
+            raise DataError(f"data.path: the run trains on samples of data.factory = '{data.factory}', not on text")
         if path is not None:
             data = data.model_copy(update={"path": path, "tokenizer": str(self.folder / "tokenizer.json")})
-        return TokenCache.build(data, self.spec.vocab)
+        return open_data(data, self.spec)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, in fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
@@ -255,6 +261,18 @@ class Checkpoint:
                 names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118 # no mapping
                 weights |= {name.removeprefix("model/"): file.get_tensor(name) for name in names}
         return weights
+
+    def export_module(self, folder: Path) -> Path:
+        """Write the state_dict of a user's module to ``folder``/model.safetensors, and return that file. Raises
+        CheckpointError, and ConfigError if its factory cannot be used."""
+        assert isinstance(self.spec, TracedModel)
+        state, file = state_dict(self.spec.config, self.weights()), folder / "model.safetensors"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+        except (OSError, safetensors.SafetensorError) as e:
+            raise CheckpointError(f"--hf: cannot write {file}: {e}; choose another folder") from e
+        return file
 
     def model(self) -> StageModule:
         """Load the whole model on the CPU."""

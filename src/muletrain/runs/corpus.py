@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muletrain.config.schema import DataConfig
+from muletrain.config.model_sections import DataConfig
+from muletrain.config.trusted import trusted
 from muletrain.data.tokens import TokenCache, cache_folder
 from muletrain.errors import AdmissionError, DataError
 from muletrain.runtime.core.disk import Disk
@@ -15,6 +16,7 @@ from muletrain.runtime.transfer.tokens import WANTED, Sharing, Store, share
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
+    from muletrain.data.samples import Data
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.host import Host
     from muletrain.runs.join.messages import Welcome
@@ -41,13 +43,13 @@ async def owners_sharing(facts: RunFacts, cache: TokenCache) -> Sharing:
 
 
 async def joiners_sharing(
-    host: Host, facts: RunFacts, welcome: Welcome, tokenizer: bytes, cache: TokenCache | None
+    host: Host, facts: RunFacts, welcome: Welcome, tokenizer: bytes, cache: Data | None
 ) -> Sharing | None:
     """The ``Sharing`` of a joiner; None if the run shares no tokens, or this machine takes none."""
     shared, limit = welcome.tokens, int(host.spec.tokens_gib * 2**30)
     if shared is None or not facts.config.data.share:
         return None
-    if cache is not None:
+    if isinstance(cache, TokenCache):
         own = await owners_sharing(facts, cache)
         return own if own.shared == shared else None
     if shared.size > limit:
@@ -62,13 +64,14 @@ async def joiners_sharing(
     return Sharing(shared, welcome.data, tokenizer, facts.spec.vocab, facts.source_of, store, wanted)
 
 
-def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> TokenCache | None:
-    """The corpus, if this peer has it; only then can it be a trainer. Raises AdmissionError when it is not the run's
-    corpus."""
-    where = host.spec.data
+def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data | None:
+    """The corpus or the samples, if this peer has them; only then can it be a trainer. Raises AdmissionError when they
+    are not the run's."""
+    where, data = host.spec.data, facts.config.data
+    if data.factory is not None:
+        return _own_samples(facts, digest) if data.factory in trusted() else None
     if where == "none":
         return None
-    data = facts.config.data
     if where != "config":
         with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
             file = Path(folder) / "tokenizer.json"
@@ -84,3 +87,13 @@ def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Toke
             f"files, or join without --data (only trainers need it)"
         )
     return cache
+
+
+def _own_samples(facts: RunFacts, digest: str) -> Data:
+    found = facts.data()
+    if found.digest != digest:
+        raise AdmissionError(
+            f"data.factory: the samples of '{facts.config.data.factory}' have digest {found.digest[:12]} here, the run's "
+            f"have {digest[:12]}; install the same package and data, or join without --factory {facts.config.data.factory}"
+        )
+    return found

@@ -1,5 +1,5 @@
-"""The checkpoint of step 0 of a run with ``model.from``. Machines that join lack that folder, so each loads its stage's
-part of this checkpoint, as in a resumed run.
+"""The checkpoint of step 0 of a run with ``model.from`` or ``model.factory``. Machines that join lack these weights, so
+each loads its stage's part of this checkpoint, as in a resumed run.
 
 A part may be larger than this machine's memory, so tensors are read and written one by one, in the format of
 safetensors (eight bytes: the header's size; the header as JSON; the tensors).
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from muletrain.data.tokens import TokenCache
+    from muletrain.data.samples import Data
     from muletrain.runs.assemble import RunFacts
 
 
 def write_first_checkpoint(
-    facts: RunFacts, cache: TokenCache, folder: Path, run_id: str, tell: Callable[[float], None]
+    facts: RunFacts, cache: Data, folder: Path, run_id: str, tell: Callable[[float], None]
 ) -> Path:
-    """Write ``folder``/step-00000000 with the weights of ``model.from``. ``tell`` hears the share that is done. Raises
+    """Write ``folder``/step-00000000 with the first weights. ``tell`` hears the share that is done. Raises
     CheckpointError."""
     partial, final = folder / ".step-00000000.partial", folder / "step-00000000"
     try:

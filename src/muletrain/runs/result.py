@@ -11,7 +11,8 @@ import torch
 from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.ngram import baselines, countable, spread
-from muletrain.errors import CapacityError, DataError
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import CapacityError, ConfigError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
 from muletrain.model.make import load_model, make_stage
@@ -21,7 +22,7 @@ from muletrain.units import format_memory
 
 if TYPE_CHECKING:
     from muletrain.data.microbatch import TokenArray
-    from muletrain.data.tokens import TokenCache
+    from muletrain.data.samples import Data
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
     from muletrain.planning.partition import Cut
@@ -57,9 +58,13 @@ def report_tokens(spec: Model) -> int:
     return max(spec.context, int(REPORT_FLOPS / (spec.layers * spec.layer_flops() + spec.head_flops)))
 
 
-def quality(checkpoint: Checkpoint, model: StageModule, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> Quality:
+def quality(checkpoint: Checkpoint, model: StageModule, cache: Data, tokens: int = HELDOUT_TOKENS) -> Quality:
     """Measure mean cross-entropy [nats/token] on at most ``tokens`` held-out tokens, of the model and of the baselines.
-    The first token is no target. Raises DataError when the corpus has another tokenizer than the run."""
+    The first token is no target. Of a module with its own loss, measure that, on samples or whole sequences. Raises
+    DataError when the corpus has another tokenizer than the run."""
+    if checkpoint.spec.own_loss:
+        return _own_quality(checkpoint.spec, model, cache, min(tokens, HELDOUT_TOKENS))
+    assert isinstance(cache, TokenCache)
     spec, heldout = checkpoint.spec, _heldout(checkpoint, cache, tokens)
     train = spread(cache.train, COUNTED_TOKENS)
     counted = baselines(train, heldout, spec.vocab) if countable(train) else None
@@ -102,12 +107,31 @@ def _loss(spec: Model, model: StageModule, heldout: TokenArray) -> float:
     return evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
 
 
+def _own_quality(spec: Model, model: StageModule, data: Data, tokens: int) -> Quality:
+    """``tokens``: at most so many are measured; a sample that is no text counts as one."""
+    if isinstance(data, TokenCache):
+        heldout = spread(data.heldout, tokens + 1)[
+            : (min(tokens, len(data.heldout) - 1) // spec.context) * spec.context + 1
+        ]
+        if len(heldout) <= spec.context:
+            raise DataError(
+                f"data.heldout: {len(data.heldout)} held-out tokens are no whole sequence of {spec.context}"
+            )
+        batches, sizes = heldout_batches(heldout, spec.context, BATCH), (len(data.heldout) - 1, len(data.train))
+        used = len(heldout) - 1
+    else:
+        batches, sizes = data.heldout_batches(tokens, BATCH, spec.vocab), (len(data.heldout), len(data.train))
+        used = min(tokens, len(data.heldout))
+    loss = evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
+    return Quality(loss, None, None, used, sizes[0], counted=0, trained=sizes[1], own_loss=True)
+
+
 def evaluated(step: int, q: Quality) -> Evaluated:
     """Convert ``q`` to an event."""
     return Evaluated(
         step=step,
         loss=q.loss,
-        perplexity=perplexity(q.loss),
+        perplexity=None if q.own_loss else perplexity(q.loss),
         tokens=q.tokens,
         unigram=q.unigram,
         bigram=q.bigram,
@@ -120,10 +144,16 @@ def perplexity(loss: float) -> float:
 
 
 def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
-    """Return ``prompt`` with the model's continuation."""
+    """Return ``prompt`` with the model's continuation. Raises ConfigError for a module with a loss of its own."""
+    if checkpoint.spec.own_loss:
+        raise ConfigError(
+            "model.factory: the module returns a loss, so it writes no text; 'export' gives you its weights"
+        )
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
     return prompt + generate(model, tokenizer, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
 
 
 def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:
+    if checkpoint.spec.own_loss:
+        return []
     return [write(checkpoint, model, p, max_tokens=40, top_k=40, seed=k) for k, p in enumerate(PROMPTS)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+from muletrain.config.trusted import trusted
 
 
 class WorkerSpec(BaseModel):
@@ -36,6 +38,8 @@ class WorkerSpec(BaseModel):
     data: Literal["config", "none"] | str = "none"
     """Where this peer has the corpus: as in the run's configuration (the founder's machine), nowhere, or at this
     path."""
+    factories: tuple[str, ...] = Field(default_factory=trusted)
+    """Factories that this machine's owner allows: the peer imports no other, whatever the run says."""
     tokens_gib: float = 1.0
     """Most GiB of shared tokens that this peer may keep in the cache of this machine's owner."""
     place: str | None = None

@@ -37,7 +37,8 @@ class TensorBoardSink:
                 scalars["speed/tokens_per_s"] = event.tokens / event.duration_s
             self._write(event, scalars)
         elif isinstance(event, ev.Evaluated | ev.Validated):
-            self._write(event, {"validation/loss": event.loss, "validation/perplexity": event.perplexity})
+            more = {} if event.perplexity is None else {"validation/perplexity": event.perplexity}
+            self._write(event, {"validation/loss": event.loss, **more})
 
     def close(self) -> None:
         """Write no later events. Idempotent."""

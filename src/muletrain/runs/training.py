@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.compute.wrapped import WrappedCompute
+from muletrain.data.tokens import TokenCache
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
@@ -23,7 +24,7 @@ from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
-    from muletrain.data.tokens import TokenCache
+    from muletrain.data.samples import Data
     from muletrain.events import Event, EventLog
     from muletrain.network.base import Network
     from muletrain.runs.assemble import RunFacts
@@ -49,7 +50,7 @@ class Seat:
     network: Network
     compute: Compute
     machine: Machine
-    cache: TokenCache | None
+    cache: Data | None
     info: RunInfo
     place: CheckpointStore
     sharing: Sharing | None
@@ -143,7 +144,7 @@ class Training:
             ctx,
             host=_Process(self, seat),
             source=facts.source(cache) if cache is not None else None if sharing is None else sharing.source,
-            heldout=None if cache is None else facts.heldout(cache.heldout),
+            heldout=facts.heldout(cache.heldout) if isinstance(cache, TokenCache) else None,
             sharing=sharing,
             book=book,
             reports=host.spec.keeps_ticket,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import muletrain
 from muletrain.clock import LoopClock
+from muletrain.config.trusted import trust
 from muletrain.errors import AdmissionError, MuletrainError, no_room
 from muletrain.events import (
     EventLog,
@@ -219,6 +220,7 @@ async def _main() -> int:
         _tidy_up()
         return EXIT_ERROR
     spec = WorkerSpec.model_validate_json(line)
+    trust(*spec.factories)
     with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
         try:
             worker = Worker(spec, log)

@@ -158,7 +158,11 @@ def mortal(setting: Setting) -> list[int]:
 def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
     """Costs of a microbatch and a step; sequences have their full length."""
     sequences, tokens = config.train.microbatch, spec.context
-    ids = encoded_size(IDS16 if spec.vocab <= 1 << 16 else IDS32, (sequences, tokens))
+    ids = IDS16 if spec.vocab <= 1 << 16 else IDS32
+    inputs, targets = (
+        encoded_size(ids if kind.dtype == "int64" else Codec.FP32, kind.batch(sequences, tokens))
+        for kind in (spec.inputs, spec.targets)
+    )
     boundary = encoded_size(config.wire.activations, (sequences, tokens, spec.width))
     stages = len(cut)
     costs = []
@@ -170,7 +174,7 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         costs.append(StageCost(flops, s < stages - 1, state, _flat_size(config.wire.gradients, params), ending_s))
     return RunCost(
         stages=tuple(costs),
-        forward_bytes=(2 * ids, *(boundary + ids for _ in range(stages - 1))),
+        forward_bytes=(inputs + targets, *(boundary + targets for _ in range(stages - 1))),
         backward_bytes=(0, *(boundary for _ in range(stages - 1))),
         microbatches=config.microbatches,
         sequences=sequences,

@@ -80,6 +80,16 @@ def encode_ids(ids: Tensor) -> Encoded:
     return Encoded(IDS16 if small else IDS32, tuple(ids.shape), [_bytes(packed)])
 
 
+def encode_samples(values: Tensor) -> Encoded:
+    """Encode inputs or targets without loss: integers as ``encode_ids`` does, other numbers in fp32."""
+    return encode(values, Codec.FP32) if values.is_floating_point() else encode_ids(values)
+
+
+def sample_codecs(dtype: str) -> tuple[str, ...]:
+    """How inputs or targets of a ``dtype`` travel: 'int64' or 'float32'."""
+    return IDS if dtype == "int64" else (Codec.FP32.value,)
+
+
 def encode_raw(data: Buffer) -> Encoded:
     """Encode bytes as they are, without a copy."""
     return Encoded(RAW, (len(data),), [data])

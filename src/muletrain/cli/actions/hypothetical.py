@@ -25,7 +25,7 @@ def load_run(config: Path | None, overrides: Sequence[str], *defaults: str) -> t
     named = any(text.startswith(("model.", "model =")) for text in overrides)
     base = [] if config is not None else [*USUAL, *([] if named else ["model.preset=gpt3-xl"]), *defaults]
     run = load_config(config, [*base, *overrides])
-    if run.model.from_ is not None:
+    if run.model.given is not None:
         from muletrain.runs.assemble import resolve_start
 
         run = resolve_start(run)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
 from muletrain.cli.actions.session import POLL_S, Session
 from muletrain.cli.show.console import make_console
-from muletrain.config.schema import DataConfig
+from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus, absolute
 from muletrain.errors import ConfigError, DataError
 from muletrain.events import ClientBegan, ClientFinished, PeerJoined, PeerLeft

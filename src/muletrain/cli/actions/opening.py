@@ -144,7 +144,6 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
     """Check model, device and profile, and tokenise the corpus. Returns the configuration with nothing left to look
     up."""
     from muletrain.compute.probe import pick_device
-    from muletrain.data.tokens import TokenCache
     from muletrain.runs.assemble import RunFacts, resolve_start
 
     config = resolve_start(config)
@@ -157,22 +156,22 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
             raise ConfigError(f"fleet.profile: {e}") from e
     console = make_console(sys.stderr)
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task("tokenising the corpus", total=1.0)
-        cache = TokenCache.build(config.data, facts.spec.vocab, lambda done: progress.update(task, completed=done))
-    facts.source(cache)  # raises if the corpus is shorter than one sequence
+        task = progress.add_task(
+            "tokenising the corpus" if config.data.factory is None else "reading samples", total=1.0
+        )
+        data = facts.data(lambda done: progress.update(task, completed=done))
+    facts.source(data)  # raises if the corpus is shorter than one sequence
     return config
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str, *, quiet: bool) -> Path:
-    """The weights of ``model.from`` as a checkpoint, for machines that lack that folder. Raises CheckpointError."""
-    from muletrain.data.tokens import TokenCache
+    """The weights of ``model.from`` or ``model.factory`` as a checkpoint, for machines that lack them. Raises CheckpointError."""
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.first_weights import write_first_checkpoint
 
     facts = RunFacts.of(config)
-    cache = TokenCache.build(config.data, facts.spec.vocab)
     with Progress(transient=True, disable=quiet) as progress:
         task = progress.add_task("cutting the first weights into stages", total=1.0)
         return write_first_checkpoint(
-            facts, cache, folder / "checkpoints", run_id, lambda done: progress.update(task, completed=done)
+            facts, facts.data(), folder / "checkpoints", run_id, lambda done: progress.update(task, completed=done)
         )

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from muletrain.config.fleet_file import load_fleet
+from muletrain.config.model_sections import ModelConfig
 from muletrain.config.peer_sections import HubConfig, PipelineConfig, SwapConfig
 from muletrain.config.plan_file import VERSION, Plan, Prediction
-from muletrain.config.schema import ModelConfig, RunConfig
+from muletrain.config.schema import RunConfig
 from muletrain.errors import ConfigError
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
@@ -132,7 +133,7 @@ def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:
 
 
 def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
-    if config.model.from_ is not None:
+    if config.model.given is not None:
         from muletrain.runs.assemble import resolve_start
 
         config = resolve_start(config)

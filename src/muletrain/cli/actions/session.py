@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.measured_fleet import fleet_tables
+from muletrain.config.trusted import trusted
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
 from muletrain.runs.folder import DiskWatch
@@ -215,7 +216,7 @@ class Session:
     def _report(self) -> None:
         self._bring_home()
         if self.checkpoint is not None:
-            self.say("measuring the model on held-out text, for a minute or two at most (Ctrl-C leaves that out)")
+            self.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
         paths = {
             "run folder": self.folder,
@@ -231,8 +232,12 @@ class Session:
         if self.checkpoint is not None:
             if evaluation is not None and evaluation.before is not None:
                 self.say(f"\n{improvement(evaluation)}")
-            self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
-            self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
+            if evaluation is not None and evaluation.own_loss:
+                named = " ".join(f"--factory {name}" for name in trusted())
+                self.say(f"\nmuletrain export {self.folder} --hf my-model {named}   # its state_dict")
+            else:
+                self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
+                self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
             if self.view.step < self.view.steps:
                 command = "run" if self.founder is None else "start"
                 self.say(f"muletrain {command} --resume {self.folder}   # go on")
@@ -255,6 +260,7 @@ class Session:
     def _quality(self, log: EventLog) -> tuple[Quality, list[str]]:
         import torch
 
+        from muletrain.data.tokens import TokenCache
         from muletrain.runs.checkpoint import Checkpoint
         from muletrain.runs.result import check_memory, evaluated, loss_before, quality, report_tokens, samples
 
@@ -265,7 +271,7 @@ class Session:
         cache = checkpoint.corpus()
         tokens, before = report_tokens(checkpoint.spec), None
         try:  # first: both models need not be in memory at once
-            before = loss_before(checkpoint, cache, tokens)
+            before = loss_before(checkpoint, cache, tokens) if isinstance(cache, TokenCache) else None
         except MuletrainError as e:
             log.note(f"the loss before training was not measured: {e}", "warning")
         model = checkpoint.model()

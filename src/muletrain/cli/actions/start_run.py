@@ -48,7 +48,7 @@ def start_run(
             given, config = config, placed(prepare(config, quiet=json), folder)
             run = Ticket.new_run(folder)
             checkpoint = newest_checkpoint(folder, config) if resume is not None else None
-            if checkpoint is None and config.model.from_ is not None:
+            if checkpoint is None and config.model.given is not None:
                 checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
             save_config(folder, given)
             founder, *others = peers.specs(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json as jsonlib
+import re
 import sys
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from muletrain.cli.show.console import make_console
+from muletrain.config.model_sections import FACTORY
 from muletrain.errors import MuletrainError
 from muletrain.units import format_count, format_memory
 
@@ -24,6 +26,11 @@ def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> Non
     from muletrain.model.traced.folder import traced_in
     from muletrain.model.traced.source import source_of, table_rows
 
+    if re.fullmatch(FACTORY, name):
+        raise MuletrainError(
+            f"{name}: 'trace' writes models of transformers only, not those of a model.factory; give a folder, or a name on "
+            f"the Hub"
+        )
     console = make_console(sys.stderr)
     with console.status("tracing the model"):
         model = traced_in(local_folder(name, weights=False), context=context)

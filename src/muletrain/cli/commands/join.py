@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import TICKET_VARIABLE, Announce, JsonLines, Listen, MachineName, Port
+from muletrain.cli.options import TICKET_VARIABLE, Announce, Factories, JsonLines, Listen, MachineName, Port
 from muletrain.runs.join.ticket import read_ticket
 
 Ticket = Annotated[
@@ -76,6 +76,7 @@ Reliable = Annotated[
 def join(
     ticket: Ticket,
     data: Data = None,
+    factory: Factories = None,
     tokens: Tokens = 1.0,
     place: Place = None,
     stage: Stage = None,
@@ -95,10 +96,15 @@ def join(
 ) -> None:
     """Add this machine to a run, with one peer per GPU, or one on the CPU.
 
+    If the run trains a module of its own (model.factory), that package must be installed here, and --factory must name
+    it. With --factory for its data.factory too, this machine also builds microbatches.
+
     Ctrl-C leaves in order, between two steps; a second Ctrl-C leaves at once."""
     from muletrain.cli.actions.join_run import Limits, join_run
     from muletrain.cli.actions.own_peers import Listening
+    from muletrain.config.trusted import trust
 
+    trust(*(factory or ()))
     join_run(
         ticket,
         data=data,

@@ -22,7 +22,7 @@ Context = Annotated[
 
 
 def trace(model: Model, out: Out, context: Context = None, json: JsonObject = False) -> None:
-    """Write a model's blocks as Python, and show what each costs.
+    """Write a model's blocks as Python, and show what each costs; not yet those of a model.factory.
 
     blocks.py has one class for each distinct block, which computes what the model does, and trains to the same
     numbers. blocks.json has parameters, FLOPs and activation bytes of each block. No weights are read, so the largest

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import JsonObject, Where
+from muletrain.cli.options import Factories, JsonObject, Where
 from muletrain.errors import DataError, MuletrainError
 
 
@@ -24,17 +24,21 @@ def evaluate(
             min=1, help="Most held-out tokens; that of train.validate_tokens gives the run's own measurement."
         ),
     ] = None,
+    factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
     """Measure loss and perplexity on the held-out part of the run's data.
 
     A unigram and a bigram model of the same text stand beside it. The data must be on this machine; --data says where
-    they are if they moved."""
+    they are if they moved. Of a module with its own loss (model.factory), that loss is measured; --factory must name
+    the factory, and a data.factory too."""
     from muletrain.cli.show.console import make_console
     from muletrain.cli.show.final_report import quality_table
+    from muletrain.config.trusted import trust
     from muletrain.runs.checkpoint import Checkpoint
     from muletrain.runs.result import HELDOUT_TOKENS, check_memory, evaluated, quality
 
+    trust(*(factory or ()))
     checkpoint = Checkpoint.open(where)
     check_memory(checkpoint.spec)
     try:
@@ -73,19 +77,32 @@ def generate(
 
 def export(
     where: Where,
-    hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="Folder for the Hugging Face checkpoint.")],
+    hf: Annotated[
+        Path, typer.Option("--hf", metavar="DIR", help="Folder for the Hugging Face checkpoint, or a module's weights.")
+    ],
     source: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")
     ] = None,
+    factory: Factories = None,
 ) -> None:
     """Write a Hugging Face checkpoint that 'transformers' loads to the same logits.
 
     It consists of safetensors, config and tokenizer. If the run started from a Hugging Face checkpoint (model.from),
-    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context."""
+    everything but the weights stays as it was: special tokens, generation settings, chat template, declared context.
+
+    Of a module of yours (model.factory, which --factory must name), it is model.safetensors alone: the whole module's
+    state_dict in fp32, under its own names, for load_state_dict."""
+    from muletrain.config.trusted import trust
     from muletrain.model.hf import export_hf
     from muletrain.runs.checkpoint import Checkpoint
 
+    trust(*(factory or ()))
     checkpoint = Checkpoint.open(where)
+    if checkpoint.spec.own_loss:
+        print(
+            f"wrote {checkpoint.export_module(hf)}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
+        )
+        return
     export_hf(
         checkpoint.weights(),
         checkpoint.spec,

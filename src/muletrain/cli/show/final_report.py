@@ -60,6 +60,8 @@ def _summary(view: RunView) -> str:
 
 def quality_table(q: Quality) -> RenderableType:
     part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
+    if q.own_loss:
+        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples (of text: tokens){part}")
     title = f"On {q.tokens:,} held-out tokens{part}"
     table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")

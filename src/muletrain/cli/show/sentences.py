@@ -119,7 +119,8 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return _stepped_back(event, view)
         case ev.Evaluated():
             before = "" if event.before is None else f" (before training {event.before:.3f})"
-            return f"step {event.step}: validation loss {event.loss:.3f}{before}, perplexity {event.perplexity:.1f}"
+            more = "" if event.perplexity is None else f", perplexity {event.perplexity:.1f}"
+            return f"step {event.step}: validation loss {event.loss:.3f}{before}{more}"
         case ev.Validated():
             when = f"step {event.step}" if event.step else "before the first step"
             return (

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from muletrain.compute.arithmetic import Counters, timed
@@ -125,16 +124,13 @@ class SwappedArithmetic:
         for p in self._alive(passages):
             with self._jobs.at("loss"), self._timed("forward_s"), torch.set_grad_enabled(p in back):
                 leaf = self._leaf(p, last)
-                logits = model(leaf, self._masks(p)).float()
                 assert p.targets is not None  # at the last stage
-                loss = F.cross_entropy(
-                    logits.flatten(0, 1), p.targets.to(logits.device).flatten(), ignore_index=logits.shape[-1]
-                )
+                loss = model.loss(leaf, p.targets, self._masks(p))
                 p.loss = float(loss.detach())
             if p in back:
                 seed = torch.full_like(loss, self.scale.of(p.mb.step))
                 self._differentiate(p, last, loss, leaf, parameters, seed)
-            del logits, loss
+            del loss
         self._end_of(last, back)
         del parameters, leaf  # the last sub-model's weights leave the device
         if last > 0:

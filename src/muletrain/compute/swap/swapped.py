@@ -211,10 +211,8 @@ class SwappedCompute:
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         self._check(mb, inputs)
-        checks.check_token_shape("targets", targets, self._spec, self._setup.sequences)
-        checks.check_token_values("targets", targets, self._spec.vocab + mb.heldout)
-        if targets.shape != inputs.shape[:2]:
-            raise ProtocolError(f"targets: {tuple(targets.shape)} for inputs {tuple(inputs.shape)}")
+        checks.check_targets(targets, inputs, self._spec, self._setup.sequences)
+        checks.check_sample_values("targets", targets, self._spec.vocab + mb.heldout)
         passage = Passage(mb, inputs, targets, accumulate=accumulate)
         try:
             await self.rounds.call("loss", turn, self._on_device(self.arithmetic.loss), passage)
@@ -227,8 +225,8 @@ class SwappedCompute:
         if mb.whole:
             raise ProtocolError(f"microbatch {mb.step}/{mb.index}: a swapped stage computes no parts of microbatches")
         if self.stage == 0:
-            checks.check_token_shape("inputs", inputs, self._spec, self._setup.sequences)
-            checks.check_token_values("inputs", inputs, self._spec.vocab)
+            checks.check_sample_shape("inputs", inputs, self._spec.inputs, self._spec, self._setup.sequences)
+            checks.check_sample_values("inputs", inputs, self._spec.vocab)
         else:
             checks.check_activation_shape(inputs, self._spec, self._setup.sequences)
 

@@ -22,7 +22,7 @@ MOST_LAYERS = 1024
 """More are refused: a configuration that another machine sent must not keep this one busy."""
 MOST_BUFFER_BYTES = 1 << 30
 """Of one module: tables are made when the model is, on every machine."""
-_FOREIGN = ("auto_map", "custom_pipelines", "quantization_config", "kernel_config")
+_FOREIGN = ("auto_map", "custom_pipelines", "factory", "quantization_config", "kernel_config")
 """Entries that have ``transformers`` run other code than its own, or change what a weight is."""
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_local_experts", "num_experts")
 
@@ -44,7 +44,7 @@ def checked(config: Mapping[str, Any]) -> dict[str, Any]:
     build."""
     for name in _FOREIGN:
         if config.get(name):
-            what = "remote code" if name in _FOREIGN[:2] else name
+            what = "remote code" if name in _FOREIGN[:3] else name
             raise ConfigError(
                 f"model.from: config.json has {name} ({what}), and muletrain builds models with the code of the "
                 f"installed transformers alone; take a model without it"

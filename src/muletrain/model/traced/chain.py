@@ -1,4 +1,4 @@
-"""``TracedModel``: a causal language model of ``transformers`` as a chain of blocks."""
+"""``TracedModel``: a causal language model of ``transformers``, or a user's module, as a chain of blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
-from muletrain.model.chain import Model
+from muletrain.model.chain import TOKENS, Model, TensorType
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, fx
+    from collections.abc import Callable
 
-    from muletrain.config.schema import ModelConfig
+    import torch
+    from torch import Tensor, fx, nn
+
     from muletrain.model.module import StageModule
     from muletrain.model.traced.costs import Cost
     from muletrain.model.traced.cutting import Part, Parts
@@ -30,7 +32,8 @@ class TracedModel(Model):
     """The model that ``architecture`` describes, traced when something is asked that only its graph says."""
 
     architecture: str
-    """The ``transformers`` configuration, as JSON with sorted keys."""
+    """As JSON with sorted keys: the ``transformers`` configuration, or the 'factory' of a module with a loss of its own,
+    with its 'arguments', and what it takes ('inputs', 'targets', 'vocab_size')."""
     context: int
     share_layers = False
 
@@ -44,8 +47,28 @@ class TracedModel(Model):
                 "model.from: config.json names no vocab_size, so it describes no model of text alone; take one that predicts "
                 "the next token"
             )
-        if self.context < 2:
+        if self.factory is not None:
+            self._check_factory()
+        if self.context < 2 and self.inputs.shape is None:
             raise ConfigError("model.context: a traced model needs sequences of at least 2 tokens")
+
+    def _check_factory(self) -> None:
+        about = self.config
+        try:
+            known = {name: about[name] for name in ("factory", "arguments")}
+            ModelConfig.model_validate(known, strict=True)
+            fits = self.inputs.shape is None or self.context == 1
+        except (KeyError, TypeError, ValueError) as e:
+            raise ConfigError(f"model.architecture: it describes no factory's module ({e})") from e
+        if not fits:
+            raise ConfigError("model.context: samples that are no text have none; leave it out")
+
+    @classmethod
+    def by_factory(cls, config: ModelConfig, inputs: TensorType = TOKENS, targets: TensorType = TOKENS) -> TracedModel:
+        """The chain of ``config.factory`` for a kind of samples."""
+        about = {"factory": config.factory, "arguments": config.arguments, "vocab_size": config.vocab}
+        about |= {"inputs": str(inputs), "targets": str(targets)}
+        return cls(json.dumps(about, sort_keys=True), config.context if inputs.shape is None else 1)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> TracedModel:
@@ -70,19 +93,42 @@ class TracedModel(Model):
 
     @property
     def chain_name(self) -> str:
-        """Digest of what decides the chain's numbers (names and shapes of its parameters, and each part's code), and the
-        versions that made it."""
-        versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
-        return f"{self._made.digest[:16]} ({versions})"
+        """Digest of what decides the chain's numbers (names and shapes of its parameters, each part's code, and the
+        buffers of a user's module), and the versions that made it."""
+        if self.factory is None:
+            maker = f"transformers {version('transformers')}"
+        else:
+            from muletrain.model.traced.factory import version_of
+
+            maker = version_of(self.factory)
+        return f"{self._made.digest[:16]} ({maker}, torch {version('torch')})"
 
     def to_json(self) -> str:
         return json.dumps({"architecture": self.architecture, "context": self.context}, sort_keys=True)
 
-    @property
+    @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The ``transformers`` configuration."""
+        """What ``architecture`` says."""
         found: dict[str, Any] = json.loads(self.architecture)
         return found
+
+    @property
+    def factory(self) -> str | None:
+        """Who makes the module; None: ``transformers``."""
+        name: str | None = self.config.get("factory")
+        return name
+
+    @property
+    def own_loss(self) -> bool:
+        return self.factory is not None
+
+    @functools.cached_property
+    def inputs(self) -> TensorType:
+        return TensorType.parse(self.config["inputs"]) if self.own_loss else TOKENS
+
+    @functools.cached_property
+    def targets(self) -> TensorType:
+        return TensorType.parse(self.config["targets"]) if self.own_loss else TOKENS
 
     @property
     def vocab(self) -> int:  # type: ignore[override]
@@ -210,13 +256,13 @@ class TracedModel(Model):
 
     @property
     def head_flops(self) -> float:
-        return self._cost(-1).flops(self.context) + 5.0 * self.vocab
+        return self._cost(-1).flops(self.context) + (1.0 if self.own_loss else 5.0 * self.vocab)
 
     def kept_bytes(self, layer: int, size: int) -> float:
         return self._cost(1 + layer).kept_bytes * size / 4
 
     def head_kept_bytes(self, size: int) -> float:
-        return self._cost(-1).kept_bytes * size / 4 + 2 * 4 * self.vocab
+        return self._cost(-1).kept_bytes * size / 4 + (0 if self.own_loss else 2 * 4 * self.vocab)
 
 
 @dataclass(frozen=True)
@@ -228,12 +274,15 @@ class _Made:
     constants: dict[str, Tensor]
     costs: tuple[Cost, ...]
     width: int
+    own_buffers: tuple[str, ...]
+    """What the buffers of a user's module hold, in a few digits."""
 
     @functools.cached_property
     def digest(self) -> str:
         codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in self.parts.parts]
         names = [[[name, self.traced.shapes[name]] for name in part.weights] for part in self.parts.parts]
-        return hashlib.sha256(json.dumps([codes, names, self.parts.tables.code]).encode()).hexdigest()
+        known = [codes, names, self.parts.tables.code, *self.own_buffers]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)
@@ -241,24 +290,48 @@ def made(architecture: str, context: int, precision: str) -> _Made:
     """Build, trace and cut the model; ``precision``: 'float32', 'bfloat16' or 'float16'. Raises ConfigError."""
     import torch
 
-    from muletrain.model.traced import architecture as hf
     from muletrain.model.traced.costs import cost
     from muletrain.model.traced.cutting import cut
     from muletrain.model.traced.export import trace
     from muletrain.model.traced.stage import numbers
 
-    model = hf.build(json.loads(architecture), getattr(torch, precision))
-    module = hf.Logits(model)
-    traced = trace(module, context)
-    parts = cut(traced, module)
-    used = {name for part in parts.parts for name in part.weights}
-    if unused := sorted(traced.shapes.keys() - used):
-        raise ConfigError(
-            f"model.from: {unused[0]} takes no part in predicting the next token ({len(unused)} such parameters), so it "
-            f"could not be trained; take a model of text alone"
-        )
+    spec, dtype = TracedModel(architecture, context), getattr(torch, precision)
+    module, buffers = _built(spec, dtype)
+    try:
+        traced = trace(module, context, (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,), dtype)
+        parts = cut(traced, module)
+        used = {name for part in parts.parts for name in part.weights}
+        if unused := sorted(traced.shapes.keys() - used):
+            raise ConfigError(
+                f"{unused[0]} takes no part in {'the loss' if spec.own_loss else 'predicting the next token'} ({len(unused)} "
+                f"such parameters), so it could not be trained; take a model without it"
+            )
+    except ConfigError as e:
+        raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
     counted: set[str] = set()
     costs = tuple(cost(part, traced, context, counted) for part in parts.parts)
-    width = max(sum(map(numbers, nodes)) for nodes in parts.passed)
-    constants = {**hf.buffers_of(model), **traced.values}
-    return _Made(traced, parts, constants, costs, width)
+    width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
+    constants = {**buffers(), **traced.values}
+    own = tuple(_fingerprint(name, constants[name]) for name in parts.constants) if spec.own_loss else ()
+    return _Made(traced, parts, constants, costs, width, own)
+
+
+def _built(spec: TracedModel, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
+    """The module to trace, and what makes its buffers' values."""
+    if spec.own_loss:
+        from muletrain.model.traced import factory
+
+        module, buffers = factory.build(spec.config, dtype)
+        return factory.Loss(module), lambda: buffers
+    from muletrain.model.traced import architecture as hf
+
+    model = hf.build(spec.config, dtype)
+    return hf.Logits(model), lambda: hf.buffers_of(model)
+
+
+def _fingerprint(name: str, buffer: Tensor) -> str:
+    """Alike on machines whose processors round differently."""
+    values = buffer.double().flatten()
+    weights = values.new_tensor(range(1, len(values) + 1))
+    sums = ((values.abs() * weights).sum(), ((values + 1).abs() * weights).sum())
+    return f"{name} {buffer.dtype} {list(buffer.shape)} {' '.join(f'{float(x):.3e}' for x in sums)}"

@@ -24,6 +24,7 @@ _PRODUCTS = {
     "_grouped_mm": 0,
     "grouped_mm_fallback": 0,
 }
+_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 """Matrix products -> which argument is the left factor."""
 _VIEWS = {
     "view",
@@ -66,7 +67,7 @@ def cost(part: Part, traced: Traced, context: int, counted: set[str]) -> Cost:
     counted.update(own)
     half = max(1, context // 2)
     at_half, at_whole = (_flops(part, traced, tokens) / tokens for tokens in (half, context))
-    slope = (at_whole - at_half) / (context - half)
+    slope = (at_whole - at_half) / (context - half) if context > half else 0.0
     return Cost(
         params=sum(math.prod(traced.shapes[name]) for name in own),
         linear_flops=at_whole - slope * context,
@@ -84,7 +85,11 @@ def _node_flops(node: fx.Node, traced: Traced, tokens: int) -> float:
     name = _name(node)
     if name == "scaled_dot_product_attention":
         *heads, length, features = _shape(node.args[0], traced, tokens)
+        if len(traced.sizes) == 1:
+            return 2.0 * 2 * math.prod(heads) * length * _shape(node.args[1], traced, tokens)[-2] * features
         return 2.0 * 2 * math.prod(heads) * length * tokens / 2 * features  # causal: half the sequence on average
+    if name in _CONVOLUTIONS:
+        return 2.0 * math.prod(_shape(node, traced, tokens)) * math.prod(_shape(node.args[1], traced, tokens)[1:])
     if name in _PRODUCTS:
         inner = _shape(node.args[_PRODUCTS[name]], traced, tokens)[-1]
         return 2.0 * math.prod(_shape(node, traced, tokens)) * inner
@@ -106,7 +111,7 @@ def _name(node: fx.Node) -> str:
 
 def _shape(node: Any, traced: Traced, tokens: int) -> tuple[int, ...]:
     """Of one sequence of ``tokens``. A size that depends on data counts as ``tokens``."""
-    known = {size.node.expr: value for size, value in zip(traced.sizes, (1, tokens), strict=True) if _symbolic(size)}
+    known = {size.node.expr: value for size, value in zip(traced.sizes, (1, tokens), strict=False) if _symbolic(size)}
 
     def size_of(size: Any) -> int:
         if not _symbolic(size):

@@ -2,17 +2,19 @@
 
 A part is a function of weights, of values that earlier parts made, and of *tables*: values that depend on the shape of
 the microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that
-depend on tokens or weights travel. Equal parts have equal code, and share one function.
+depend on samples or weights travel. Targets reach every stage, and the last part alone uses them. Equal parts have equal
+code, and share one function.
 """
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from muletrain.errors import ConfigError
 from muletrain.model.traced import operators
@@ -65,47 +67,66 @@ class Parts:
     """Values that go from each part to the next ones."""
     block_path: str
     """Of the module list whose members are the blocks."""
+    lead: int
+    """Dimensions that all values between blocks begin with: batch and length, or batch alone."""
+    inputs: str
+    """What goes into the first part."""
+    targets: str | None
+    """What goes into the last part besides."""
 
 
 def cut(traced: Traced, module: nn.Module) -> Parts:
     """Cut ``traced``, the graph of ``module``. Raises ConfigError where no chain of blocks is found, and for operators
     that draw random numbers."""
-    path, count = _blocks(module, traced)
+    path, block_of = _blocks(module, traced)
+    count = max(block_of.values()) + 1
     for node in traced.graph.nodes:
         _refuse_random(node)
+        if traced.targets is not None and free_unbacked_symbols(node.meta.get("val")):
+            raise ConfigError(
+                f"{path_of(node)} makes a value ({node.target}) whose shape depends on data, so microbatches would not add "
+                f"up; compute with a mask of fixed shape instead"
+            )
     fixed = _fixed(traced)
-    place = _places(traced, fixed, path, count)
+    place = _places(traced, fixed, path, block_of)
     _hoist(traced, fixed, place)
     parts: list[Part] = []
     site, functions = 0, dict[str, fx.GraphModule]()
     passed = _passed(traced, place, count + 2)
     tables = {n for n, part in place.items() if part == -1} | traced.constants.keys()
     for number in range(count + 2):
-        nodes = [n for n in traced.graph.nodes if place.get(n) == number]
+        nodes = [n for n in traced.graph.nodes if place.get(n) == number and n is not traced.inputs]
         made = _Function(traced, nodes, tables)
-        outputs = tuple(n for n in passed[number] if place[n] == number) if number <= count else (traced.output,)
+        own = tuple(n for n in passed[number] if place[n] == number and n is not traced.inputs)
+        outputs = own if number <= count else (traced.output,)
         part = made.part(outputs, site, functions)
         site += made.sites
         parts.append(part)
-    return Parts(tuple(parts), *_tables(traced, place, parts), tuple(passed[: count + 1]), path)
+    targets = None if traced.targets is None else traced.targets.name
+    passed_on = tuple(passed[: count + 1])
+    return Parts(
+        tuple(parts), *_tables(traced, place, parts), passed_on, path, len(traced.sizes), traced.inputs.name, targets
+    )
 
 
-def _blocks(module: nn.Module, traced: Traced) -> tuple[str, int]:
-    """Path and length of the list of modules that holds most of the parameters: the layers."""
+def _blocks(module: nn.Module, traced: Traced) -> tuple[str, dict[int, int]]:
+    """Path of the list of modules that holds most of the parameters, and the block of each of its members: the layers. A
+    member without parameters (an activation) belongs to the block before it."""
     seen = {name for node in traced.graph.nodes if node.op == "call_function" for name in _around(node)}
     best, most = None, 0
     for path, child in module.named_modules():
         if not isinstance(child, nn.ModuleList | nn.Sequential) or len(child) == 0:
             continue
-        if not all(f"{path}.{k}" in seen for k in range(len(child))):
+        begins = [next(member.parameters(), None) is not None for member in child]
+        if not all(f"{path}.{k}" in seen for k, begin in enumerate(begins) if begin):
             continue
         size = sum(p.numel() for p in child.parameters())
         if size > most:
-            best, most = (path, len(child)), size
+            best, most = (path, {k: max(0, sum(begins[: k + 1]) - 1) for k in range(len(begins))}), size
     if best is None:
         raise ConfigError(
-            "model.from: the model has no list of layers (nn.ModuleList) that it runs one after the other, so it cannot be "
-            "cut; keep its layers in one"
+            "the model has no list of layers (nn.ModuleList, nn.Sequential) that it runs one after the other, so it cannot "
+            "be cut; keep its layers in one"
         )
     return best
 
@@ -122,8 +143,8 @@ def _refuse_random(node: fx.Node) -> None:
         return
     if target not in (aten.dropout.default, aten.scaled_dot_product_attention.default):
         raise ConfigError(
-            f"model.from: {path_of(node)} calls {target}, which draws random numbers that another machine could not draw "
-            f"again; switch it off in config.json (dropout and attention dropout are supported)"
+            f"{path_of(node)} calls {target}, which draws random numbers that another machine could not draw "
+            f"again; switch it off (dropout and attention dropout are supported)"
         )
 
 
@@ -133,9 +154,7 @@ def _fixed(traced: Traced) -> set[fx.Node]:
     for node in traced.graph.nodes:
         if node.op != "call_function":
             continue
-        if (node.target is aten.sym_size.int and node.args[0] is traced.tokens) or (
-            all(n in fixed for n in node.all_input_nodes) and not _drops(node)
-        ):
+        if traced.size_of(node) is not None or (all(n in fixed for n in node.all_input_nodes) and not _drops(node)):
             fixed.add(node)
     return fixed
 
@@ -144,24 +163,34 @@ def _drops(node: fx.Node) -> bool:
     return node.target in (aten.dropout.default, aten.scaled_dot_product_attention.default)
 
 
-def _places(traced: Traced, fixed: set[fx.Node], path: str, count: int) -> dict[fx.Node, int]:
-    """Node -> its part: 0 before the blocks, 1 + k in block k, 1 + ``count`` after them; -1: the tables."""
-    place: dict[fx.Node, int] = {}
-    now = 0
+def _places(traced: Traced, fixed: set[fx.Node], path: str, block_of: dict[int, int]) -> dict[fx.Node, int]:
+    """Node -> its part: 0 before the blocks, 1 + k in block k, then what comes after them; -1: the tables."""
+    place: dict[fx.Node, int] = {traced.inputs: 0}
+    now, count = 0, max(block_of.values()) + 1
     prefix = f"{path}."
     nodes = [n for n in traced.graph.nodes if n.op == "call_function"]
-    in_block = {n: _number(n, prefix) for n in nodes}
+    numbers = {n: _number(n, prefix) for n in nodes}
+    in_block = {n: None if number is None else block_of[number] for n, number in numbers.items()}
     last = max(i for i, n in enumerate(nodes) if in_block[n] is not None and n not in fixed)
+    of_targets: set[fx.Node] = set() if traced.targets is None else {traced.targets}
     for i, node in enumerate(nodes):
         block = in_block[node]
         if node in fixed:
             place[node] = -1 if block is None else 1 + block
             continue
+        used = [n for n in node.all_input_nodes if n in of_targets]
+        if used and all(n in of_targets or n in fixed for n in node.all_input_nodes):
+            of_targets.add(node)
+            place[node] = count + 1
+            continue
+        if used and i <= last:
+            raise ConfigError(
+                f"{path_of(node)} uses the targets before the last block has computed, and they are there only "
+                f"after it; compare with them at the end"
+            )
         if block is not None:
             if 1 + block < now:
-                raise ConfigError(
-                    f"model.from: {path}.{block} computes after a later block did; only a chain of blocks can be cut"
-                )
+                raise ConfigError(f"{path}.{block} computes after a later block did; only a chain of blocks can be cut")
             now = 1 + block
         place[node] = now if i <= last else count + 1
     return place
@@ -196,18 +225,14 @@ def _passed(traced: Traced, place: dict[fx.Node, int], parts: int) -> list[tuple
             if (
                 not isinstance(val, Tensor)
                 or not val.is_floating_point()
-                or val.dim() < 2
-                or _lead(val) != traced.sizes
+                or tuple(val.shape[: len(traced.sizes)]) != traced.sizes
             ):
                 raise ConfigError(
-                    f"model.from: {path_of(node)} makes a value ({node.target}, {_describe(val)}) that is used after part "
-                    f"{number}, and only numbers for each token can be sent from block to block"
+                    f"{path_of(node)} makes a value ({node.target}, {_describe(val)}) that is used after part "
+                    f"{number}, and only numbers for each "
+                    f"{'token' if len(traced.sizes) > 1 else 'sample'} can be sent from block to block"
                 )
     return [tuple(nodes) for nodes in alive]
-
-
-def _lead(val: Tensor) -> tuple[Any, Any]:
-    return val.shape[0], val.shape[1]
 
 
 def _describe(val: object) -> str:
@@ -282,13 +307,14 @@ def _tables(
     graph, env = fx.Graph(), {}
     for node in traced.constants:
         env[node] = graph.placeholder(node.name)
+        env[node].meta.update(node.meta)
     sizes = [graph.placeholder("sequences"), graph.placeholder("tokens")]
     env[traced.device] = graph.placeholder("where")
     for node in traced.graph.nodes:
         if place.get(node) != -1:
             continue
-        if node.target is aten.sym_size.int and node.args[0] is traced.tokens:
-            env[node] = sizes[int(node.args[1])]
+        if (size := traced.size_of(node)) is not None:
+            env[node] = sizes[size]
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
             env[node].meta.update(node.meta)

@@ -1,6 +1,6 @@
 """Traces a module to one flat graph of operators, ready to be cut.
 
-``torch.export`` records what the module computes on the meta device, with batch and length symbolic. Regions that only
+``torch.export`` records what the module computes on the meta device, with batch and length (of tokens) symbolic. Regions that only
 switch gradients or autocasting off are inlined, checks of tensors' metadata are dropped, and devices become an input:
 the graph runs anywhere.
 """
@@ -20,9 +20,12 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from muletrain.errors import ConfigError
+from muletrain.model.chain import TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from muletrain.model.chain import TensorType
 
 aten = torch.ops.aten
 
@@ -43,11 +46,12 @@ INSIDE = "model."
 
 @dataclass
 class Traced:
-    """One graph: placeholders for parameters, buffers, constants, the tokens and the device; the logits are its
-    output."""
+    """One graph: placeholders for parameters, buffers, constants, the inputs, the targets (of a module with a loss of
+    its own) and the device; logits or loss are its output."""
 
     graph: fx.Graph
-    tokens: fx.Node
+    inputs: fx.Node
+    targets: fx.Node | None
     device: fx.Node
     output: fx.Node
     parameters: dict[fx.Node, str] = field(default_factory=dict)
@@ -57,37 +61,59 @@ class Traced:
     """Placeholder -> name of the buffer or constant."""
     values: dict[str, Tensor] = field(default_factory=dict)
     """Constants that tracing found; buffers are not among them."""
-    sizes: tuple[Any, Any] = (None, None)
-    """Symbols of batch and length."""
+    sizes: tuple[Any, ...] = ()
+    """Symbols of batch and, with tokens, length: what the shapes of all values between blocks begin with."""
+
+    def size_of(self, node: fx.Node) -> int | None:
+        """Which of ``sizes`` a node reads off inputs or targets; None: it does something else."""
+        if node.target is not aten.sym_size.int or node.args[0] not in (self.inputs, self.targets):
+            return None
+        size = node.args[0].meta["val"].shape[node.args[1]]  # type: ignore[union-attr]
+        return next((k for k, known in enumerate(self.sizes) if str(known) == str(size)), None)
 
 
-def trace(module: nn.Module, context: int) -> Traced:
-    """Trace ``module``, which lies on the meta device and maps tokens int64 [B, T] to logits [B, T, V]. Raises
-    ConfigError that says where tracing failed, and why."""
-    tokens = torch.zeros(TRACED_SHAPE[0], min(TRACED_SHAPE[1], context), dtype=torch.int64, device="meta")
-    dynamic = ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC if context > 1 else None},)
+def trace(
+    module: nn.Module, context: int, given: Sequence[TensorType] = (TOKENS,), dtype: torch.dtype = torch.float32
+) -> Traced:
+    """Trace ``module``, which lies on the meta device and maps what is ``given`` to logits [B, T, V] (tokens alone) or to
+    a loss (inputs and targets; floats are in ``dtype``). Raises ConfigError that says where tracing failed, and why."""
+    own = len(given) > 1
+    examples = tuple(
+        torch.zeros(
+            kind.batch(TRACED_SHAPE[0], min(TRACED_SHAPE[1], context)),
+            dtype=dtype if kind.dtype == "float32" else torch.int64,
+            device="meta",
+        )
+        for kind in given
+    )
+    long = Dim.DYNAMIC if context > 1 else None
+    dynamic = tuple({0: Dim.DYNAMIC, 1: long} if kind.shape is None else {0: Dim.DYNAMIC} for kind in given)
     try:
         with torch.device("meta"), _silenced():
-            program = torch.export.export(module, (tokens,), dynamic_shapes=dynamic, strict=False)
+            program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
+    except ConfigError:
+        raise
     except Exception as e:  # whatever the model's own code, or torch's tracer, raises
-        raise ConfigError(
-            f"model.from: the model cannot be traced{_where(e)}: {_first_line(e)}; change what config.json says of that "
-            f"part, or take another model"
-        ) from e
+        remedy = (
+            f"it got inputs {given[0]} and targets {given[1]} (of data.factory, else of text), and shapes must not depend on data"
+            if own
+            else "change what config.json says of that part, or take another model"
+        )
+        raise ConfigError(f"the model cannot be traced{where(e)}: {first_line(e)}; {remedy}") from e
     if program.graph_signature.buffers_to_mutate:
         name = next(iter(program.graph_signature.buffers_to_mutate.values()))
         raise ConfigError(
-            f"model.from: the model changes its buffer {name} while it computes, so a microbatch could not be computed "
-            f"twice; take a model without running statistics"
+            f"the model changes its buffer {name} while it computes, so a microbatch could not be computed "
+            f"twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
         )
-    return _Flattening(program, module).run()
+    return _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
 
 
 class _Flattening:
     """Copies an exported program's graph node by node."""
 
-    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module) -> None:
-        self._program, self._graph = program, fx.Graph()
+    def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, lead: int, *, own: bool) -> None:
+        self._program, self._graph, self._lead, self._own = program, fx.Graph(), lead, own
         self._first_names = first_names(module)
 
     def run(self) -> Traced:
@@ -96,14 +122,14 @@ class _Flattening:
         parameters, constants, shapes, values = {}, {}, {}, {}
         device = self._graph.placeholder("where")
         known: dict[str, fx.Node] = {}
-        tokens: fx.Node | None = None
+        users: list[fx.Node] = []
         for node in self._program.graph.nodes:
             if node.op != "placeholder":
                 continue
             spec, val = specs[node.name], node.meta["val"]
             if spec.kind is InputKind.USER_INPUT:
-                tokens = env[node] = self._placeholder(node)
-                sizes = tuple(val.shape)
+                users.append(self._placeholder(node))
+                env[node] = users[-1]
                 continue
             name = self._first_names.get(spec.target, spec.target).removeprefix(INSIDE)
             if name not in known:
@@ -115,10 +141,11 @@ class _Flattening:
                     if spec.kind is InputKind.CONSTANT_TENSOR:
                         values[name] = self._program.constants[spec.target]
             env[node] = known[name]
-        assert tokens is not None
+        inputs, targets = users[0], users[1] if len(users) > 1 else None
         self._device = device
         (output,) = self._copy(self._program.graph_module, env, {})
-        return Traced(self._graph, tokens, device, output, parameters, shapes, constants, values, sizes)
+        sizes = tuple(inputs.meta["val"].shape)[: self._lead]
+        return Traced(self._graph, inputs, targets, device, output, parameters, shapes, constants, values, sizes)
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         copy = self._graph.placeholder(node.name)
@@ -151,7 +178,7 @@ class _Flattening:
         at = 1 if name == "wrap_with_set_grad_enabled" else 4
         if name == "wrap_with_autocast" and node.args[2]:
             raise ConfigError(
-                f"model.from: {_path(stack)} switches autocast on; muletrain chooses the arithmetic (compute.precision)"
+                f"{_path(stack)} switches autocast on; muletrain chooses the arithmetic (compute.precision)"
             )
         inner = getattr(body, str(node.args[at].target))  # type: ignore[union-attr]
         holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -172,14 +199,46 @@ class _Flattening:
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], stack: dict[str, Any]) -> fx.Node:
         if node.op != "call_function" or not _known(node.target):
             raise ConfigError(
-                f"model.from: {_path(stack)} calls {node.target}, which is no operator that can be cut; write that part of "
+                f"{_path(stack)} calls {node.target}, which is no operator that can be cut; write that part of "
                 f"the model without it"
             )
+        target = self._functional(node, env, stack)
         given: Any = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         args, kwargs = fx.node.map_aggregate(given, lambda x: self._device if isinstance(x, torch.device) else x)
-        copy = self._graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy = self._graph.call_function(target, args, kwargs)
         copy.meta = {**node.meta, "nn_module_stack": stack}
+        if target is not node.target:
+            env[node.args[0]] = copy  # type: ignore[index]
         return copy
+
+    def _functional(self, node: fx.Node, env: dict[fx.Node, Any], stack: dict[str, Any]) -> Any:
+        """The operator of ``node``; in a user's module one that leaves its inputs as they are. Raises ConfigError for one
+        that changes what lasts longer than a microbatch, or a tensor that others are views of."""
+        target: Any = node.target
+        if not self._own or not isinstance(target, torch._ops.OpOverload):
+            return target
+        name, schema = target._schema.name.partition("::")[2], target._schema
+        kept = name in ("batch_norm", "instance_norm") and node.args[3] is not None
+        written = [k for k, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        if not written and not kept:
+            return target
+        changed: Any = node.args[3 if kept else written[0]]
+        other = (
+            None
+            if kept or written != [0]
+            else getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+        )
+        if isinstance(changed, fx.Node) and env[changed].op == "placeholder":
+            raise ConfigError(
+                f"{_path(stack)} changes {env[changed].name} ({target}) while it computes, so a microbatch could not be "
+                f"computed twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
+            )
+        if other is None or _is_view(changed) or any(_is_view(user) for user in changed.users):
+            raise ConfigError(
+                f"{_path(stack)} writes into a tensor ({target}), and blocks must leave their inputs as they are; use the "
+                f"form that returns a new one"
+            )
+        return other
 
 
 @contextmanager
@@ -207,6 +266,14 @@ def _path(stack: dict[str, Any]) -> str:
     return str(path).removeprefix(INSIDE) or "the model"
 
 
+def _is_view(node: fx.Node) -> bool:
+    """Does a node's result lie in the memory of its input?"""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
 def _known(target: Any) -> bool:
     """Operators of torch, and arithmetic on sizes."""
     if isinstance(target, torch._ops.OpOverload):
@@ -224,7 +291,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
     return {name: found.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
-def _where(e: BaseException) -> str:
+def where(e: BaseException) -> str:
     """Of the last line of the model's own code that the tracer was in."""
     trace, found = e.__traceback__, ""
     while trace is not None:
@@ -236,6 +303,7 @@ def _where(e: BaseException) -> str:
     return found
 
 
-def _first_line(e: BaseException) -> str:
+def first_line(e: BaseException) -> str:
+    """Of the message."""
     text = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
     return text[:300]

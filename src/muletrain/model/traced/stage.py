@@ -52,26 +52,46 @@ class TracedStage(StageModule):
         return self
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
-        sequences, length = inputs.shape[0], inputs.shape[1]
+        return self._run_parts(inputs, None, masks)
+
+    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
+        if not self.spec.own_loss:
+            return super().loss(inputs, targets, masks)
+        return self._run_parts(inputs, targets, masks).float()
+
+    def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None) -> Tensor:
+        samples = self.is_first and self._chain.lead == 1
+        sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
         chain, weights = self._chain, dict(self.named_parameters())
         tables = self._tables(sequences, length, inputs.device)
         first, end = self._run
-        env = {chain.parts[0].inputs[0]: inputs} if self.is_first else unpack(inputs, chain.passed[first - 1])
+        env = (
+            {chain.inputs: self._cast(inputs)} if self.is_first else unpack(inputs, chain.passed[first - 1], chain.lead)
+        )
         for number in range(first, end):
             part = chain.parts[number]
+            if number == len(chain.parts) - 1 and chain.targets is not None:
+                assert targets is not None, "the last part computes a loss"
+                env[chain.targets] = self._cast(targets.to(inputs.device))
             given = [weights[n] for n in part.weights] + [env[n] for n in part.inputs]
             given += [tables[n] for n in part.tables]
             outputs = part.function(*given, inputs.device, masks, part.site, sequences)
             if number == len(chain.parts) - 1:
-                logits: Tensor = outputs[0]
-                return logits
+                last: Tensor = outputs[0]
+                return last
             made = {**env, **dict(zip(part.outputs, outputs, strict=True))}
             env = {node.name: made[node.name] for node in chain.passed[number]}
-        return pack([env[node.name] for node in chain.passed[end - 1]], self.spec.width)
+        return pack([env[node.name] for node in chain.passed[end - 1]], self.spec.width, (sequences, length))
+
+    def _cast(self, samples: Tensor) -> Tensor:
+        """Floats in the precision of the weights."""
+        return samples.to(next(self.parameters()).dtype) if samples.is_floating_point() else samples
 
     @torch.no_grad()
     def _make_tables(self, sequences: int, length: int, device: torch.device) -> dict[str, Any]:
-        given = [self._constants[name].to(device) for name in self._chain.constants]
+        holders = self._chain.tables.graph.find_nodes(op="placeholder")
+        dtypes = [holder.meta["val"].dtype for holder in holders[: len(self._chain.constants)]]
+        given = [self._constants[n].to(device, dtype) for n, dtype in zip(self._chain.constants, dtypes, strict=True)]
         made = self._chain.tables(*given, sequences, length, device)
         named = dict(zip(self._chain.table_names, made, strict=True))
         return {k: Causal() if k in self._chain.masks and is_causal(v, length) else v for k, v in named.items()}
@@ -96,24 +116,25 @@ def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module.register_parameter(leaf, parameter)
 
 
-def numbers(node: fx.Node) -> int:
-    """Numbers per token of a value [B, T, ...] that goes from block to block."""
-    return math.prod(int(size) for size in node.meta["val"].shape[2:])
+def numbers(node: fx.Node, lead: int) -> int:
+    """Numbers per token of a value [B, T, ...] that goes from block to block (``lead`` 2), or per sample of [B, ...]."""
+    return math.prod(int(size) for size in node.meta["val"].shape[lead:])
 
 
-def pack(values: list[Tensor], width: int) -> Tensor:
-    """All ``values`` [B, T, ...] side by side in one tensor [B, T, width], with zeros at the end where they are fewer."""
-    flat = [value.flatten(2) if value.dim() > 2 else value.unsqueeze(2) for value in values]
+def pack(values: list[Tensor], width: int, lead: tuple[int, int]) -> Tensor:
+    """All ``values`` side by side in one tensor [B, T, width], with zeros at the end where they are fewer. ``lead``: B and
+    T, which is 1 for values [B, ...]."""
+    flat = [value.reshape(*lead, -1) for value in values]
     packed = flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
     return packed if packed.shape[2] == width else nn.functional.pad(packed, (0, width - packed.shape[2]))
 
 
-def unpack(packed: Tensor, nodes: tuple[fx.Node, ...]) -> dict[str, Tensor]:
+def unpack(packed: Tensor, nodes: tuple[fx.Node, ...], lead: int) -> dict[str, Tensor]:
     """The inverse of ``pack``: values by name, in the precision that the chain has there."""
     found, begin = {}, 0
     for node in nodes:
-        val, count = node.meta["val"], numbers(node)
+        val, count = node.meta["val"], numbers(node, lead)
         piece = packed if count == packed.shape[2] else packed[..., begin : begin + count]
         begin += count
-        found[node.name] = piece.to(val.dtype).view(*packed.shape[:2], *(int(size) for size in val.shape[2:]))
+        found[node.name] = piece.to(val.dtype).reshape(*packed.shape[:lead], *(int(size) for size in val.shape[lead:]))
     return found

@@ -23,6 +23,7 @@ from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 
 if TYPE_CHECKING:
+    from muletrain.data.samples import Data
     from muletrain.network.base import Network
     from muletrain.runs.host import Host
 
@@ -32,10 +33,10 @@ async def found(host: Host, network: Network) -> Seat:
     spec = host.spec
     assert spec.config is not None
     facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config)))
-    cache = await asyncio.to_thread(TokenCache.build, facts.config.data, facts.spec.vocab)
+    cache = await asyncio.to_thread(facts.data)
     checkpoint = _begins_with(spec.resume, cache)
     check_tokenizer(facts, len(cache.tokenizer_json))
-    sharing = await owners_sharing(facts, cache) if facts.config.data.share else None
+    sharing = await owners_sharing(facts, cache) if isinstance(cache, TokenCache) and facts.config.data.share else None
     machine = await host.probe_machine(facts.config)
     info = RunInfo(
         facts.config.model_dump_json(by_alias=True),
@@ -69,7 +70,7 @@ async def found(host: Host, network: Network) -> Seat:
     return Seat(facts, roster, network, compute, machine, cache, info, place, sharing)
 
 
-def _begins_with(folder: str | None, cache: TokenCache) -> Checkpoint | None:
+def _begins_with(folder: str | None, cache: Data) -> Checkpoint | None:
     """The checkpoint in ``folder``. Raises CheckpointError, also if the corpus has changed since."""
     if folder is None:
         return None

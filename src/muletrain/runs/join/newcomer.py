@@ -110,10 +110,10 @@ async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunF
             return await host.build(facts, welcome.stage, machine, part)
     if welcome.running:  # replicas give the weights, so first ones may come from the seed
         return await host.build(facts.drawn(), welcome.stage, machine, None)
-    if facts.config.model.from_ is not None and host.spec.data != "config":
+    if (given := facts.config.model.given) is not None and host.spec.data != "config":
         raise AdmissionError(
-            "the run starts from a folder of another machine (model.from), and its founder does not send the weights; "
-            "begin it by 'muletrain start', which does"
+            f"the run starts from weights of another machine ({given}), and its founder does not send them; begin it by "
+            f"'muletrain start', which does"
         )
     return await host.build(facts, welcome.stage, machine, None)
 

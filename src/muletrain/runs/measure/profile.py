@@ -11,8 +11,8 @@ import torch
 
 from muletrain.compute.probe import chip
 from muletrain.compute.profile import PASSES, alike, profiled
+from muletrain.config.model_sections import DataConfig, ModelConfig
 from muletrain.config.profile_file import VERSION, Profile, read_profile
-from muletrain.config.schema import DataConfig, ModelConfig
 from muletrain.data.tokens import cache_folder
 from muletrain.errors import ConfigError
 from muletrain.model.hf import is_native, spec_in

@@ -24,3 +24,5 @@ class Quality:
     """Training tokens in total."""
     before: float | None = None
     """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""
+    own_loss: bool = False
+    """``loss`` is what a user's module computes, on samples or tokens."""

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from muletrain.config.schema import Codec
+from muletrain.model.chain import TOKENS
 from muletrain.policy.shards import CHUNK
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.config.schema import TrainConfig
+    from muletrain.model.chain import TensorType
     from muletrain.strategies.base import Strategy
 
 
@@ -45,6 +47,7 @@ class Plan:
     """Sequences of a microbatch, B."""
     width: int
     vocab: int
+    """Integers of inputs and targets are smaller."""
     sequence_length: Callable[[int], int]
     """Maps a step to its sequence length T."""
     activations: Codec
@@ -55,6 +58,10 @@ class Plan:
     capacity: int
     """Requests that a peer holds at once: the bound of admission, with room for the backward of each."""
     strategy: Strategy
+    inputs: TensorType = TOKENS
+    """What the first stage takes."""
+    targets: TensorType = TOKENS
+    """What the last stage's loss takes."""
     adopt_after_s: float = 30.0
     """Seconds without a peer of a stage, after which the run rolls back and other peers adopt the stage."""
     from_seed: bool = False

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.compute.base import Microbatch
-from muletrain.compute.checks import check_token_values, is_finite
+from muletrain.compute.checks import check_sample_values, is_finite
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
@@ -22,7 +22,7 @@ from muletrain.policy.deadline import UNMEASURED_S, Usual
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
-from muletrain.wire.codec import IDS, decode, encode
+from muletrain.wire.codec import decode, encode, sample_codecs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,8 +202,8 @@ class StageServer:
         job.busy_s += self.ctx.clock.now() - begin
         self.ctx.worked("receive", "decode", begin, job.message.step, job.message.index)
         if job.message.stage == 0:
-            check_token_values("forward", inputs, self.ctx.plan.vocab)
-        check_token_values("forward", targets, self.ctx.plan.vocab + job.heldout)
+            check_sample_values("forward", inputs, self.ctx.plan.vocab)
+        check_sample_values("forward", targets, self.ctx.plan.vocab + job.heldout)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
                 raise _UnfiniteInputs("activations: not finite")
@@ -222,15 +222,15 @@ class StageServer:
             raise ProtocolError(
                 f"forward of microbatch {message.index} for stage {message.stage} at a peer of stage {stage}"
             )
-        tokens = plan.shape(message.step, message.index)
-        expected, codecs = (tokens, IDS) if stage == 0 else ((*tokens, plan.width), (plan.codec(message.index),))
-        if (
-            (inputs.shape, targets.shape) != (expected, tokens)
-            or inputs.codec not in codecs
-            or targets.codec not in IDS
-        ):
+        tokens, activations = plan.shape(message.step, message.index), plan.codec(message.index)
+        shapes = plan.inputs.batch(*tokens) if stage == 0 else (*tokens, plan.width), plan.targets.batch(*tokens)
+        codecs = (
+            sample_codecs(plan.inputs.dtype) if stage == 0 else (activations,),
+            sample_codecs(plan.targets.dtype),
+        )
+        if (inputs.shape, targets.shape) != shapes or inputs.codec not in codecs[0] or targets.codec not in codecs[1]:
             raise Malformed(
-                f"forward with {inputs.codec} {inputs.shape} and {targets.codec} {targets.shape}, expected {expected} and {tokens}"
+                f"forward with {inputs.codec} {inputs.shape} and {targets.codec} {targets.shape}, expected {shapes[0]} and {shapes[1]}"
             )
 
     async def _compute_forward(self, job: _Job, inputs: Tensor) -> Encoded:

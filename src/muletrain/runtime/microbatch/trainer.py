@@ -18,12 +18,11 @@ from muletrain.runtime.core.messages import Request
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Gap, TrainerDone
 from muletrain.runtime.microbatch.validator import validator_of
-from muletrain.wire.codec import encode_ids
+from muletrain.wire.codec import encode_samples
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
 
-    import numpy as np
     import numpy.typing as npt
 
     from muletrain.network.base import PeerId
@@ -44,8 +43,8 @@ R = TypeVar("R")
 class Source(Protocol):
     """Makes microbatches: a pure function of (step, index)."""
 
-    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns inputs and targets, int64 [B, T]."""
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns inputs and targets, as the plan declares them: tokens are int64 [B, T]."""
         ...
 
 
@@ -208,8 +207,7 @@ class Trainer:
             self._begun.setdefault(index, False)
             if retry or self._passed:
                 accumulate, loss = await self._still_missing(index, accumulate)
-            inputs, targets = self._source.microbatch(self._step, index)
-            tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
+            tensors = [encode_samples(torch.from_numpy(a)) for a in self._source.microbatch(self._step, index)]
             for tries in range(MAX_TRIES):
                 if not accumulate and loss is not None:
                     return loss

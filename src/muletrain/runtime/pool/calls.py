@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from muletrain.runtime.pool.parts import KeptPart
-from muletrain.wire.codec import encode, encode_ids
+from muletrain.wire.codec import encode, encode_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +51,8 @@ class Call:
         """Returns from what ``part`` is computed."""
         assert self.inputs is not None  # a backward is cut as its forward was
         rows = slice(part.first, part.first + part.rows)
-        inputs, targets = self.inputs[rows], None if self.targets is None else encode_ids(self.targets[rows])
-        sent = encode_ids(inputs) if compute.stage == 0 else await compute.offload(encode, inputs, codec)
+        inputs, targets = self.inputs[rows], None if self.targets is None else encode_samples(self.targets[rows])
+        sent = encode_samples(inputs) if compute.stage == 0 else await compute.offload(encode, inputs, codec)
         return KeptPart(part.rows, sent, targets)
 
     def fail(self, error: BaseException) -> None:

@@ -13,7 +13,7 @@ from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.checks import checked_message
 from muletrain.runtime.pool.messages import Checked, Finished, Give, GiveBoth, GiveGradient, GiveInputs, Output, Unable
 from muletrain.runtime.pool.parts import recomputed
-from muletrain.wire.codec import IDS, Encoded, decode, encode
+from muletrain.wire.codec import Encoded, decode, encode, sample_codecs
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -154,10 +154,12 @@ class PartWork:
     def check(self, message: Give, tensors: list[Encoded]) -> None:
         """Raises Malformed for a part that this stage does not have."""
         plan, length = self._plan, self._plan.sequence_length(message.step)
-        tokens, activations = (message.rows, length), (message.rows, length, plan.width)
+        between = (message.rows, length, plan.width), (plan.activations,)
         first, last = self._compute.stage == 0, self._compute.stage == self._compute.stages - 1
-        inputs = (tokens, IDS) if first else (activations, (plan.activations,))
-        other = (tokens, IDS) if last else (activations, (plan.activations,))
+        inputs, other = (
+            (declared.batch(message.rows, length), sample_codecs(declared.dtype)) if here else between
+            for declared, here in ((plan.inputs, first), (plan.targets, last))
+        )
         expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
         if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
             raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")

@@ -181,8 +181,8 @@ def observe(folder: Path) -> Sample:
     if not (folder / "config.toml").is_file():
         raise MuletrainError(f"{folder}: not a run folder (it has no config.toml); give one from runs/")
     config = load_config(folder / "config.toml")
-    if config.model.from_ is not None:
-        raise MuletrainError(f"{folder}: it began with {config.model.from_}; give a run that states its model's sizes")
+    if config.model.given is not None:
+        raise MuletrainError(f"{folder}: it began with {config.model.given}; give a run that states its model's sizes")
     events = ev.EventTail(folder).poll()
     first, last, seconds = _steady(folder, events)
     applied = [e for e in events if isinstance(e, ev.StepApplied) and first <= e.step <= last]

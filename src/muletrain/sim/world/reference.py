@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Update
@@ -61,14 +60,21 @@ class Tokens:
     def __init__(self, facts: Facts) -> None:
         self._sequences, self._length = facts.config.train.microbatch, facts.plan.sequence_length
         self._seed, self._vocab = facts.config.train.seed, facts.spec.vocab
+        self._kinds = facts.spec.inputs, facts.spec.targets
 
-    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        shape = (2, self._sequences, self._length(step))
-        drawn = np.random.default_rng((self._seed, step, index)).integers(0, self._vocab, shape)
-        return drawn[0], drawn[1]
+    def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        draws = np.random.default_rng((self._seed, step, index))
+        shapes = [kind.batch(self._sequences, self._length(step)) for kind in self._kinds]
+        inputs, targets = (
+            draws.integers(0, self._vocab, shape)
+            if kind.dtype == "int64"
+            else draws.standard_normal(shape, dtype=np.float32)
+            for kind, shape in zip(self._kinds, shapes, strict=True)
+        )
+        return inputs, targets
 
     def batch(self, step: int, microbatches: int) -> tuple[Tensor, Tensor]:
-        """All inputs and all targets of a step, int64 [microbatches * B, T]."""
+        """All inputs and all targets of a step, of tokens int64 [microbatches * B, T]."""
         inputs, targets = zip(*(self.microbatch(step, index) for index in range(microbatches)), strict=True)
         return torch.from_numpy(np.concatenate(inputs)), torch.from_numpy(np.concatenate(targets))
 
@@ -156,6 +162,8 @@ def facts_of(scenario: Scenario) -> Facts:
         sequences=scenario.sequences,
         width=spec.width,
         vocab=spec.vocab,
+        inputs=spec.inputs,
+        targets=spec.targets,
         sequence_length=functools.partial(
             sequence_length,
             context=spec.context,
@@ -254,8 +262,7 @@ class SingleProcess(VirtualCompute):
         """Over microbatches: of scaled gradients, and of losses."""
         own = self.arithmetic
         with torch.enable_grad():
-            logits = own.module(step)(inputs, masks).float()
-            losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+            losses = own.module(step).loss(inputs, targets, masks) * len(inputs)
             gradients = torch.autograd.grad(losses * own.scale.of(step), own.weights.parameters(step))
         return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
 

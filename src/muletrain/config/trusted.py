@@ -1,0 +1,49 @@
+"""Which factories this process may import: those that its own user named, in a configuration or as an option.
+
+A run's configuration also comes from other machines, and names a function and what to call it with. That alone imports
+nothing here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from muletrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_named: set[str] = set()
+
+
+def trust(*names: str | None) -> None:
+    """Allow this process to import ``names``, which its user gave ('package.module:function'; None: nothing)."""
+    _named.update(name for name in names if name is not None)
+
+
+def trusted() -> tuple[str, ...]:
+    """All names that this process may import."""
+    return tuple(sorted(_named))
+
+
+def imported(field: str, name: str) -> Callable[..., Any]:
+    """The function ``name`` that ``field`` of the configuration gives. Raises ConfigError if the user of this machine did
+    not name it, and if it cannot be imported or called."""
+    if name not in _named:
+        others = f" (named here: {', '.join(trusted())})" if _named else ""
+        raise ConfigError(
+            f"{field}: '{name}' would be imported on this machine, and only its own user may say so: if you have "
+            f"installed it and trust it, add --factory {name}{others}"
+        )
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as e:  # whatever the module's own code raises
+        raise ConfigError(
+            f"{field}: '{name}' cannot be imported ({type(e).__name__}: {e}); install its package in this Python, or put "
+            f"its folder on PYTHONPATH"
+        ) from e
+    if not callable(found):
+        raise ConfigError(f"{field}: '{name}' is {type(found).__name__}, not a function; name the function that builds")
+    return found  # type: ignore[no-any-return]

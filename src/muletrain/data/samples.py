@@ -1,0 +1,184 @@
+"""Samples that are not text, as ``data.factory`` returns them: (train, heldout), two sequences of (input, target).
+
+A sequence has a length, and gives sample k at [k], always the same one: arrays or tensors of fixed shape and type.
+Floats become fp32, integers int64. Microbatch ``(step, index)`` is a pure function of seed and samples: each epoch deals
+out every sample once, in an order that the seed determines.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from muletrain.config.trusted import imported
+from muletrain.data.microbatch import ROUNDS, permute, round_keys
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import ConfigError, DataError
+from muletrain.model.chain import TensorType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from muletrain.config.model_sections import DataConfig
+    from muletrain.model.chain import Model
+
+    Array = npt.NDArray[Any]
+
+COMPARED = 64
+"""Samples of each side, evenly spread, that the digest covers."""
+
+
+class Samples(Protocol):
+    """One side: such as a dataset of torch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True)
+class SampleData:
+    """Both sides, and what their samples are. ``digest`` (hex SHA-256) covers the lengths and some samples."""
+
+    name: str
+    train: Samples
+    heldout: Samples
+    inputs: TensorType
+    targets: TensorType
+    digest: str
+    tokenizer_json: bytes = b""
+
+    @classmethod
+    def build(cls, name: str) -> SampleData:
+        """The samples of the factory ``name``. Raises ConfigError if it cannot be used, and DataError for samples that
+        differ in shape or from one reading to the next."""
+        return _built(name)
+
+    def sample(self, side: Samples, k: int) -> tuple[Array, Array]:
+        """Sample ``k``, as all are. Raises DataError."""
+        found = _read(self.name, side, k)
+        kinds = tuple(map(_kind, found))
+        if kinds != (self.inputs, self.targets):
+            raise DataError(
+                f"data.factory: sample {k} of '{self.name}' is {kinds[0]} and {kinds[1]}, others are {self.inputs} and "
+                f"{self.targets}; give all the same shapes and types"
+            )
+        return found
+
+    def batch(self, side: Samples, which: npt.NDArray[np.int64], vocab: int) -> tuple[Array, Array]:
+        """Inputs and targets [B, ...]. Raises DataError, also for numbers that are not finite or not below ``vocab``."""
+        inputs, targets = (np.stack(x) for x in zip(*(self.sample(side, int(k)) for k in which), strict=True))
+        for what, x in (("inputs", inputs), ("targets", targets)):
+            integers = x.dtype == np.int64
+            if not (x.min() >= 0 and x.max() < vocab if integers else np.isfinite(x).all()):
+                wrong = f"integers from {x.min()} to {x.max()}; model.vocab = {vocab}" if integers else "not finite"
+                raise DataError(f"data.factory: {what} among samples {which.min()}..{which.max()} are {wrong}")
+        return inputs, targets
+
+    def heldout_batches(self, most: int, batch: int, vocab: int) -> Iterator[tuple[Array, Array]]:
+        """At most ``most`` held-out samples, evenly spread."""
+        which = _spread(len(self.heldout), most)
+        for first in range(0, len(which), batch):
+            yield self.batch(self.heldout, which[first : first + batch], vocab)
+
+
+Data = TokenCache | SampleData
+"""What a run trains on."""
+
+
+class SampleSource:
+    """Deals out the training samples; see ``MicrobatchSource``."""
+
+    def __init__(self, data: SampleData, seed: int, batch: int, microbatch: int, vocab: int) -> None:
+        self._data, self._seed, self._vocab = data, seed, vocab
+        self._batch, self._microbatch = batch, microbatch
+
+    def microbatch(self, step: int, index: int) -> tuple[Array, Array]:
+        """Inputs and targets [B, ...] of microbatch ``index`` of ``step``."""
+        if step < 0 or not 0 <= index < self._batch // self._microbatch:
+            raise ValueError(
+                f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}"
+            )
+        size, first = len(self._data.train), step * self._batch + index * self._microbatch
+        numbers = np.arange(first, first + self._microbatch, dtype=np.uint64)
+        epochs, ranks = np.divmod(numbers, np.uint64(size))
+        which = np.empty(len(numbers), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            of_epoch = epochs == epoch
+            which[of_epoch] = permute(ranks[of_epoch], size, round_keys(self._seed, int(epoch), ROUNDS))
+        return self._data.batch(self._data.train, which, self._vocab)
+
+
+def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None] | None = None) -> Data:
+    """The tokens or the samples that ``spec`` trains on. Raises DataError, and ConfigError if they are not what it
+    takes."""
+    if config.factory is None:
+        if spec.inputs.shape is not None:
+            raise ConfigError(f"data.factory: the model takes {spec.inputs}, which no text has; set it")
+        return TokenCache.build(config, spec.vocab, progress)
+    data = SampleData.build(config.factory)
+    if (data.inputs, data.targets) != (spec.inputs, spec.targets):
+        raise ConfigError(
+            f"data.factory: the samples of '{config.factory}' are {data.inputs} and {data.targets}, and the model takes "
+            f"{spec.inputs} and {spec.targets}"
+        )
+    for side in (data.train, data.heldout):
+        data.batch(side, _spread(len(side), COMPARED), spec.vocab)
+    return data
+
+
+@functools.lru_cache(maxsize=1)
+def _built(name: str) -> SampleData:
+    make = imported("data.factory", name)
+    try:
+        train, heldout = make()
+        sizes = len(train), len(heldout)
+    except Exception as e:  # whatever the user's code raises
+        raise ConfigError(
+            f"data.factory: '{name}' does not return (train, heldout), two sequences of (input, target): "
+            f"{type(e).__name__}: {e}; call it yourself to see why"
+        ) from e
+    if not all(sizes):
+        raise DataError(f"data.factory: '{name}' has {sizes[0]} samples to train on and {sizes[1]} held out; give some")
+    inputs, targets = map(_kind, _read(name, train, 0))
+    data = SampleData(name, train, heldout, inputs, targets, "")
+    digest = hashlib.sha256(f"{sizes} {inputs} {targets}".encode())
+    for side, size in zip((train, heldout), sizes, strict=True):
+        for k in _spread(size, COMPARED):
+            once, again = (b"".join(x.tobytes() for x in data.sample(side, int(k))) for _ in range(2))
+            if once != again:
+                raise DataError(
+                    f"data.factory: sample {k} of '{name}' is another one each time; draw what is random from its number"
+                )
+            digest.update(once)
+    return SampleData(name, train, heldout, inputs, targets, digest.hexdigest())
+
+
+def _read(name: str, side: Samples, k: int) -> tuple[Array, Array]:
+    try:
+        given, target = side[k]
+        return _array(given), _array(target)
+    except Exception as e:  # whatever the user's code raises
+        raise DataError(
+            f"data.factory: sample {k} of '{name}' is not (input, target), two arrays of numbers: {type(e).__name__}: {e}"
+        ) from e
+
+
+def _array(value: Any) -> Array:
+    found = np.asarray(value)
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"numbers of type {found.dtype}; give floats or integers")
+    return np.ascontiguousarray(found, np.float32 if found.dtype.kind == "f" else np.int64).reshape(found.shape)
+
+
+def _kind(x: Array) -> TensorType:
+    return TensorType.parse(f"{x.dtype}[{', '.join(map(str, x.shape))}]")
+
+
+def _spread(size: int, most: int) -> npt.NDArray[np.int64]:
+    return np.unique(np.linspace(0, size - 1, min(size, most)).astype(np.int64))

@@ -1,0 +1,138 @@
+"""Builds a user's own module by an importable factory: without storage to trace it, or whole for its first weights.
+
+What to build may come from another machine. A factory is imported only if this machine's own user named it
+(``config.trusted``); its arguments are numbers, booleans and strings.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from muletrain.config.trusted import imported
+from muletrain.errors import ConfigError
+from muletrain.model.module import StageModule
+from muletrain.model.traced.export import first_line, first_names, where
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_TAKEN = {"spec", "is_first", "is_last"}
+"""Attributes of a stage, whose parameters have the module's names."""
+
+
+class Loss(nn.Module):
+    """Inputs and targets -> the mean loss of a user's module, a scalar."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(inputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+            found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"forward(inputs, targets) returns {found}, not a loss; return the mean over the samples, as a scalar"
+            )
+        return loss
+
+
+def build(about: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The module in training mode, on the meta device, and the values of its buffers by name. ``about``: 'factory' and
+    its 'arguments'. Raises ConfigError if it cannot be built, or its parameters cannot be trained."""
+    with _without_storage():
+        module = _called(about, seed=0)  # random buffers are the same on every machine
+    _check(module)
+    module = module.to(dtype).train()
+    buffers = {name: buffer.detach().cpu() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    return module.to("meta"), buffers
+
+
+def first_weights(about: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    """The fp32 weights that the factory gives the module, by name, with torch's generator at ``seed``; the whole module
+    is held on the CPU meanwhile. Raises ConfigError."""
+    module = _called(about, seed)
+    return {name: parameter.detach().cpu().float().contiguous() for name, parameter in module.named_parameters()}
+
+
+def state_dict(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What ``load_state_dict`` of the module takes: ``weights`` (of each tensor by its first name) under all names, and
+    its persistent buffers."""
+    with _without_storage():
+        module = _called(about, seed=0)
+    first = first_names(module)
+    found = {name: weights.get(first.get(name, name), value) for name, value in module.state_dict().items()}
+    return {name: value.detach().clone().contiguous() for name, value in found.items()}
+
+
+def version_of(name: str) -> str:
+    """The package of a factory, which has been imported, and its version."""
+    package = name.partition(":")[0].partition(".")[0]
+    known: object = getattr(sys.modules.get(package), "__version__", None)
+    try:
+        known = known or version(packages_distributions().get(package, [package])[0])
+    except PackageNotFoundError:
+        known = "without a version"
+    return f"{package} {known}"
+
+
+def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
+    name = about["factory"]
+    make = imported("model.factory", name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module = make(**about["arguments"])
+        except Exception as e:  # whatever the user's code raises
+            raise ConfigError(
+                f"model.factory: '{name}' raises {type(e).__name__}{where(e)}: {first_line(e)}; call it with "
+                f"model.arguments = {about['arguments']} yourself to see why"
+            ) from e
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model.factory: '{name}' returns {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def _check(module: nn.Module) -> None:
+    """Raises ConfigError for what would be trained otherwise than in a plain loop."""
+    for name, parameter in module.named_parameters():
+        head = name.partition(".")[0]
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            why = "is frozen (requires_grad)" if parameter.is_floating_point() else f"is {parameter.dtype}"
+            raise ConfigError(
+                f"model.factory: the parameter {name} {why}, and all parameters are trained; make it a buffer "
+                f"(register_buffer)"
+            )
+        if hasattr(StageModule, head) or head in _TAKEN or head.startswith("_"):
+            raise ConfigError(
+                f"model.factory: the parameter {name} begins with a name that muletrain uses; rename {head}"
+            )
+    for path, part in module.named_modules():
+        if plain := next((name for name, value in vars(part).items() if isinstance(value, Tensor)), None):
+            raise ConfigError(
+                f"model.factory: {path or 'the module'}.{plain} is a tensor that is neither parameter nor buffer, so it "
+                f"would stay on one device; use register_buffer"
+            )
+
+
+@contextmanager
+def _without_storage() -> Iterator[None]:
+    """Parameters lose their storage as soon as a module has them, so that a model larger than memory can be built."""
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":  # in place: it may be shared (tied weights)
+            hollow = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
+
+    handle = register_module_parameter_registration_hook(emptied)
+    try:
+        yield
+    finally:
+        handle.remove()

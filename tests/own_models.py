@@ -1,0 +1,202 @@
+"""What users might bring: factories of modules with a loss of their own, of samples, and wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import ViTConfig, ViTForImageClassification
+
+SIDE, CLASSES = 8, 5
+NAME = 3
+"""Not a function."""
+
+
+class Regression(nn.Module):
+    """Images fp32 [B, 3, 8, 8] -> two numbers each; two values go from block to block, targets are used at the end."""
+
+    def __init__(self, width: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1))
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(2, width), nn.GELU(), nn.Dropout(dropout))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(2 * width, 2)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        wanted = targets * 2 - 1
+        x = first = self.stem(images - self.mean)
+        for block in self.blocks:
+            x = x + block(x)
+        return F.smooth_l1_loss(self.head(torch.cat([x.mean((2, 3)), first.amax((2, 3))], dim=1)), wanted)
+
+
+def regression(width: int = 8, depth: int = 4, dropout: float = 0.1) -> nn.Module:
+    return Regression(width, depth, dropout)
+
+
+class Classifier(nn.Module):
+    """A vision transformer of ``transformers``, with the usual loss."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        config = ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=depth,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=SIDE,
+            patch_size=4,
+            num_labels=CLASSES,
+        )
+        self.vit = ViTForImageClassification(config)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.vit(pixel_values=images).logits, labels)
+
+
+def vit(depth: int = 3) -> nn.Module:
+    model = Classifier(depth)
+    for parameter in model.parameters():  # some of them large: a bias of keys is 0 at first, and gets no gradient
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+class Images:
+    """``size`` images, each with two numbers, or with a class."""
+
+    def __init__(self, first: int, size: int, *, classes: bool) -> None:
+        self._first, self._size, self._classes = first, size, classes
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        draws = torch.Generator().manual_seed(self._first + k)
+        image = torch.rand(3, SIDE, SIDE, generator=draws)
+        if self._classes:
+            return image, torch.tensor((self._first + k) % CLASSES)
+        return image, torch.stack([image.mean(), image[0].std()])
+
+
+def images_with_numbers() -> tuple[Any, Any]:
+    return Images(0, 50, classes=False), Images(1000, 12, classes=False)
+
+
+def images_with_classes() -> tuple[Any, Any]:
+    return Images(0, 50, classes=True), Images(1000, 12, classes=True)
+
+
+class Words(nn.Module):
+    """Tokens int64 [B, T] and their next ones, of a text; the weights of input and output are one."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, vocab)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x).cumsum(1) / 8)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def words(vocab: int = 300) -> nn.Module:
+    return Words(vocab)
+
+
+# Wrong ones -----------------------------------------------------------------------------------------------------------
+
+
+def raises() -> nn.Module:
+    raise ValueError("no such thing as a free mule")
+
+
+def nothing() -> None:
+    return None
+
+
+class Wrong(nn.Module):
+    """Of a ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.Sequential(*(nn.Linear(3 * SIDE * SIDE if k == 0 else 4, 4) for k in range(3)))
+        if kind == "batchnorm":
+            self.norm = nn.BatchNorm1d(4)
+        if kind == "frozen":
+            self.layers[1].weight.requires_grad_(requires_grad=False)
+        if kind == "unused":
+            self.extra = nn.Linear(2, 2)
+        if kind == "plain":
+            self.scale = torch.ones(4)
+        if kind == "taken":
+            self.bind = nn.Linear(4, 4)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Any:
+        x = images.flatten(1)
+        if self.kind == "early":
+            x = x + targets[:, :1]
+        if self.kind == "shape":
+            x = images
+        x = self.layers(x)
+        if self.kind == "batchnorm":
+            x = self.norm(x)
+        if self.kind == "value" and float(x.sum()) > 0:
+            x = -x
+        if self.kind == "sizes":
+            x = x[x > 0]
+            return x.mean()
+        if self.kind == "random":
+            x = x + torch.rand_like(x)
+        if self.kind == "vector":
+            return (x[:, :2] - targets).square().mean(1)
+        if self.kind == "logits":
+            return {"loss": x}
+        if self.kind == "taken":
+            x = self.bind(x)
+        return F.mse_loss(x[:, :2], targets)
+
+
+def wrong(kind: str) -> nn.Module:
+    return Wrong(kind)
+
+
+class List(list[Any]):
+    """Samples."""
+
+
+def uneven() -> tuple[Any, Any]:
+    return List([(torch.zeros(3), 0.5), (torch.zeros(4), 0.5)]), List([(torch.zeros(3), 0.5)])
+
+
+def empty() -> tuple[Any, Any]:
+    return List([(torch.zeros(3), 0.5)]), List()
+
+
+def texts() -> tuple[Any, Any]:
+    return List([("a", "b")]), List([("a", "b")])
+
+
+def one() -> Any:
+    return List([(torch.zeros(3), 0.5)])
+
+
+def unlimited() -> tuple[Any, Any]:
+    return List([(torch.full((3, SIDE, SIDE), float("nan")), torch.zeros(2))] * 2), Images(0, 2, classes=False)
+
+
+class Restless(Images):
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        return torch.rand(3, SIDE, SIDE), torch.zeros(2)
+
+
+def restless() -> tuple[Any, Any]:
+    return Restless(0, 4, classes=False), Restless(0, 4, classes=False)

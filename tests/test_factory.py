@@ -1,0 +1,448 @@
+"""A user's own module, made by a factory: cut and trained as a loop trains it, and what cannot be used says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import muletrain
+from muletrain.cli.main import app
+from muletrain.config.load import load_config
+from muletrain.config.trusted import imported
+from muletrain.data.samples import SampleData, SampleSource
+from muletrain.errors import ConfigError, DataError, MuletrainError, ProtocolError
+from muletrain.events import Event, EventTail, StepDone
+from muletrain.model.chain import TensorType
+from muletrain.model.dropout import Masks
+from muletrain.model.make import make_model, make_stage, model_from_json
+from muletrain.model.traced.architecture import checked
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.factory import first_weights
+from muletrain.runs.assemble import RunFacts, resolve_start
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.result import quality, write
+from muletrain.sim.world.play import play
+from muletrain.sim.world.scenario import Fault, Scenario
+from tests import own_models
+from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.test_docs import PAGES
+from tests.test_traced_fleet import check_equal
+from tests.traced_models import HashedDropout, train_by_loop, write_text
+
+if TYPE_CHECKING:
+    from muletrain.runs.fleet import LocalFleet
+
+SOURCE = Path(muletrain.__file__).parents[1]
+KINDS = {
+    "regression": ("regression", "images_with_numbers", 3),
+    "vit": ("vit", "images_with_classes", own_models.CLASSES),
+}
+EXACT = [
+    "wire.activations=fp32",
+    "wire.gradients=fp32",
+    "compute.precision=fp32",
+    "train.batch=8",
+    "train.microbatch=2",
+    "optimizer.warmup=2",
+    "optimizer.clip=0.5",
+    # a bias of keys changes no attention: its gradient is rounding error, which Adam would turn into whole steps
+    "optimizer.eps=1e-5",
+    "fleet.stages=2",
+    "checkpoint.every=0",
+]
+
+
+def named(model: str, data: str | None = None, *settings: str) -> RunFacts:
+    """The facts of a run with factories of ``own_models``."""
+    own = [f"model.factory=tests.own_models:{model}"]
+    own += [] if data is None else [f"data.factory=tests.own_models:{data}"]
+    return RunFacts.of(resolve_start(load_config(None, [*EXACT, *own, *settings])))
+
+
+def of(kind: str, *settings: str) -> RunFacts:
+    model, data, vocab = KINDS[kind]
+    return named(model, data, f"model.vocab={vocab}", *settings)
+
+
+def loop_model(facts: RunFacts) -> Any:
+    """The module as a plain loop has it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(facts.config.train.seed)
+        make = imported("model.factory", facts.config.model.factory or "")
+        return make(**facts.config.model.arguments)
+
+
+# The chain ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["regression", "vit", "words"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_compute_the_modules_loss(kind: str, stages: int) -> None:
+    """Loss and gradients, with dropout, at sizes of microbatches that were not traced."""
+    facts = named("words", None, "model.vocab=300", "model.context=16") if kind == "words" else of(kind)
+    spec, model, dropout = facts.spec, loop_model(facts), HashedDropout()
+    cut, weights = (
+        spec.cut(stages),
+        first_weights(json.loads((spec.to_json() and facts.config.model.architecture) or ""), 0),
+    )
+    made = [make_stage(spec, s, cut) for s in range(stages)]
+    for stage in made:
+        stage.bind({name: weights[name] for name in stage.shapes()})
+    for size in (1, 2, 5):
+        if kind == "words":
+            inputs, targets = torch.randint(0, 300, (2, size, 7))
+        else:
+            data = facts.data()
+            assert isinstance(data, SampleData)
+            inputs, targets = map(torch.from_numpy, data.batch(data.train, np.arange(size), spec.vocab))
+        masks = Masks(0, 3, size)
+        x = inputs
+        for stage in made[:-1]:
+            x = stage(x, masks)
+            assert x.shape == (size, inputs.shape[1] if kind == "words" else 1, spec.width)
+        ours = made[-1].loss(x, targets, masks)
+        dropout.begin(0, 3, size)
+        with dropout.patched():
+            theirs = model(inputs, targets)
+        assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-6)
+        names = [name for stage in made for name in stage.shapes()]
+        wanted = dict(model.named_parameters())
+        assert sorted(names) == sorted(wanted)
+        found = torch.autograd.grad(ours, [p for stage in made for p in stage.parameters()])
+        for name, a, b in zip(names, found, torch.autograd.grad(theirs, [wanted[n] for n in names]), strict=True):
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-7, name
+
+
+def test_a_chain_of_a_factory_states_what_it_takes_and_costs() -> None:
+    spec = of("vit").spec
+    assert (str(spec.inputs), str(spec.targets), spec.context, spec.layers) == ("float32[3, 8, 8]", "int64[]", 1, 3)
+    assert spec.params == sum(p.numel() for p in own_models.vit().parameters())
+    assert model_from_json(spec.to_json()) == spec
+    dense = 5 * 2 * (4 * 32 * 32 + 2 * 32 * 64)
+    assert spec.flops_of(1) == pytest.approx(dense + 2 * 2 * 5 * 5 * 32), "five tokens a sample"
+    regression = of("regression").spec
+    assert regression.flops_of(0) == 2 * 64 * 8 * 8 * 9
+    assert regression.width == 3 * 8 * 64, "two values go from block to block; before the head, the last sum is open"
+
+
+def test_first_weights_are_the_factorys_own() -> None:
+    facts = of("regression", "train.seed=7")
+    wanted = dict(loop_model(facts).named_parameters())
+    found = first_weights(json.loads(facts.config.model.architecture or ""), 7)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], p) for name, p in wanted.items())
+
+
+def test_a_buffer_with_another_value_makes_another_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(**arguments: Any) -> torch.nn.Module:
+        model = own_models.Regression(8, 4, 0.1)
+        model.mean += 0.01
+        return model
+
+    before = of("regression").config.model
+    monkeypatch.setattr(own_models, "shifted", shifted, raising=False)
+    after = named("shifted", "images_with_numbers", "model.vocab=3").config.model
+    assert before.chain != after.chain
+    theirs = before.model_copy(update={"architecture": after.architecture})
+    with pytest.raises(ConfigError, match=rf"blocks are {before.chain and before.chain[:16]} .*this machine makes"):
+        make_model(theirs)
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["regression", pytest.param("vit", marks=pytest.mark.slow)])
+def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, kind: str) -> None:
+    """2 stages x 2 peers, fp32, 20 steps; then 'eval' and 'export'."""
+    facts = of(kind, "train.steps=20")
+    model, source = loop_model(facts), facts.source(facts.data())
+    losses = list(train_by_loop(model, facts, source, lambda m, inputs, targets: m(inputs, targets)))
+    killed: list[Event] = []
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 7 and not killed:
+            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
+            killed.append(event)
+
+    events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({"peer-3"}))
+    assert killed
+    check_equal(model, checkpoint_weights(tmp_path / "run"))
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    checkpoint = Checkpoint.open(tmp_path / "run")
+    state = safetensors.torch.load_file(checkpoint.export_module(tmp_path / "out"))
+    fresh = loop_model(facts)
+    fresh.load_state_dict(state)
+    found = quality(checkpoint, checkpoint.model(), checkpoint.corpus())
+    _, heldout = imported("data.factory", facts.config.data.factory or "")()
+    inputs, targets = (torch.stack(list(x)) for x in zip(*(heldout[k] for k in range(len(heldout))), strict=True))
+    assert found.loss == pytest.approx(float(fresh.eval()(inputs, targets).detach()), rel=1e-5)
+    with pytest.raises(ConfigError, match="returns a loss, so it writes no text"):
+        write(checkpoint, checkpoint.model(), "A mule")
+
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "killed": {"faults": (Fault(0.5, "kill", ("peer-1b",)),)},
+    "swapped": {"swapped": ("peer-1a",)},
+    "hub": {"stages": (1, 1), "clients": ("client-0a", "client-0b", "client-1a"), "sequences": 3},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "killed" else pytest.param(name, marks=pytest.mark.slow) for name in WORLDS]
+)
+def test_virtual_worlds_train_samples_as_a_single_process_does(name: str) -> None:
+    """Images and numbers in frames, with every promise checked; clients of a hub compute parts of microbatches."""
+    own = (f"model.architecture={of('regression').config.model.architecture}", "model.context=1")
+    base: dict[str, Any] = {"stages": (2, 2), "sequences": 2, "overrides": own}
+    world = Scenario(
+        seed=5, trainers=2, steps=4, microbatches=4, delay_s=0.02, **{"faults": (), **base, **WORLDS[name]}
+    )
+    assert play(world).violations == []
+
+
+@pytest.mark.slow
+def test_a_module_of_text_trains_on_a_corpus(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "mine.txt")
+    settings = [f"data.path={text}", f"data.cache={tmp_path / 'cache'}", "model.vocab=300", "model.context=16"]
+    facts = named("words", None, *settings, "train.steps=6")
+    model = loop_model(facts)
+    losses = list(train_by_loop(model, facts, facts.source(facts.data()), lambda m, x, y: m(x, y)))
+    events = run_fleet(facts.config, tmp_path / "run")
+    check_equal(model, checkpoint_weights(tmp_path / "run"))
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+
+
+# Samples --------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_dealt_out_once_an_epoch_by_seed_step_and_index() -> None:
+    data = of("vit").data()
+    assert isinstance(data, SampleData)
+    sources = [SampleSource(data, seed, 10, 5, vocab=5) for seed in (0, 0, 1)]
+    epochs = [[s.microbatch(step, index)[0] for step in range(5) for index in range(2)] for s in sources]
+    assert all(np.array_equal(a, b) for a, b in zip(epochs[0], epochs[1], strict=True))
+    assert not np.array_equal(epochs[0][0], epochs[2][0])
+    seen = {image.tobytes() for batch in epochs[0] for image in batch}
+    assert len(seen) == len(data.train) == 50
+    again = sources[0].microbatch(5, 0)[0]
+    assert not np.array_equal(again, epochs[0][0]), "another order in the next epoch"
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("float32[3, 8, 8]", (3, 8, 8)), ("int64[]", ()), ("int64[T]", None), ("float32[7]", (7,))]
+)
+def test_types_of_samples_are_written_and_read(text: str, shape: tuple[int, ...] | None) -> None:
+    assert TensorType.parse(text).shape == shape
+    assert str(TensorType.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["float32[T]", "float16[3]", "int64[-1]", "int64[0]", "float32[9999999999]", "x", ""])
+def test_other_types_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        TensorType.parse(text)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nowhere", "cannot be imported .*no attribute 'nowhere'.*PYTHONPATH"),
+        ("NAME", "is int, not a function"),
+        ("raises", r"raises ValueError \(in raises, tests/own_models.py:\d+\): no such thing as a free mule"),
+        ("nothing", "returns NoneType, not an nn.Module"),
+        (
+            "vit",
+            r"cannot be traced \(in forward, tests/own_models.py:\d+\).*float32\[3, 8, 8\] and targets float32\[2\]",
+        ),
+    ],
+)
+def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model.factory: .*{message}"):
+        named(model, "images_with_numbers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("batchnorm", "norm changes .* while it computes.*GroupNorm or LayerNorm for BatchNorm"),
+        ("frozen", "layers.1.weight is frozen .*register_buffer"),
+        ("unused", "extra.bias takes no part in the loss"),
+        ("plain", "the module.scale is a tensor that is neither parameter nor buffer"),
+        ("taken", "bind.weight begins with a name that muletrain uses; rename bind"),
+        ("early", "uses the targets before the last block has computed"),
+        ("shape", r"cannot be traced \(in forward, tests/own_models.py:\d+\).*inputs float32\[3, 8, 8\]"),
+        ("value", "cannot be traced .*data-dependent.*shapes must not depend on data"),
+        ("sizes", "whose shape depends on data, so microbatches would not add up"),
+        ("random", "rand_like.*draws random numbers"),
+        ("vector", r"returns torch.float32 .*, not a loss; return the mean"),
+        ("logits", "returns dict, not a loss"),
+    ],
+)
+def test_a_module_that_cannot_be_trained_says_why(kind: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^model.factory: .*{message}"):
+        named("wrong", "images_with_numbers", f"model.arguments.kind={kind}")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("nowhere", "cannot be imported"),
+        ("uneven", r"sample 1 of .* is float32\[4\] and float32\[\], others are float32\[3\]"),
+        ("empty", "1 samples to train on and 0 held out"),
+        ("texts", r"sample 0 of .* is not \(input, target\)"),
+        ("one", r"does not return \(train, heldout\)"),
+        ("unlimited", "not finite"),
+        ("restless", "another one each time"),
+        ("images_with_classes", "integers from 0 to 4; model.vocab = 3"),
+    ],
+)
+def test_samples_that_cannot_be_used_say_why(data: str, message: str) -> None:
+    model = "vit" if data == "images_with_classes" else "regression"
+    with pytest.raises((ConfigError, DataError), match=f"^data.factory: .*{message}"):
+        named(model, data, "model.vocab=3").data()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.factory=os"], "model.factory"),
+        (["model.arguments.width=3"], "model.arguments: they are those of model.factory"),
+        (["data.factory=a.b:c"], "set model.factory too"),
+        (["model.factory=a.b:c", "data.factory=a.b:d", "data.share=true"], "data.share: only the tokens of a text"),
+        (["model.factory=tests.own_models:words", "model.from=x"], "comes from model.from as well"),
+        (["model.factory=tests.own_models:words", "model.layers=7"], "model.layers: 7 beside model.factory"),
+        (["model.factory=tests.own_models:words", "model.arguments.height=1"], "unexpected keyword argument 'height'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_start(load_config(None, settings))
+
+
+def test_arriving_samples_must_be_what_the_chain_declares() -> None:
+    """The shapes and types of all inputs and targets, as of tokens."""
+    from muletrain.compute.checks import check_sample_shape, check_sample_values, check_targets
+
+    spec = of("vit").spec
+    images, labels = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
+    check_sample_shape("inputs", images, spec.inputs, spec, 2)
+    check_targets(labels, images, spec, 2)
+    for wrong in (images.half(), images.long(), images[:, :2], torch.zeros(3, 3, 8, 8), images[:0], images.flatten(1)):
+        with pytest.raises(ProtocolError, match="expected float32 of at most"):
+            check_sample_shape("inputs", wrong, spec.inputs, spec, 2)
+    for other in (labels[:1], labels.float(), labels[:, None]):
+        with pytest.raises(ProtocolError, match="targets"):
+            check_targets(other, images, spec, 2)
+    for values in (images + torch.nan, labels + spec.vocab, labels - 1):
+        with pytest.raises(ProtocolError):
+            check_sample_values("forward", values, spec.vocab)
+
+
+# Trust ----------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_imported_that_only_another_machine_names(tmp_path: Path) -> None:
+    """A configuration as a founder sends it, a manifest, a configuration of Hugging Face: in a fresh process."""
+    (tmp_path / "planted.py").write_text("open('imported', 'w').close()\nbuild = print\n")
+    about = {"factory": "planted:build", "arguments": {}, "inputs": "int64[T]", "targets": "int64[T]", "vocab_size": 9}
+    code = f"""
+import json
+from muletrain.runs.join.limits import told_config
+from muletrain.runs.assemble import RunFacts, resolve_start
+from muletrain.model.make import model_from_json
+about = {about!r}
+model = {{"factory": "planted:build", "architecture": json.dumps(about), "chain": "0123 (planted 1)"}}
+told = told_config(json.dumps({{"model": model, "data": {{"factory": "planted:build"}}}}))
+spec = json.dumps({{"architecture": json.dumps(about), "context": 128}})
+for make in (lambda: RunFacts.of(told), lambda: resolve_start(told), lambda: model_from_json(spec).layers):
+    try:
+        make()
+    except Exception as e:
+        assert "add --factory planted:build" in str(e), e
+    else:
+        raise AssertionError("built")
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists()
+    with pytest.raises(ConfigError, match=r"config\.json has factory"):
+        checked({"model_type": "gpt2", "factory": "planted:build"})
+
+
+@pytest.mark.parametrize(
+    "change", [{"arguments": {"a": [1]}}, {"factory": "os"}, {"inputs": "float32[T]"}, {"inputs": None}]
+)
+def test_an_architecture_that_describes_no_factory_is_refused(change: dict[str, Any]) -> None:
+    about = {"factory": "a:b", "arguments": {}, "inputs": "int64[T]", "targets": "int64[T]", "vocab_size": 9}
+    with pytest.raises(ConfigError):
+        TracedModel(json.dumps(about | change), 128)
+
+
+# As a user would ------------------------------------------------------------------------------------------------------
+
+
+def page(start: str) -> str:
+    """The code block of docs/models.md that begins with ``start``."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```", PAGES["docs/models.md"], re.DOTALL | re.MULTILINE)
+    return next(block for block in blocks if block.startswith(start))
+
+
+def typed(line: str, folder: Path, code: int = 0) -> str:
+    """What a command says that is typed in ``folder``, where a package lies."""
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}.", "COLUMNS": "200"}
+    words = [sys.executable, "-P", "-m", "muletrain.cli.main", *shlex.split(line, comments=True)[1:]]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path) -> None:
+    """Its package, its configuration, its commands; what is trained comes out again, with its own names."""
+    (tmp_path / "mypackage").mkdir()
+    for name in ("models.py", "data.py"):
+        (tmp_path / "mypackage" / name).write_text(page(f"# mypackage/{name}"))
+    (tmp_path / "shapes.toml").write_text(page("# shapes.toml"))
+    run, *use = [line for line in page("export PYTHONPATH").splitlines() if line.startswith("muletrain")]
+    assert "loss" in typed(run, tmp_path)
+    (folder,) = (tmp_path / "runs").iterdir()
+    first, *_, last = [e.loss for e in EventTail(folder).poll() if isinstance(e, StepDone)]
+    assert last < 0.8 * first
+    assert "add --factory mypackage.models:build" in typed(f"muletrain eval runs/{folder.name}", tmp_path, code=2)
+    said = [typed(line.replace("FOLDER", folder.name), tmp_path) for line in use]
+    assert "Loss" in said[0]
+    state = safetensors.torch.load_file(tmp_path / "my-weights" / "model.safetensors")
+    module = SourceFileLoader("models", str(tmp_path / "mypackage" / "models.py")).load_module().build(width=32)
+    module.load_state_dict(state)
+
+
+def test_what_a_factory_cannot_do_is_said(tmp_path: Path) -> None:
+    traced = CliRunner().invoke(app, ["trace", "mypackage.models:build", "--out", str(tmp_path)])
+    assert isinstance(traced.exception, MuletrainError)
+    assert "not those of a model.factory" in str(traced.exception)
+
+
+def test_a_fleet_is_planned_for_a_factorys_model() -> None:
+    own = ["model.factory=tests.own_models:vit", "data.factory=tests.own_models:images_with_classes", "model.vocab=5"]
+    options = [word for setting in own for word in ("--set", setting)]
+    answer = CliRunner().invoke(app, ["plan", *options, "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.stdout)["params"] == of("vit").spec.params
