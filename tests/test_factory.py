@@ -440,6 +440,7 @@ def test_what_a_factory_cannot_do_is_said(tmp_path: Path) -> None:
     assert "not those of a model.factory" in str(traced.exception)
 
 
+@pytest.mark.slow
 def test_a_fleet_is_planned_for_a_factorys_model() -> None:
     own = ["model.factory=tests.own_models:vit", "data.factory=tests.own_models:images_with_classes", "model.vocab=5"]
     options = [word for setting in own for word in ("--set", setting)]

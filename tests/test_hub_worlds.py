@@ -82,7 +82,7 @@ def test_clients_take_work_from_servers() -> None:
 def test_clients_that_come_together_end_up_at_both_servers() -> None:
     """And do not go from one to the other together."""
     clients = tuple(f"client-0{letter}" for letter in "abcd")
-    for seed in (2, 3, 7):
+    for seed in (2, 7):
         scenario = Scenario(seed, (2, 1), 2, 12, 24, 0.01, (), clients=clients, sequences=8, longer=10.0, trace=True)
         outcome = play(scenario)
         assert outcome.violations == []

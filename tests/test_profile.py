@@ -271,6 +271,7 @@ def test_plan_refuses_profiles_that_are_not_of_its_model_and_fleet(tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.slow
 def test_the_command_shows_draws_and_prints_a_profile_that_plan_takes(tmp_path: Path) -> None:
     write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), "qwen3")
     common = ["profile", "hf", "--device", "cpu", "--precision", "fp32", "--context", "32", "--sequences", "2"]
