@@ -160,6 +160,7 @@ def written(run: Run, step: int) -> Callable[[], bool]:
     return lambda: any(isinstance(e, CheckpointWritten) and e.step >= step for e in run.events())
 
 
+@pytest.mark.slow
 def test_killed_twice_with_a_damaged_and_a_torn_checkpoint_it_ends_with_the_same_weights(run: Run) -> None:
     run.start(*settings(), "--set", "fleet.peers=3")  # one stage has a replica, one has none
     run.until(written(run, 8))

@@ -252,6 +252,7 @@ def cli(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_a_model_further_tells_what_that_brought(tmp_path: Path) -> None:
     """Real processes and a traced Qwen3: the loss during training, 'eval' on a checkpoint of that step, and before and
     after, all of the same text."""
