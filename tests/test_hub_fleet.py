@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from muletrain.cli.actions.planned import follows
+from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjected, PoolWorked, StepDone, read_events
 from muletrain.policy.chaos import Bounds, parse, readable
+from muletrain.runtime.pool import servers
+from muletrain.runtime.pool.servers import Helpers, Roaming
+from muletrain.strategies import hub
 from muletrain.strategies.hub import stage_to_help, stage_to_move_to
 
 from .fleet_run import checkpoint_weights, run_fleet
@@ -176,6 +182,42 @@ def test_of_four_clients_of_stage_0_so_many_move_as_make_it_as_fast_as_the_slowe
     work: list[float], speeds: list[float], fits: list[int], drawn: float, to: int | None
 ) -> None:
     assert stage_to_move_to(work, speeds, 0, 4, fits, drawn) == to
+
+
+def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 has done nothing at the first look, and is as fast as ours later; or it never does anything."""
+
+    class Mover:
+        moved = False
+
+        def move(self) -> None:
+            self.moved = True
+
+        async def run(self) -> None:
+            await asyncio.sleep(0.1)  # three looks
+
+    class Here:
+        async def servers(self) -> dict[int, tuple[str, ...]]:
+            return {0: ("a",), 1: ("b",)}
+
+        async def make(self, stage: int, servers: object) -> Mover:
+            made.append(Mover())
+            return made[-1] if stage == 0 else Mover()
+
+    made, rng = list[Mover](), random.Random(1)
+    monkeypatch.setattr(rng, "random", lambda: 0.0)
+    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.03)
+    for later, moves in ((8.0, False), (1e-9, True)):
+        of_b = iter([1e-9, *[later] * 9])
+
+        async def helpers(net: object, asked: tuple[str, ...], of_b: Iterator[float] = of_b) -> Helpers:
+            return Helpers(4, 8.0 if asked == ("a",) else next(of_b))
+
+        monkeypatch.setattr(servers, "helpers_of", helpers)
+        made.clear()
+        net: Any = None
+        asyncio.run(Roaming(hub, Here(), net, LoopClock(), [1.0, 1.0], [0, 1], 0, rng).run())
+        assert made[0].moved == moves
 
 
 def test_a_configuration_says_why_it_cannot_be_a_hub() -> None:

@@ -176,10 +176,17 @@ class Roaming:
 
     async def _look_elsewhere(self, stage: int, client: Worker) -> int | None:
         """Returns the stage that needs ``client`` more, once there is one, and lets it move. None: there is none."""
+        unmeasured = set[int]()
         with contextlib.suppress(NoServer):  # then the client itself has none
             while not self._stays:
                 await self._clock.sleep(LOOK_EVERY_S)
                 speeds, clients = await self._strengths(await self._home.servers())
+                before, unmeasured = (
+                    unmeasured,
+                    {s for s, n in enumerate(clients) if n and _idle(speeds[s], self._work[s])},
+                )
+                if unmeasured - before:  # they may still fetch the weights
+                    continue
                 drawn = self._draw.random()
                 to = self._rule.stage_to_move_to(self._work, speeds, stage, clients[stage], self._fits, drawn)
                 if to is not None:
@@ -191,3 +198,8 @@ class Roaming:
         """Returns how much work the clients of each stage do in a second, and how many these are."""
         helpers = [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._work))]
         return [h.speed * w for h, w in zip(helpers, self._work, strict=True)], [h.clients for h in helpers]
+
+
+def _idle(speed: float, work: float) -> bool:
+    """Has no client of a stage done any work yet?"""
+    return speed < 1e5 * UNMEASURED * work

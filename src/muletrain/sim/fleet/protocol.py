@@ -63,9 +63,6 @@ if TYPE_CHECKING:
     from muletrain.sim.fleet.planned import Planned
     from muletrain.sim.setting import Kind, Setting
 
-PLACE = "shared"
-"""The place of all checkpoints."""
-
 
 class _Machine(PeerHost):
     """A machine of one kind of the fleet."""
@@ -171,7 +168,7 @@ class Actors:
             trainer=trains,
             addresses=(),
             flops=int(device.flops) if device else 0,
-            place=Folder(Path(), keep=1, name=PLACE).name,
+            place=Folder(Path(), keep=1, name="shared").name,
         )
 
     def play(self, goes_on: GoesOn = always) -> Outcome:
@@ -298,7 +295,7 @@ class Actors:
 
     async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
         k = self._kind_of[name]
-        kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name=PLACE)
+        kind, place = self._setting.kinds[k], Folder(self._folder, keep=1, name="shared")
         place.disk = Disk(InlineExecutor())
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
