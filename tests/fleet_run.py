@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from muletrain.events import EventTail
+from muletrain.events import EventTail, StepDone
 from muletrain.runs.fleet import LocalFleet, failures
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runs.join.ticket import Ticket
@@ -105,3 +107,17 @@ def checkpoint_weights(folder: Path) -> dict[str, torch.Tensor]:
             if name.startswith("model/"):
                 weights[name.removeprefix("model/")] = tensor
     return weights
+
+
+def run_losing_a_replica(config: RunConfig, folder: Path) -> list[Event]:
+    """Run two stages of two peers each, and kill peer-3 after step 7."""
+    killed: list[Event] = []
+
+    def watch(fleet: LocalFleet, event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 7 and not killed:
+            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
+            killed.append(event)
+
+    events = run_fleet(config, folder, watch=watch, lost=frozenset({"peer-3"}))
+    assert killed
+    return events

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from muletrain.config.load import load_config
 from muletrain.config.trusted import imported
 from muletrain.data.samples import SampleData, SampleSource
 from muletrain.errors import ConfigError, DataError, MuletrainError, ProtocolError
-from muletrain.events import Event, EventTail, StepDone
+from muletrain.events import EventTail, StepDone
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_model, make_stage, model_from_json
@@ -38,13 +37,10 @@ from muletrain.runs.result import quality, write
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from tests import own_models
-from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.fleet_run import checkpoint_weights, run_fleet, run_losing_a_replica
 from tests.test_docs import PAGES
 from tests.test_traced_fleet import check_equal
 from tests.traced_models import HashedDropout, train_by_loop, write_text
-
-if TYPE_CHECKING:
-    from muletrain.runs.fleet import LocalFleet
 
 SOURCE = Path(muletrain.__file__).parents[1]
 KINDS = {
@@ -171,15 +167,7 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
     facts = of(kind, "train.steps=20")
     model, source = loop_model(facts), facts.source(facts.data())
     losses = list(train_by_loop(model, facts, source, lambda m, inputs, targets: m(inputs, targets)))
-    killed: list[Event] = []
-
-    def watch(fleet: LocalFleet, event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 7 and not killed:
-            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
-            killed.append(event)
-
-    events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({"peer-3"}))
-    assert killed
+    events = run_losing_a_replica(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
     checkpoint = Checkpoint.open(tmp_path / "run")

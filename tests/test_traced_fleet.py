@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,19 +11,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from muletrain.config.load import load_config
 from muletrain.data.tokens import TokenCache
-from muletrain.events import Event, StepDone
+from muletrain.events import StepDone
 from muletrain.model.generate import evaluate
 from muletrain.model.hf import export_hf
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality, write
-from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.fleet_run import checkpoint_weights, run_fleet, run_losing_a_replica
 from tests.traced_models import ARCHITECTURES, train_by_loop, write_folder, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from muletrain.runs.fleet import LocalFleet
 
 SETTINGS = [
     "wire.activations=fp32",
@@ -118,15 +115,7 @@ def _heldout(checkpoint: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_a_fleet_that_loses_a_replica_trains_every_architecture_as_a_loop_does(tmp_path: Path, name: str) -> None:
     model, facts, cache = start(tmp_path, name, steps=20)
     losses = list(train_by_loop(model, facts, facts.source(cache)))
-    killed: list[Event] = []
-
-    def watch(fleet: LocalFleet, event: Event) -> None:
-        if isinstance(event, StepDone) and event.step == 7 and not killed:
-            os.killpg(fleet.pid("peer-3"), signal.SIGKILL)
-            killed.append(event)
-
-    events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({"peer-3"}))
-    assert killed
+    events = run_losing_a_replica(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
     check_export(tmp_path, model)

@@ -1,4 +1,4 @@
-"""Which factories this process may import: those that its own user named, in a configuration or as an option.
+"""A process imports only the factories that its own user named, in a configuration or as an option.
 
 A run's configuration also comes from other machines, and names a function and what to call it with. That alone imports
 nothing here.
@@ -33,8 +33,8 @@ def imported(field: str, name: str) -> Callable[..., Any]:
     if name not in _named:
         others = f" (named here: {', '.join(trusted())})" if _named else ""
         raise ConfigError(
-            f"{field}: '{name}' would be imported on this machine, and only its own user may say so: if you have "
-            f"installed it and trust it, add --factory {name}{others}"
+            f"{field}: the run needs '{name}', which is code that this machine would execute. If you installed it and "
+            f"trust it, add --factory {name}{others}"
         )
     module, _, function = name.partition(":")
     try:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class MeasuredModel(Model):
-    """``inner``, for planning only. Its FLOPs are those that a device of ``speed_of(inner, profile)`` FLOP/s would do in
-    the measured times; what is planned with them and that speed takes the measured times. In sequences of other lengths
-    they change as the counted ones do."""
+    """Stands for ``inner`` in a plan, with measured times instead of counted FLOPs. A plan divides FLOPs by a device's
+    speed, so each block gets the measured seconds times ``speed_of(inner, profile)`` [FLOP]. For another sequence length
+    these are scaled as the counted FLOPs are."""
 
     def __init__(self, inner: Model, profile: Profile) -> None:
         """Raises ConfigError if the profile has other parts than the model."""

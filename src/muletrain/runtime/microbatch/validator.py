@@ -61,7 +61,7 @@ class Validator:
         self._ctx, self._source, self._dispatcher, self._work = ctx, source, dispatcher, work
         self._window = window
         self._sums: list[float] = []
-        """Sums of the losses of those that are through [nats]."""
+        """Loss of each finished microbatch, summed over its tokens [nats]."""
 
     async def run(self) -> None:
         """Measure, and report the loss or why there is none. Raises nothing but CancelledError."""
