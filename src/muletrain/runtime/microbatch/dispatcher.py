@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
-from muletrain.policy.deadline import Deadline, RetryBudget, backoff_s
+from muletrain.policy.deadline import CEILING_S, Deadline, RetryBudget, backoff_s
 from muletrain.policy.wiring import Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
@@ -131,6 +131,11 @@ class Dispatcher:
         for pending in [p for owed in self._pending.values() for p in owed.values()]:
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
+
+    def usual_s(self) -> float:
+        """Seconds within which an answer comes as a rule: of this stage, with all behind it. Before the first one, it may be
+        any time."""
+        return self._deadline.seconds() if self._deadline.known else CEILING_S
 
     def _is_current(self, request: Request) -> bool:
         return self._current is None or (request.step, request.lineage) in self._current
@@ -311,7 +316,7 @@ class Dispatcher:
         """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
         stages from ours on that hold it already are left out."""
         ours = tuple(s for s in accumulate if s >= self._stage)
-        still, _ = await self._survey.still_missing(request.lineage, request.step, request.index, ours)
+        still, _ = await self._survey.still_missing(request.lineage, request.step, request.index, ours, self.usual_s)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
 from muletrain.policy.deadline import backoff_s
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.messages import Progress
     from muletrain.runtime.microbatch.position import Position
 
-MAX_PAUSES = 30
-"""Pauses for a peer that still works on a microbatch, 15 s in all."""
-PAUSE_S, PAUSE_MAX_S = 0.05, 0.5
-"""Seconds of such a pause, the first time and at most; doubles."""
+PATIENCE_S = 15.0
+"""Seconds, at least, that we wait for a peer which still works on a microbatch."""
+PAUSE_S, PAUSES = 0.05, 30
+"""Seconds between two looks at it, the first time; doubles, up to the wait divided by ``PAUSES``, so that a long wait costs
+no more questions than a short one."""
 
 
 class Survey:
@@ -37,6 +39,7 @@ class Survey:
         step: int,
         index: int,
         stages: tuple[int, ...],
+        patience_s: Callable[[], float],
         counts: Callable[[PeerId], bool] = lambda peer: True,
     ) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
@@ -44,16 +47,21 @@ class Survey:
 
         A stage has it if a peer that ``counts``, ourselves included, holds it in its accumulator; it then recomputes
         without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
-        accumulated twice.
+        accumulated twice, which costs a whole accumulator. ``patience_s``: for so long, as is known by then, or for
+        ``PATIENCE_S``; no longer than the latter if its device is late, and may hang.
         """
         if not stages:
             return (), None
-        for pause in range(MAX_PAUSES):
+        begin_s = self._ctx.clock.now()
+        for pause in itertools.count():
             current = await self.everyone(lineage, step)
             counted = [progress for peer, progress in current.items() if progress.stage in stages and counts(peer)]
-            if not any(index in progress.in_flight for progress in counted):
+            at_it = [progress for progress in counted if index in progress.in_flight]
+            hangs = all(progress.late for progress in at_it)
+            longest_s = PATIENCE_S if hangs else max(PATIENCE_S, patience_s())
+            if not at_it or self._ctx.clock.now() - begin_s >= longest_s:
                 break
-            await self._ctx.clock.sleep(backoff_s(pause, PAUSE_S, PAUSE_MAX_S))
+            await self._ctx.clock.sleep(backoff_s(pause, PAUSE_S, longest_s / PAUSES))
         have = {progress.stage for progress in counted if index in progress.accumulated}
         losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)

@@ -230,7 +230,8 @@ class Trainer:
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that lack it, and its loss, if a peer knows it."""
-        return await self._survey.still_missing(self._lineage, self._step, index, stages, self._counts)
+        usual_s = self._dispatcher.usual_s
+        return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, self._counts)
 
     def _counts(self, peer: PeerId) -> bool:
         """Returns False if most of the other replicas of its stage go on without ``peer``: then what it holds is of no
