@@ -191,7 +191,7 @@ def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch
 
 @pytest.mark.parametrize("how", LIES)
 def test_a_member_that_lies_costs_no_number(how: str) -> None:
-    """As fuzz draws it. Where it counts on nobody, or damages copies, the others take longer."""
+    """As fuzz draws it. Where it counts on nobody, damages copies, or withholds answers, the others take longer."""
     faults = [Fault(0.3, "lie", ("peer-1a",), FOR_EVER_S, how=how)]
     faults += [Fault(1.0, "join", ("peer-1l",))] if how == "copies" else []
     faults += [Fault(1.3, "kill", ("peer-1b",))] if how == "claims" else []
@@ -200,7 +200,7 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-1c")} == {"finished"}
     longest = max(t for t, text in outcome.timeline if "step_applied" in text)
-    assert longest < 20.0
+    assert longest < (60.0 if how == "work" else 20.0)
     assert [t for t, text in outcome.timeline if "checkpoint_written" in text]
 
 

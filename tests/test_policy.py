@@ -56,6 +56,21 @@ def test_wiring_newcomer_joins_at_the_floor() -> None:
     assert chosen["new"] == pytest.approx(10, abs=1)
 
 
+def test_wiring_gives_little_to_a_peer_that_never_answers() -> None:
+    wiring, counts = Wiring(random.Random(0)), Counter[str]()
+    for peer in ("a", "b", "mute"):
+        wiring.add(peer)
+    for _ in range(300):
+        peer = wiring.choose()
+        assert peer is not None
+        counts[peer] += 1
+        if peer == "mute":
+            wiring.takes_at_least(peer, 7.0)
+        else:
+            wiring.measured(peer, 1.0)
+    assert 0 < counts["mute"] < 30
+
+
 def test_wiring_does_not_try_a_slow_device_until_fast_ones_have_done_as_much() -> None:
     """Each of a stage's senders began with one microbatch for every receiver: a CPU had as many at once as a GPU."""
 

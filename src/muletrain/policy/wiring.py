@@ -150,6 +150,14 @@ class Wiring:
             entry.weight += self._gamma * (1 - entry.weight)
             entry.ways_s.append(way_s)
 
+    def takes_at_least(self, peer: str, seconds: float) -> None:
+        """``peer`` has had a microbatch for so long: it is given fewer, as if it had answered now."""
+        entry = self._entries.get(peer)
+        if entry is not None and (entry.measured_s or 0.0) < seconds:
+            entry.mean_s += self._gamma * (seconds - entry.mean_s)
+            entry.weight += self._gamma * (1 - entry.weight)
+            entry.ways_s = entry.ways_s or deque([0.0], maxlen=WAYS)
+
     def expected_s(self, peer: str) -> float:
         """Returns the average for ``peer``. Before its first measurement it is what its device takes, but at least the
         fastest measured average; if the device is unknown, the mean of the others, or 1 s if there are none."""

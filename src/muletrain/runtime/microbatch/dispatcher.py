@@ -38,6 +38,10 @@ COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
 
+LONG = 3
+"""Missed deadlines of a request, each twice as long as the one before, after which another peer computes a copy, whatever
+the first one says: it may lie."""
+
 
 class _Gone(MuletrainError):
     """The peer lives, but the request will not be answered."""
@@ -92,7 +96,7 @@ class _Pending:
     reply: asyncio.Future[_Reply | Answer] = field(default_factory=asyncio.Future)
     """The peer's own answer, or that of another peer which computed a copy meanwhile."""
     copy: asyncio.Task[Answer] | None = None
-    """The copy's answer, once the peer is suspected (``Silence``)."""
+    """The copy's answer, once the peer is suspected (``Silence``), or takes very long."""
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -300,12 +304,18 @@ class Dispatcher:
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
-            if (pending := next(owed, None)) is None or not others or not self._copies.spend():
-                return
             why = "its device is late" if self._ctx.detector.is_late(peer) else "it is silent"
-            self._rerouted(peer, pending.request, f"{why}, so another peer computes a copy")
-            pending.copied_by(asyncio.create_task(self._copy(pending)))
+            if (pending := next(owed, None)) is None or not others or not self._have_one_copied(pending, why):
+                return
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
+
+    def _have_one_copied(self, pending: _Pending, why: str) -> bool:
+        """Returns False if it is copied already, or if no copy is left."""
+        if pending.copy is not None or not self._copies.spend():
+            return False
+        self._rerouted(pending.peer, pending.request, f"{why}, so another peer computes a copy")
+        pending.copied_by(asyncio.create_task(self._copy(pending)))
+        return True
 
     async def _copy(self, pending: _Pending) -> Answer:
         """The answer of another peer, which accumulates nothing."""
@@ -360,6 +370,7 @@ class Dispatcher:
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
+        begin_s = self._ctx.clock.now()
         for attempt in itertools.count():
             what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
             try:
@@ -379,6 +390,10 @@ class Dispatcher:
                 )
                 if request.index not in progress.in_flight and not answered:
                     raise _Gone(f"{what}: it is not working on it") from None
+                if attempt + 1 >= LONG:
+                    self._wiring.takes_at_least(peer, self._ctx.clock.now() - begin_s)
+                    if set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected:
+                        self._have_one_copied(pending, "it has had it for long")
         raise AssertionError
 
     def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import GetProgress, Progress
-from muletrain.runtime.microbatch.messages import Gap
+from muletrain.runtime.microbatch.messages import Backward, Done, Gap, Lost
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Reduced, RoundEntry, Seal, Shard, ShardFacts
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.core.messages import Message
 
-LIES = ("entries", "expels", "records", "views", "progress", "claims", "gaps", "copies", "parts", "chunks")
+LIES = ("entries", "expels", "records", "views", "progress", "claims", "gaps", "copies", "parts", "chunks", "work")
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
-to newcomers, parts of checkpoints, and the gradient that it averages."""
+to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
+ever."""
 
 
 class Liar:
@@ -31,6 +32,8 @@ class Liar:
     def __init__(self, network: MemoryNetwork, rng: random.Random) -> None:
         self.how = ""
         self._network, self._rng = network, rng
+        self._kept = set[int]()
+        """Microbatches whose answers it withheld."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
@@ -38,6 +41,9 @@ class Liar:
     async def send(self, peer: PeerId, frame: Frame, **how: Any) -> int:
         for lie in self._frames(frame.message):
             await self._network.send(peer, lie.frame(), channel=lie.CHANNEL, timeout_s=how["timeout_s"])
+        if self.how == "work" and isinstance(frame.message, Backward | Done | Lost):
+            self._kept.add(frame.message.index)
+            return 0
         return await self._network.send(peer, self._instead(frame), **how)
 
     def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
@@ -130,8 +136,10 @@ class Liar:
         ).pack()
 
     def _held(self, payload: bytes, told: bytes) -> bytes:
-        """It is beyond the step."""
+        """It is beyond the step, or holds microbatches, or works on them."""
         answer = Progress.unpack(told)
+        if self.how == "work" and answer.current:
+            answer = answer.model_copy(update={"in_flight": tuple({*answer.in_flight, *self._kept})})
         if self.how == "claims" and answer.current:
             everything = tuple(range(max((*answer.accumulated, *answer.completed, 0)) + 1))
             answer = answer.model_copy(update={"accumulated": everything, "accumulated_losses": ()})
