@@ -247,3 +247,13 @@ def test_who_moves_at_the_same_step_to_the_same_stage_is_heard_of() -> None:
         assert {outcome.ends[p] for p in ("peer-0b", "peer-2b")} == {"finished"}
         assert not said(outcome, "left_behind")
         assert outcome.virtual_s < 60
+
+
+@pytest.mark.parametrize("seed", [5, 10])
+def test_who_moves_to_a_stage_that_is_a_step_behind_does_not_leave_once_more(seed: int) -> None:
+    """The state that it gets is from before the step after which it left its old stage, so it applies that record again."""
+    faults = (Fault(0.3126, "hang", ("peer-1a",), 29.6), Fault(1.5986, "move", ("peer-0b",), to=2))
+    outcome = play(Scenario(seed, (3, 3, 1), 2, 3, 5, 0.05, faults, adopt_after_s=5.0, stalls=0.1))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert said(outcome, "peer-0b peer_moved")
+    assert outcome.ends["peer-0b"] == "finished"

@@ -266,11 +266,13 @@ class Peer:
             raise computes_falsely(record.step)
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
+        # others are back already, at another stage
+        leavers = tuple(p for p in leavers if p in known and p in record.stages[known[p].stage].leaves)
         for peer in leavers:
-            if peer in known and (self.reporting.speaks() or peer == me):
+            if self.reporting.speaks() or peer == me:
                 ctx.emit(PeerLeft(peer_id=peer, name=known[peer].name, step=record.step + 1))
-            if peer != me and peer in known and peer in record.stages[known[peer].stage].leaves:
-                ctx.roster.left(peer)  # otherwise it is back already, at another stage
+            if peer != me:
+                ctx.roster.left(peer)
         return leavers
 
     async def _leave(self) -> None:
