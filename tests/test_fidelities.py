@@ -16,6 +16,7 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.events import PoolWorked
 from muletrain.model.spec import ModelSpec
+from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.sim.fleet.planned import as_hub
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.fleet.simulation import Fidelity, simulate_fleet, weather
@@ -28,6 +29,8 @@ from muletrain.timeline import chrome_trace
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from torch import Tensor
 
     from muletrain.config.fleet_file import Fleet
     from muletrain.config.schema import RunConfig
@@ -247,6 +250,23 @@ def test_clients_of_a_played_hub_do_their_share(tmp_path: Path) -> None:
     assert sorted((*parts[0], *parts[1])) == ["spot-2", "spot-3", "spot-4", "spot-5"]
     for of_stage in parts:
         assert max(of_stage.values()) < 1.3 * min(of_stage.values())
+
+
+def test_clients_whose_weights_always_come_too_late_take_them_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lateness must not cause load: each took the weights of each step, and no part."""
+    fetched: list[bytes] = []
+    fetch = WeightsDownload.fetch
+
+    async def counted(self: WeightsDownload, digest: bytes, *rest: Any) -> Tensor | None:
+        fetched.append(digest)
+        return await fetch(self, digest, *rest)
+
+    monkeypatch.setattr(WeightsDownload, "fetch", counted)
+    outcome = hub_played(tmp_path, HUB + "down_mbps = 1\n", 300.0)
+    assert outcome.failure is None
+    assert 3 * 4 <= len(fetched) < 4 * outcome.steps / 2
 
 
 def test_clients_of_a_played_hub_leave_and_come(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muletrain.policy.deadline import IDLE, MOST_RESTS, Rests
 from muletrain.policy.passes import Given, Part, Pass
 from muletrain.policy.pool import LEFT_S, OWN, Pool
 from muletrain.policy.worker import FLOOR_S, UNMEASURED_S
@@ -261,3 +264,13 @@ def test_each_sequence_counts_once_in_each_pass_whatever_workers_do(data: st.Dat
     while (given := pool.take(OWN, now)) is not None:
         come_back(OWN, given)
     assert {key: sorted(found) for key, found in counted.items()} == {key: [*range(n)] for key, n in rows.items()}
+
+
+def test_a_client_that_is_given_nothing_takes_part_more_and_more_rarely() -> None:
+    rests = Rests(random.Random(0))
+    took_part = [rests.takes_part(worked=False) for _ in range(400)]
+    assert all(took_part[: IDLE - 1])
+    assert 400 / (MOST_RESTS + 1) < sum(took_part) < 80
+    while not rests.takes_part(worked=False):
+        pass
+    assert all(rests.takes_part(worked=True) for _ in range(50)), "as soon as there is work it is there in each step"

@@ -6,6 +6,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
 
 FLOOR_S = 2.0
 """Shortest deadline [s]: below it a busy machine's scheduling looks like a fault."""
@@ -14,6 +18,9 @@ RECENT = 15
 UNMEASURED_S = 30.0
 """Deadline before the first measurement [s]: long enough for a first step on a cold machine."""
 CEILING_S = 600.0
+IDLE, MOST_RESTS = 3, 16
+"""Steps in a row without work, after which a client sits steps out, and how many of these at most: at first one or two,
+then twice as many each time."""
 
 
 class Deadline:
@@ -112,6 +119,26 @@ class RetryBudget:
             return False
         self._left -= 1
         return True
+
+
+class Rests:
+    """Says which steps a client sits out. Where it always comes too late, or others leave it nothing to do, the weights
+    that it takes in each step are load for nothing; without it, others may come in time."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._idle = self._left = 0
+
+    def takes_part(self, *, worked: bool) -> bool:
+        """A step begins. ``worked``: in the last one in which it took part, it was given something to do."""
+        if self._left:
+            self._left -= 1
+            return not self._left
+        self._idle = 0 if worked else self._idle + 1
+        if self._idle < IDLE:
+            return True
+        self._left = self._draw.randint(1, min(MOST_RESTS, 2 ** (self._idle - IDLE + 1)))
+        return False
 
 
 def backoff_s(times: int, first_s: float, longest_s: float) -> float:

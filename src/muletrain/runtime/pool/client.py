@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import random
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -17,7 +17,7 @@ from muletrain.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from muletrain.policy.deadline import backoff_s
+from muletrain.policy.deadline import Rests, backoff_s
 from muletrain.runtime.pool.messages import (
     FROM_SERVER,
     MAX_ROOM,
@@ -65,8 +65,6 @@ SEND_S = 60.0
 """Seconds within which a server takes what is sent to it."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
 """Seconds between two tries to find a server, the first time and at most; doubles until it works for one."""
-COMPARE_S = 10.0
-"""Seconds between two looks whether another server needs us more, at least."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
 
@@ -106,12 +104,12 @@ class Client:
         self._wanted: bytes | None = None
         """Digest of the server's current weights."""
         self._version = -1
-        self._told = -1
-        """Version of the weights that we told our server to have."""
+        self._told = self._sits_out = -1
+        """Versions of the weights: that we told our server to have, and that we do without."""
+        self._rests, self._given = Rests(random.Random(net.peer_id)), True
         self._have: bytes | None = None
         """Digest of ours."""
         self._news = asyncio.Event()
-        self._compared_at = clock.now()
         self._weights = WeightsDownload(net, compute, plan)
         self._accumulator = Accumulator(compute)
         self._work = PartWork(compute, plan, self._accumulator)
@@ -171,7 +169,7 @@ class Client:
 
         for server in sorted(found, key=need):
             self._enlistment += 1
-            self._home, self._version, self._told = server, -1, -1
+            self._home, self._version, self._told, self._sits_out = server, -1, -1, -1
             self._dismissed = self._worked = self._missed = False
             ask = Enlist(name=self._name, config=self._config, stage=self._compute.stage, enlistment=self._enlistment)
             try:
@@ -206,13 +204,17 @@ class Client:
                 self._news.clear()
                 if self._dismissed:
                     raise _Left("the server does without us")
-                if self._wanted is not None and self._wanted != self._have:
+                current = self._wanted == self._have
+                if self._wanted is not None and not current and self._version > self._sits_out:
                     if self._moves:
                         self.moved = True
                         break
-                    await self._compare()
+                    assert self._home is not None  # that we serve
+                    if await self._servers.others_need_us_more(self._home, self._version):
+                        await self._send(Gone())
+                        raise _Left("another server needs us more")
                     await self._take_weights(self._wanted)
-                elif self._told < self._version:
+                elif current and self._told < self._version:
                     self._told = self._version
                     assert self._have is not None  # it is what is wanted
                     await self._try_to_send(Ready(weights=self._have, speed=self._speed, room=ROOM))
@@ -252,31 +254,13 @@ class Client:
             self._dismissed = True
             self._changed()
 
-    async def _compare(self) -> None:
-        """A step begins, so our accumulator is empty: go to a server whose clients are slower together, even with us.
-        Raises _Left. Only so many go at once, on the average, that both have the same speed then."""
-        if self._clock.now() - self._compared_at < COMPARE_S or len(self._servers.known) < 2:
-            return
-        self._compared_at = self._clock.now()
-        found = await self._servers.states()
-        if self._home not in found:
-            return
-        home = found.pop(self._home)
-        unknown = not any(state.speed for state in (home, *found.values()))
-
-        def strength(state: Enlisted) -> float:
-            return state.clients if unknown else state.speed
-
-        have, own = strength(home), strength(home) / max(1, home.clients)
-        least = min(map(strength, found.values()), default=math.inf)
-        drawn = int.from_bytes(blake3(f"{self._net.peer_id}/{self._version}".encode()).digest()[:4]) / (1 << 32)
-        if least + own < have and drawn < (have - least) / (2 * have):
-            await self._send(Gone())
-            raise _Left("another server needs us more")
-
     async def _take_weights(self, digest: bytes) -> None:
-        """Returns with our server's weights, or early if others are wanted. Raises _Left."""
+        """Returns with our server's weights, or early if others are wanted, or if we sit the step out. Raises _Left."""
         self._work.forget_forwards()
+        if not self._rests.takes_part(worked=self._given):
+            self._sits_out = self._version
+            return
+        self._given = False
 
         def wanted() -> bool:
             return self._wanted == digest and not (self._dismissed or self._ended)
@@ -350,7 +334,7 @@ class Client:
         if len(self._out) >= MAX_ROOM or message.number in self._out:
             raise ProtocolError(f"{message.KIND}: more than {MAX_ROOM} parts, or one twice")
         task = self._tasks.spawn(self._do(message, tensors, self._enlistment), f"part {message.part}")
-        self._out[message.number] = task
+        self._out[message.number], self._given = task, True
         task.add_done_callback(lambda _: self._out.pop(message.number, None))
 
     async def _do(self, message: Give, tensors: list[Encoded], enlistment: int) -> None:

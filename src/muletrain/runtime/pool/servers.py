@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from blake3 import blake3
 
 from muletrain.errors import MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline
@@ -28,7 +31,8 @@ ASKED = 4
 UNMEASURED = 1e-9
 """Speed of a client at least, so that one counts before it is measured."""
 
-
+COMPARE_S = 10.0
+"""Seconds between two looks whether another server of the stage needs a client more, at least."""
 LOOK_EVERY_S = 60.0
 """Seconds between two looks whether another stage needs a client more."""
 
@@ -67,6 +71,7 @@ class StageServers:
         self._net, self._clock, self._tasks = net, clock, tasks
         self.known = known
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
+        self._compared_at = clock.now()
 
     async def states(self, *, but: PeerId | None = None) -> dict[PeerId, Enlisted]:
         """Returns the states of the servers (without ``but``) that answer about as soon as the first one."""
@@ -82,6 +87,26 @@ class StageServers:
         for task in waiting:
             task.cancel()
         return found
+
+    async def others_need_us_more(self, home: PeerId, version: int) -> bool:
+        """Are the clients of another server slower together than those of ``home``, even with us? Only so many clients
+        hear yes for a ``version`` of the weights, on the average, that both have the same speed then."""
+        if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
+            return False
+        self._compared_at = self._clock.now()
+        found = await self.states()
+        if home not in found:
+            return False
+        ours = found.pop(home)
+        unknown = not any(state.speed for state in (ours, *found.values()))
+
+        def strength(state: Enlisted) -> float:
+            return state.clients if unknown else state.speed
+
+        have, own = strength(ours), strength(ours) / max(1, ours.clients)
+        least = min(map(strength, found.values()), default=math.inf)
+        drawn = int.from_bytes(blake3(f"{self._net.peer_id}/{version}".encode()).digest()[:4]) / (1 << 32)
+        return least + own < have and drawn < (have - least) / (2 * have)
 
     async def _state_of(self, server: PeerId) -> Enlisted | None:
         """Returns the state of ``server``; None: it does not answer."""
