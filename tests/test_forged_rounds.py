@@ -193,7 +193,7 @@ def test_who_speaks_for_another_is_refused(replicas: int, liar: str, monkeypatch
 def test_a_member_that_lies_costs_no_number(how: str) -> None:
     """As fuzz draws it. Where it counts on nobody, damages copies, or withholds answers, the others take longer."""
     faults = [Fault(0.3, "lie", ("peer-1a",), FOR_EVER_S, how=how)]
-    faults += [Fault(1.0, "join", ("peer-1l",))] if how == "copies" else []
+    faults += [Fault(1.0, "join", ("peer-1l",))] if how in ("copies", "others") else []
     faults += [Fault(1.3, "kill", ("peer-1b",))] if how == "claims" else []
     scenario = Scenario(3, (2, 3), 2, 4, 8, 0.02, tuple(faults), checkpoint_every=1, apart=how == "parts")
     outcome = play(scenario)

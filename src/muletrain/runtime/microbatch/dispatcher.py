@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
-from muletrain.policy.deadline import CEILING_S, Deadline, RetryBudget, backoff_s
+from muletrain.policy.deadline import UNMEASURED_S, Deadline, RetryBudget, backoff_s
 from muletrain.policy.wiring import Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
@@ -38,9 +38,9 @@ COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
 
-LONG = 3
-"""Missed deadlines of a request, each twice as long as the one before, after which another peer computes a copy, whatever
-the first one says: it may lie."""
+LONG, LONG_UNMEASURED = 3, 7
+"""A request that has been out for so many deadlines (before the first one is measured: for seven) is computed by another
+peer, too, whatever the first one says: it may lie. If no copy can be had then, the first one is given up."""
 
 
 class _Gone(MuletrainError):
@@ -137,9 +137,8 @@ class Dispatcher:
                 pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
 
     def usual_s(self) -> float:
-        """Seconds within which an answer comes as a rule: of this stage, with all behind it. Before the first one, it may be
-        any time."""
-        return self._deadline.seconds() if self._deadline.known else CEILING_S
+        """Seconds within which an answer comes as a rule: of this stage, with all behind it."""
+        return self._deadline.seconds() if self._deadline.known else 2 * UNMEASURED_S
 
     def _is_current(self, request: Request) -> bool:
         return self._current is None or (request.step, request.lineage) in self._current
@@ -390,11 +389,20 @@ class Dispatcher:
                 )
                 if request.index not in progress.in_flight and not answered:
                     raise _Gone(f"{what}: it is not working on it") from None
-                if attempt + 1 >= LONG:
-                    self._wiring.takes_at_least(peer, self._ctx.clock.now() - begin_s)
-                    if set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected:
-                        self._have_one_copied(pending, "it has had it for long")
+                if self._held_for_long(pending, self._ctx.clock.now() - begin_s):
+                    raise _Gone(f"{what}: it has had it for long") from None
         raise AssertionError
+
+    def _held_for_long(self, pending: _Pending, waited_s: float) -> bool:
+        """Have another peer compute a copy of what was ``pending`` for long. Returns True if nobody can, but the stage has
+        other peers: then it has to be given up, and tried anew."""
+        long_s = (LONG if self._deadline.known else LONG_UNMEASURED) * self._deadline.seconds()
+        alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
+        if alone or pending.copy is not None or waited_s < long_s:
+            return False
+        self._wiring.takes_at_least(pending.peer, waited_s)
+        others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
+        return not (others and self._have_one_copied(pending, "it has had it for long"))
 
     def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:
         self._wiring.ban(peer)

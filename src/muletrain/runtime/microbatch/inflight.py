@@ -35,7 +35,7 @@ from muletrain.errors import MuletrainError
 from muletrain.runtime.microbatch.ledger import Ledger
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class TooLate(MuletrainError):
@@ -101,11 +101,16 @@ class InFlightStep:
         """Returns the microbatches that are not known to be through."""
         return frozenset(range(self.microbatches)) - self.losses.keys()
 
-    def complete(self, indices: Sequence[int], losses: Sequence[float]) -> bool:
-        """Note that microbatches are through. Returns False, and notes nothing, if they are invalid."""
+    def complete(
+        self, indices: Sequence[int], losses: Sequence[float], of_trainer: Callable[[int], bool] = lambda index: False
+    ) -> bool:
+        """Note that microbatches are through. ``of_trainer``: does the trainer of the microbatch say so? Otherwise a loss
+        that we know stays. Returns False, and notes nothing, if they are invalid."""
         if len(indices) != len(losses) or any(i >= self.microbatches for i in indices):
             return False
-        self.losses.update(zip(indices, losses, strict=True))
+        for index, loss in zip(indices, losses, strict=True):
+            if self.losses.setdefault(index, loss) != loss and of_trainer(index):
+                self.losses[index] = loss
         return True
 
     def uncount(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
+from muletrain.policy.claims import claimant
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.survey import Survey
@@ -103,10 +104,16 @@ class Microbatches:
             self._onwards.refresh()
         self._inwards.refresh()
 
-    def on_trainer_done(self, message: TrainerDone) -> None:
+    def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note what a trainer reports as through. Raises ProtocolError if it is invalid."""
-        work = self._position.computing(message.step)
-        if work is not None and not work.complete(message.indices, message.losses):
+        work, roster = self._position.computing(message.step), self._ctx.roster
+        if work is None or not roster.member(sender).trainer:
+            return
+
+        def is_its_own(index: int) -> bool:
+            return claimant(message.step, index, roster.trainers()) == sender
+
+        if not work.complete(message.indices, message.losses, is_its_own):
             raise ProtocolError("trainer_done: microbatches that the step does not have, or not one loss for each")
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:

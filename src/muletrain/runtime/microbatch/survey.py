@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from muletrain.policy.deadline import backoff_s
+from muletrain.policy.deadline import CEILING_S, backoff_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,20 +48,25 @@ class Survey:
         A stage has it if a peer that ``counts``, ourselves included, holds it in its accumulator; it then recomputes
         without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
         accumulated twice, which costs a whole accumulator. ``patience_s``: for so long, as is known by then, or for
-        ``PATIENCE_S``; no longer than the latter if its device is late, and may hang.
+        ``PATIENCE_S``, since those that work on it last accumulated anything; no longer than the latter if their devices are
+        late, and may hang.
         """
         if not stages:
             return (), None
-        begin_s = self._ctx.clock.now()
+        clock = self._ctx.clock
+        begun_s, since_s, done = clock.now(), clock.now(), -1
         for pause in itertools.count():
             current = await self.everyone(lineage, step)
             counted = [progress for peer, progress in current.items() if progress.stage in stages and counts(peer)]
             at_it = [progress for progress in counted if index in progress.in_flight]
+            if (now_done := sum(len(progress.accumulated) for progress in at_it)) != done:
+                since_s, done = clock.now(), now_done
             hangs = all(progress.late for progress in at_it)
             longest_s = PATIENCE_S if hangs else max(PATIENCE_S, patience_s())
-            if not at_it or self._ctx.clock.now() - begin_s >= longest_s:
+            over = clock.now() - since_s >= longest_s or clock.now() - begun_s >= CEILING_S
+            if not at_it or over:
                 break
-            await self._ctx.clock.sleep(backoff_s(pause, PAUSE_S, longest_s / PAUSES))
+            await clock.sleep(backoff_s(pause, PAUSE_S, longest_s / PAUSES))
         have = {progress.stage for progress in counted if index in progress.accumulated}
         losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)

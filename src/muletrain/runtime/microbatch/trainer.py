@@ -113,7 +113,8 @@ class Trainer:
             return
         turn = self._turn + 1
         theirs = self._claims(self._work.missing(), turn)
-        if theirs and await self._under_way():
+        current = await self._survey.everyone(self._lineage, self._step) if theirs else {}
+        if any(progress.in_flight or progress.answering for progress in current.values()):
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
@@ -127,9 +128,6 @@ class Trainer:
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
-        if mine and gap.turn:  # their trainers before us may have begun them
-            under_way = await self._under_way()
-            mine = [i for i in mine if i not in under_way and (gap.stage, i) not in self._refilling]
         if gap.early:
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
@@ -183,11 +181,6 @@ class Trainer:
         if index == turn == 0 and self._ctx.plan.validates(self._step):
             return validator_of(self._ctx.roster) or self._ctx.net.peer_id
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
-
-    async def _under_way(self) -> set[int]:
-        """Returns the microbatches of the step that some peer works on, at any stage."""
-        current = await self._survey.everyone(self._lineage, self._step)
-        return {i for progress in current.values() for i in (*progress.in_flight, *progress.answering)}
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
         """See one microbatch through, then once more where a part was lost meanwhile. Returns its loss [nats/token]."""

@@ -139,7 +139,7 @@ class Incoming:
             case Backward() | Done() | Busy() | Lost():
                 self._microbatches.on_reply(sender, message, frame)
             case TrainerDone():
-                self._microbatches.on_trainer_done(message)
+                self._microbatches.on_trainer_done(sender, message)
             case Gap():
                 self._microbatches.on_gap(sender, message)
             case Seal():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.members.messages import GetProgress, Progress
-from muletrain.runtime.microbatch.messages import Backward, Done, Gap, Lost
+from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
+from muletrain.runtime.microbatch.messages import Backward, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Reduced, RoundEntry, Seal, Shard, ShardFacts
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
@@ -19,19 +19,34 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.core.messages import Message
 
-LIES = ("entries", "expels", "records", "views", "progress", "claims", "gaps", "copies", "parts", "chunks", "work")
+LIES = (
+    "entries",
+    "expels",
+    "records",
+    "views",
+    "progress",
+    "claims",
+    "gaps",
+    "copies",
+    "parts",
+    "chunks",
+    "work",
+    "done",
+    "others",
+    "down",
+)
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
 to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
-ever."""
+ever. Then: that all microbatches of a step are through, whom newcomers should know, and who does not answer."""
 
 
 class Liar:
     """``network`` as a peer's own program would use it to lie, while ``how`` says about what."""
 
-    def __init__(self, network: MemoryNetwork, rng: random.Random) -> None:
+    def __init__(self, network: MemoryNetwork, rng: random.Random, microbatches: int) -> None:
         self.how = ""
-        self._network, self._rng = network, rng
+        self._network, self._rng, self._microbatches = network, rng, microbatches
         self._kept = set[int]()
         """Microbatches whose answers it withheld."""
 
@@ -54,6 +69,7 @@ class Liar:
             AskSnapshot.KIND: self._snapshot,
             AskManifest.KIND: self._block,
             AskBlocks.KIND: self._block,
+            Introduce.KIND: self._others,
         }
 
         async def answer(sender: PeerId, payload: bytes) -> bytes:
@@ -66,8 +82,18 @@ class Liar:
 
     def _frames(self, message: Any) -> list[Message]:
         """Told beside ``message``."""
+        if self.how == "done" and isinstance(message, Forward | Backward | Done):
+            everything = tuple(range(self._microbatches))
+            return [
+                TrainerDone(
+                    lineage=message.lineage, step=message.step, indices=everything, losses=(0.5,) * len(everything)
+                )
+            ]
         if not isinstance(message, Seal):
             return []
+        if self.how == "down":
+            whom = (m for m in message.members if m != self._network.peer_id)
+            return [Suspected(lineage=message.lineage, step=message.step, peer=m) for m in whom]
         if self.how in ("entries", "expels"):
             return [self._forged(message, message.stage, message.members)]
         if self.how == "gaps":
@@ -154,6 +180,15 @@ class Liar:
         if self.how != "copies" or self._rng.random() < 0.5:
             return told
         return Snapshot.unpack(told).model_copy(update={"digest": self._rng.randbytes(32)}).pack()
+
+    def _others(self, payload: bytes, told: bytes) -> bytes:
+        """Peers that nobody has seen."""
+        if self.how != "others":
+            return told
+        fakes = tuple(
+            Member(id=f"fake-{k}", name=f"fake-{k}", stage=k % 2, trainer=k % 3 == 0, addresses=()) for k in range(200)
+        )
+        return Acquaintances(members=(*Acquaintances.unpack(told).members, *fakes)).pack()
 
     def _block(self, payload: bytes, told: bytes) -> bytes:
         """Of a manifest or of the copy itself."""

@@ -47,10 +47,10 @@ HELD_UP_S, AT_FIRST_S = 16.0, 310.0
 """so much more: a peer refuses to be counted on after 8 s, and the others ask it again by then. In the first step
 nobody knows yet how long the operations of a device take, and that comes after 300 s (``runtime.members.watchdog``)."""
 
-MOST_TIMES, MOST_S, HANGING_S, GONE_S = 20.0, 200.0, 700.0, 1100.0
+MOST_TIMES, MOST_S, HANGING_S, HELD_S, GONE_S = 20.0, 200.0, 700.0, 100.0, 1100.0
 """A step takes at most this many undisturbed ones, the time that the faults last, and MOST_S; HANGING_S more if a
-device hangs, GONE_S more if a stage loses all peers or the run all trainers (the others wait 15 minutes for a
-newcomer)."""
+device hangs, HELD_S if a liar keeps microbatches to itself, GONE_S if a stage loses all peers or the run all trainers
+(the others wait 15 minutes for a newcomer)."""
 
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -162,7 +162,8 @@ class Witness:
     def told(self, peer: str, event: StepDone) -> None:
         """The run's report: losses and norms are a single process's."""
         scenario, at = self._scenario, event.step - 1
-        every = {f.kind for f in scenario.faults}.isdisjoint(DISTURBING) and scenario.resume_s is None
+        lied = any(f.how == "done" for f in scenario.faults)  # trainers are believed, and any peer may become one
+        every = {f.kind for f in scenario.faults}.isdisjoint(DISTURBING) and scenario.resume_s is None and not lied
         apart = 1000 * scenario.tolerance  # of sums of numbers that nearly cancel each other
         for name, said, right in (
             ("loss", event.loss if every else math.nan, self._history.losses[at]),
@@ -201,6 +202,7 @@ class Witness:
         needed = [{p for p, k in s.members if k == stage} for stage in range(len(s.stages))]
         needed.append({p for p, _ in s.members[: s.trainers]})
         waits_s = MOST_S + HANGING_S * any(f.kind == "hang" for f in s.faults) + GONE_S * any(n <= gone for n in needed)
+        waits_s += HELD_S * any(f.how == "work" for f in s.faults)
         lasting_s = sum(f.for_s for f in s.faults if f.for_s < FOR_EVER_S)
         most_s = MOST_TIMES * s.step_s + lasting_s + math.exp(s.skew) * waits_s
         ends = [0.0, *(self._applied_s[step] for step in sorted(self._applied_s))]
