@@ -69,7 +69,8 @@ def test_many_gaps_at_the_same_moment_cost_one_question(monkeypatch: pytest.Monk
         if self._ctx.net.peer_id == "peer-0a" and self._step == 1:
             with monkeypatch.context() as counting:
                 counting.setattr(FailureDetector, "ask_all", counted)
-                found = await asyncio.gather(*(self._under_way() for _ in range(10)))
+                everyone = (self._survey.everyone(self._lineage, self._step) for _ in range(10))
+                found = await asyncio.gather(*everyone)
             assert asked.count("peer-0a") == 1
             assert found == [found[0]] * 10
         await right(self, **kwargs)
