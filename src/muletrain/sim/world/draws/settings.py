@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from muletrain.sim.world.draws.common import HARMLESS, Kind, calm
 from muletrain.sim.world.scenario import Scenario, stage_of
@@ -13,6 +14,22 @@ if TYPE_CHECKING:
 
 COARSE, FINE = 5e-3, 2e-4
 """Norm of the difference over norm with numbers of 8, and of 16 bits."""
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "attention_dropout": 0.1,
+}
+TRACED: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_positions": 16},
+    "llama": TINY,
+    "qwen3": {**TINY, "head_dim": 8},
+    "gemma3_text": {**TINY, "head_dim": 8, "sliding_window": 3},
+    "mixtral": {**TINY, "num_local_experts": 4},
+}
+"""Architectures of ``transformers``, and their sizes."""
 
 
 def _with(*overrides: str, tolerance: float = 0.0) -> Kind:
@@ -35,6 +52,8 @@ def _codecs(s: Scenario, rng: random.Random) -> Scenario | None:
 
 def _shared_layers(s: Scenario, rng: random.Random) -> Scenario | None:
     """In many steps the last bits of a model with more layers come apart further."""
+    if any(o.startswith("model.architecture") for o in s.overrides):
+        return None
     layers = len(s.stages) * rng.randint(2, 3)
     tolerance = FINE if s.steps > 20 else 0.0
     return _with(f"model.layers={layers}", "model.share_layers=true", tolerance=tolerance)(s, rng)
@@ -74,6 +93,19 @@ def _swap(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, swapped=swapped, overrides=(*s.overrides, *whole))
 
 
+def _traced(s: Scenario, rng: random.Random) -> Scenario | None:
+    """A traced model instead of our decoder, a block a stage."""
+    from transformers import CONFIG_MAPPING  # takes seconds
+
+    kind = rng.choice(sorted(TRACED))
+    if any(o.startswith("model.share_layers") for o in s.overrides):
+        return None
+    tokens = {"vocab_size": 640, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    config = CONFIG_MAPPING[kind](**TRACED[kind], **tokens, num_hidden_layers=len(s.stages))
+    architecture = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _with(f"model.architecture={json.dumps(architecture)}")(s, rng)
+
+
 KINDS: dict[str, Kind] = {
     "codecs": _codecs,
     "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"),
@@ -84,4 +116,5 @@ KINDS: dict[str, Kind] = {
     "rebalancing": _rebalancing,
     "shared layers": _shared_layers,
     "swap": _swap,
+    "traced": _traced,
 }
