@@ -572,7 +572,7 @@ def test_looking_for_many_microbatches_asks_each_peer_twice_at_most(tmp_path: Pa
 
         for net in target.others.values():
             net.serve(GetProgress.KIND, held)
-        work = [survey.still_missing(GENESIS.lineage, 0, index, (0, 1)) for index in range(4)]
+        work = [survey.still_missing(GENESIS.lineage, 0, index, (0, 1), lambda: 30.0) for index in range(4)]
         answers = await asyncio.gather(*work)
         assert asked <= 2 * len(target.others)
         assert [missing for missing, _ in answers[1:]] == [(0,), (0,), (0, 1)]

@@ -170,9 +170,9 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
             work.ledger.commit(3, 2.5)
 
         asyncio.get_running_loop().call_later(1.0, done)
-        assert await survey.still_missing(genesis.lineage, 0, 3, (0, 1)) == ((1,), 2.5)
+        assert await survey.still_missing(genesis.lineage, 0, 3, (0, 1), lambda: 30.0) == ((1,), 2.5)
         assert 1.0 <= clock.now() < 2.0
-        assert await survey.still_missing(genesis.lineage, 0, 2, (0, 1)) == ((0, 1), None)
+        assert await survey.still_missing(genesis.lineage, 0, 2, (0, 1), lambda: 30.0) == ((0, 1), None)
         await ctx.tasks.close()
         await net.close()
         await other.close()
@@ -180,6 +180,43 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
     problems: list[str] = []
     run_virtually(scenario(), 100.0, problems)
     assert not problems
+
+
+@pytest.mark.parametrize(("works", "late", "waits_s"), [(True, False, 200.0), (False, False, 40.0), (True, True, 15.0)])
+def test_a_microbatch_that_a_peer_says_it_works_on_is_waited_for_while_that_peer_makes_progress(
+    works: bool, late: bool, waits_s: float
+) -> None:
+    """Each step took twice as long where a microbatch takes more than 15 s: it was accumulated twice, so whole accumulators
+    were dropped. One that says so for ever must not be waited for."""
+    a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
+    genesis = Genesis(
+        run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0
+    )
+
+    async def answer(sender: str, payload: bytes) -> bytes:
+        now = asyncio.get_running_loop().time()
+        done = tuple(range(1, 1 + int(now / 25))) if works else ()
+        at_it = () if works and now > 200.0 else (0,)
+        return Progress(
+            current=True, step=0, stage=1, accumulated=done + ((0,) if not at_it else ()), in_flight=at_it, late=late
+        ).pack()
+
+    async def scenario() -> float:
+        hub, clock = MemoryHub(), LoopClock()
+        net, other = hub.join("a"), hub.join("b")
+        other.serve(GetProgress.KIND, answer)
+        plan = cast("Plan", SimpleNamespace(stages=2, microbatches=64, delayed=False))
+        ctx = Context(net, clock, cast("Any", None), Roster(genesis, "a"), plan, emit=lambda event: None)
+        survey = Survey(ctx, Position(ctx, 0, genesis.lineage))
+        missing, _ = await survey.still_missing(genesis.lineage, 0, 0, (1,), lambda: 40.0)
+        assert missing == (() if works and not late else (1,))
+        ended = clock.now()
+        await ctx.tasks.close()
+        await net.close()
+        await other.close()
+        return ended
+
+    assert run_virtually(scenario(), 1000.0, []) == pytest.approx(waits_s, rel=0.1)
 
 
 def test_a_peer_that_comes_back_gets_work_again() -> None:
