@@ -247,7 +247,9 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             clock=LoopClock(),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
-        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None)
+        pipeline = StageServer(
+            ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, SimpleNamespace(source=None)
+        )
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32),

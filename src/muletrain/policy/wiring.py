@@ -70,6 +70,13 @@ class Wiring:
         self._back_s: list[float] = []
         """Times at which its microbatches came back."""
 
+    def serve(self, peers: Mapping[str, float]) -> None:
+        """``peers`` serve the stage now, with the expected times of their devices (``add``)."""
+        for gone in set(self.peers()) - peers.keys():
+            self.remove(gone)
+        for peer in sorted(peers, key=lambda p: peers[p]):
+            self.add(peer, peers[peer])
+
     def add(self, peer: str, device_s: float = 0.0) -> None:
         """A peer announced itself: a new one joins at the smallest total, a banned one is welcome again. ``device_s``:
         expected time of its device for a microbatch [s], 0 if unknown. A device slower than the fastest joins later by

@@ -81,8 +81,12 @@ class Coordinator:
         known = None if opened is None else opened.parts.get(stage)
         if known is None and self._ctx.roster.member(sender).stage != stage:
             return  # the stage itself must announce it first; keepers announce it again
-        if known is not None and known != ready.facts:
-            return  # the first announcement counts, until it proves false (``_fetch``)
+        writes = sender == self._roles.writer(stage)
+        if opened is not None and known is not None and known != ready.facts:
+            if not writes:
+                return  # the writer's announcement counts, else the first, until it proves false (``_fetch``)
+            opened.holders[stage] = set()
+            opened.here.discard(stage)
         if opened is None and self._checkpoints.full():
             raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
         opened = self.open(key)
@@ -90,10 +94,10 @@ class Coordinator:
             opened.news = self._ctx.clock.now()
         opened.parts[stage] = ready.facts
         opened.holders[stage].add(sender)
-        if ready.place == self._replicas.name:
+        if writes and ready.place == self._replicas.name:
             self._replicas.has(opened, stage, ready.facts)
         opened.changed.set()
-        if self._roles.coordinates() and sender == self._roles.writer(stage):
+        if self._roles.coordinates() and writes:
             for earlier in self._checkpoints.before(key.step):  # it writes one at a time: these parts will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
@@ -104,14 +108,15 @@ class Coordinator:
         return largest_part(self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0)
 
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
-        """A checkpoint ended. Only its coordinator is believed that it is complete, and peers that share the place that
-        it failed. Raises ProtocolError for a checkpoint that cannot be."""
+        """A checkpoint ended. Only its coordinator is believed that it is complete, and a writer that shares the place
+        that it failed. Raises ProtocolError for a checkpoint that cannot be."""
         roles, key = self._roles, end.key
         if not 0 < end.step <= self._ctx.plan.steps:
             raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
         member = self._ctx.roster.member(sender)
         if not end.left_out:
-            if sender == roles.coordinator or (end.reason and member.place == roles.target):
+            fails = end.reason and member.place == roles.target and sender == roles.writer(member.stage)
+            if sender == roles.coordinator or fails:
                 self.end(key, end.reason)
             return
         known = self._checkpoints.get(key)
@@ -197,8 +202,9 @@ class Coordinator:
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
                 state = await self._exchange.take(key, stage, facts, holders)
-            except ProtocolError:  # the first announcement was false; forget it, so that another counts
-                del opened.parts[stage], opened.holders[stage]
+            except ProtocolError:  # the announcement was false; forget it, so that another counts
+                if opened.parts.get(stage) == facts:
+                    del opened.parts[stage], opened.holders[stage]
                 raise
             if not opened.ended and (why := await self._replicas.store(opened, stage, facts, state_buffers(state))):
                 await self.fail(key, why)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
-from muletrain.policy.deadline import UNMEASURED_S, Deadline, RetryBudget, backoff_s
+from muletrain.policy.deadline import RetryBudget, backoff_s
+from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
@@ -37,10 +38,6 @@ BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
-
-LONG, LONG_UNMEASURED = 3, 7
-"""A request that has been out for so many deadlines (before the first one is measured: for seven) is computed by another
-peer, too, whatever the first one says: it may lie. If no copy can be had then, the first one is given up."""
 
 
 class _Gone(MuletrainError):
@@ -119,7 +116,7 @@ class Dispatcher:
     def __init__(self, ctx: Context, stage: int, survey: Survey) -> None:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
-        self._deadline = Deadline()
+        self.trips = Trips(ctx.plan.capacity)
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
@@ -128,32 +125,22 @@ class Dispatcher:
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
-        """Give up requests of steps that are not ``under_way`` any more: no peer answers them, and none should be
-        banned for that."""
+        """Give up requests of steps that are not ``under_way`` any more: nobody should be banned for them."""
         self._current = {(work.step, work.lineage) for work in under_way}
         self.refresh()
-        for pending in [p for owed in self._pending.values() for p in owed.values()]:
+        for pending in (p for owed in self._pending.values() for p in owed.values()):
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
-
-    def usual_s(self) -> float:
-        """Seconds within which an answer comes as a rule: of this stage, with all behind it."""
-        return self._deadline.seconds() if self._deadline.known else 2 * UNMEASURED_S
 
     def _is_current(self, request: Request) -> bool:
         return self._current is None or (request.step, request.lineage) in self._current
 
     def refresh(self) -> None:
         """Take the roster's view of which peers serve the stage."""
-        alive = set(self._ctx.roster.stage(self._stage))
-        for peer in set(self._wiring.peers()) - alive:
-            self._wiring.remove(peer)
-        for peer in sorted(alive, key=self._device_s):
-            self._wiring.add(peer, self._device_s(peer))
+        self._wiring.serve({p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)})
 
     def _device_s(self, peer: PeerId) -> float:
-        """Returns the seconds for forward and backward of a microbatch by what ``peer`` says of its device; 0 if it
-        says nothing."""
+        """Returns the seconds for a microbatch, both ways, by what ``peer`` says of its device; 0 if it says nothing."""
         work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
         return 3 * work[self._stage] / flops if work and flops else 0.0
 
@@ -288,9 +275,7 @@ class Dispatcher:
 
     def owed(self, peer: PeerId) -> Request | None:
         """See ``members.silence.Creditor``."""
-        for pending in self._pending.get(peer, {}).values():
-            return pending.request
-        return None
+        return next((pending.request for pending in self._pending.get(peer, {}).values()), None)
 
     def on_suspected(self, peer: PeerId) -> None:
         """See ``members.detector.Routes``."""
@@ -298,8 +283,7 @@ class Dispatcher:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """Have others compute what ``peer`` owes, oldest first, and as fast as they can: most suspects are heard of
-        again soon, and what others got by then is computed twice."""
+        """Have others compute what ``peer`` owes, oldest first, as fast as they can: most suspects are soon heard of again."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
@@ -318,22 +302,24 @@ class Dispatcher:
 
     async def _copy(self, pending: _Pending) -> Answer:
         """The answer of another peer, which accumulates nothing."""
-        request, gradient, unfinite = pending.request, pending.gradient, pending.unfinite
-        return await self.request(request, (), pending.tensors, pending.tried, gradient=gradient, unfinite=unfinite)
+        p = pending
+        return await self.request(p.request, (), p.tensors, p.tried, gradient=p.gradient, unfinite=p.unfinite)
 
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
         stages from ours on that hold it already are left out."""
         ours = tuple(s for s in accumulate if s >= self._stage)
-        still, _ = await self._survey.still_missing(request.lineage, request.step, request.index, ours, self.usual_s)
+        still, _ = await self._survey.still_missing(
+            request.lineage, request.step, request.index, ours, self.trips.usual_s
+        )
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
         """No peer is left to try: those of the stage that answer, whether down or banned before, count again from the
         next request on."""
         ctx = self._ctx
-        members = [p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage]
-        await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in members))
+        here = (p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage)
+        await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in here))
         self.refresh()
 
     async def _try(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
@@ -344,7 +330,7 @@ class Dispatcher:
             stage=self._stage,
             accumulate=accumulate,
             gradient=pending.gradient,
-            deadline_s=self._deadline.seconds(),
+            deadline_s=self.trips.deadline_s(),
             unfinite=pending.unfinite,
         )
         begin = clock.now()
@@ -362,10 +348,8 @@ class Dispatcher:
         took = clock.now() - begin
         if request.index < self._ctx.plan.microbatches:  # a held-out microbatch says nothing of what others take
             self._copies.succeeded()
-            self._deadline.measured(took)
-            busy_s = min(reply.busy_s, took)  # at most our own measurement: a peer's word must not distort the shares
-            way_s = took - busy_s - reply.away_s
-            self._wiring.measured(peer, max(busy_s, 1e-6), way_s, clock.now())
+            busy_s, way_s = self.trips.measured(peer, took, reply.busy_s, reply.away_s)
+            self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
@@ -374,7 +358,7 @@ class Dispatcher:
             what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
             try:
                 return await self._ctx.clock.deadline(
-                    asyncio.shield(pending.reply), self._deadline.seconds(attempt), what
+                    asyncio.shield(pending.reply), self.trips.deadline_s(attempt), what
                 )
             except DeadlineExceeded:
                 probe = self._ctx.detector.probe(peer, request.lineage, request.step, attempt)
@@ -394,11 +378,10 @@ class Dispatcher:
         raise AssertionError
 
     def _held_for_long(self, pending: _Pending, waited_s: float) -> bool:
-        """Have another peer compute a copy of what was ``pending`` for long. Returns True if nobody can, but the stage has
-        other peers: then it has to be given up, and tried anew."""
-        long_s = (LONG if self._deadline.known else LONG_UNMEASURED) * self._deadline.seconds()
+        """Have another peer compute a copy of what was ``pending`` for long, whatever its peer says: it may lie. Returns
+        True if nobody can, but the stage has other peers: then it has to be given up, and tried anew."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
-        if alone or pending.copy is not None or waited_s < long_s:
+        if alone or pending.copy is not None or waited_s < self.trips.long_s():
             return False
         self._wiring.takes_at_least(pending.peer, waited_s)
         others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
@@ -409,11 +392,8 @@ class Dispatcher:
         self._rerouted(peer, request, reason)
 
     def _rerouted(self, peer: PeerId, request: Request, reason: str) -> None:
-        self._ctx.emit(
-            MicrobatchRerouted(
-                step=request.step, index=request.index, stage=self._stage, reason=f"{peer[-6:]}: {reason}"
-            )
-        )
+        reason = f"{peer[-6:]}: {reason}"
+        self._ctx.emit(MicrobatchRerouted(step=request.step, index=request.index, stage=self._stage, reason=reason))
 
 
 def _finite(tensor: Encoded) -> bool:

@@ -37,7 +37,7 @@ class Microbatches:
         stage = ctx.roster.own.stage
         self._onwards = Dispatcher(ctx, stage + 1, self.survey) if stage + 1 < ctx.plan.stages else None
         self._inwards = Dispatcher(ctx, 0, self.survey)
-        self.server = StageServer(ctx, position, self._onwards)
+        self.server = StageServer(ctx, position, self._onwards, self)
         self._trainers: dict[int, Trainer] = {}
         """The trainer of each step under way."""
 

@@ -11,7 +11,9 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_sample_values, is_finite
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.microbatch.trainer import Source
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
@@ -75,6 +78,13 @@ class _Job:
         return self.message
 
 
+class Data(Protocol):
+    """Knows the microbatches (``microbatches``)."""
+
+    source: Source | None
+    """None: this peer has no data."""
+
+
 @dataclass
 class StageServer:
     """Serves one stage."""
@@ -83,6 +93,7 @@ class StageServer:
     position: Position
     dispatcher: Dispatcher | None
     """Sends to the next stage; None on the last."""
+    data: Data
     _jobs: dict[tuple[int, int], _Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -204,11 +215,26 @@ class StageServer:
         if job.message.stage == 0:
             check_sample_values("forward", inputs, self.ctx.plan.vocab)
         check_sample_values("forward", targets, self.ctx.plan.vocab + job.heldout)
+        if job.message.stage == 0 and job.message.trainer != self.ctx.net.peer_id and not job.heldout:
+            self._check_samples(job, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
                 raise _UnfiniteInputs("activations: not finite")
             job.excused = True
         return inputs, targets
+
+    def _check_samples(self, job: _Job, *sent: Tensor) -> None:
+        """Compare what a trainer sent with our own data, if we have any. Raises ProtocolError."""
+        if (source := self.data.source) is None:
+            return
+        step, index = job.message.step, job.message.index
+        for right, values in zip(map(torch.from_numpy, source.microbatch(step, index)), sent, strict=True):
+            # machines may round differently on the way to a sample
+            alike = (
+                torch.allclose(right, values, 1e-3, 1e-3) if right.is_floating_point() else torch.equal(right, values)
+            )
+            if not alike:
+                raise ProtocolError(f"forward: microbatch {step}/{index} has other samples than the data of this peer")
 
     def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
         """Check the shapes and codecs of a forward before it is read, decoded or kept. Raises ProtocolError."""

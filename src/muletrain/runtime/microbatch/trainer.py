@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_TRIES = 60
 """Tries at one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
+MOST_HELD_BACK = 3
+"""Late looks in a row at which peers work on microbatches, after which those of live trainers pass on all the same."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Seconds before a microbatch that failed is tried again, the first time and at most; doubles."""
 
@@ -69,6 +71,8 @@ class Trainer:
         self._turn = 0
         """How often we have moved on to the next trainer in line (``claimant``), because microbatches were missing and no
         peer worked on them."""
+        self._held_back = 0
+        """How often in a row we have not moved on, because peers worked on some."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to others in this way."""
         self._refilling: set[tuple[int, int]] = set()
@@ -114,7 +118,9 @@ class Trainer:
         turn = self._turn + 1
         theirs = self._claims(self._work.missing(), turn)
         current = await self._survey.everyone(self._lineage, self._step) if theirs else {}
-        if any(progress.in_flight or progress.answering for progress in current.values()):
+        at_work = any(progress.in_flight or progress.answering for progress in current.values())
+        self._held_back = self._held_back + 1 if at_work else 0
+        if 0 < self._held_back < MOST_HELD_BACK:  # later it may be a lie
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
@@ -223,7 +229,7 @@ class Trainer:
 
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that lack it, and its loss, if a peer knows it."""
-        usual_s = self._dispatcher.usual_s
+        usual_s = self._dispatcher.trips.usual_s
         return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, self._counts)
 
     def _counts(self, peer: PeerId) -> bool:

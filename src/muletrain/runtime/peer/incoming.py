@@ -128,8 +128,19 @@ class Incoming:
             return
         if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)
+        if isinstance(message, Forward):
+            await self._check_sender(sender, message)
         await self._to_actor(sender, message, frame)
         self._ctx.news.touched()
+
+    async def _check_sender(self, sender: PeerId, forward: Forward) -> None:
+        """Raises ProtocolError for a forward that neither its trainer nor a peer of the stage before sends: what it
+        brings would count in place of the right one."""
+        if forward.stage == 0:
+            if sender != forward.trainer or not self._ctx.roster.member(sender).trainer:
+                raise ProtocolError("forward: of another peer's microbatch, or from one that does not train")
+        elif not await self._membership.serves(sender, forward.stage - 1):
+            raise ProtocolError(f"forward for stage {forward.stage} from a peer of another stage than the one before")
 
     async def _to_actor(self, sender: PeerId, message: Message, frame: Frame) -> None:
         exchange = self._runner.exchange

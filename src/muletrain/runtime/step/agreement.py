@@ -129,6 +129,7 @@ class RoundAgreement:
         self._company.check()
         self._company.lost(m for m in seal.members if not ctx.roster.is_alive(m))
         if lost() or outdated():  # sets of different attempts do not fit together
+            self._company.outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
             return None
         seals = {m: seal if m == me else state.seals[m] for m in seal.members}
         self._company.compare(seals)

@@ -25,6 +25,8 @@ SPEAKS_S = 3.0
 MAX_UNTRUE = 2
 """False statements of a replica, before it is left out of the step: it claimed microbatches that it lacks, or a step that
 it is not at."""
+MAX_OUTRAN = 4
+"""Attempts of ours that a replica ends by a later one, before it is left out of the step: honest ones take turns."""
 MAX_LOST = 2
 """Times that a replica is marked down while we count on it, before it is left out of the step: some links carry
 messages one way only."""
@@ -57,6 +59,8 @@ class Company:
         self._ctx, self._state, self._standing = ctx, state, standing
         self._lost: Counter[PeerId] = Counter()
         self._untrue: Counter[PeerId] = Counter()
+        self._outran: Counter[PeerId] = Counter()
+        """How often replicas ended our attempt by a later one."""
         self._silent: Counter[PeerId] = Counter()
         """How much replicas failed to send in failed rounds (``Averager.silent``)."""
         self._differing: set[PeerId] = set()
@@ -81,7 +85,12 @@ class Company:
     def averages(self, peer: PeerId) -> bool:
         """Do we trust ``peer`` enough to average with it?"""
         trusted = self._lost[peer] < MAX_LOST and self._untrue[peer] < MAX_UNTRUE
-        return trusted and not self.is_apart(peer) and peer not in self._differing
+        return trusted and not self._hurries(peer) and not self.is_apart(peer) and peer not in self._differing
+
+    def _hurries(self, peer: PeerId) -> bool:
+        """Does ``peer`` end attempts by later ones, so that none succeeds? Another replica's word makes half as many do."""
+        left_out = any(peer not in s.members for m, s in self._state.seals.items() if m != peer)
+        return self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
 
     def is_apart(self, peer: PeerId) -> bool:
         """Is ``peer`` left out because its chunks did not arrive in earlier rounds?"""
@@ -125,6 +134,10 @@ class Company:
     def untrue(self, members: Iterable[PeerId]) -> None:
         """``members`` made false statements about themselves."""
         self._untrue.update(members)
+
+    def outran(self, members: Iterable[PeerId]) -> None:
+        """``members`` made a later attempt while we waited for this one."""
+        self._outran.update(members)
 
     def silent(self, owing: Mapping[PeerId, int]) -> None:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds they are left out for

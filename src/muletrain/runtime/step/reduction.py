@@ -146,7 +146,8 @@ class Reduction:
             return
         if self._position.interrupted is not None:
             raise self._position.interrupted
-        if self._reducing is not None and state.latest_attempt(self._reducing.members) > self._reducing.attempt:
+        if (seal := self._reducing) is not None and state.latest_attempt(seal.members) > seal.attempt:
+            self._company.outran(m for m in seal.members if m in state.seals and state.seals[m].attempt > seal.attempt)
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
         if state.gradient is not None:
             self._attest(state.gradient.entry)

@@ -1,0 +1,54 @@
+"""How long the peers of one stage take to answer, as one sender measures it.
+
+A peer says how long it worked on a microbatch itself (busy), and how long that waited or was with others (away). Its
+word must neither make it look fast, so that it is given everything, nor stretch the deadlines of all.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from muletrain.policy.deadline import FLOOR_S, UNMEASURED_S, Deadline
+
+GAMMA = 0.25
+"""Weight of a new answer in a peer's average."""
+OWN = 2.0
+"""Times that a peer's answer may take longer than most peers' before some of that is held to be its own doing."""
+LONGEST = 16.0
+"""Times that an answer may take longer than most peers', before deadlines learn less from it than it took."""
+LONG, LONG_UNMEASURED = 3, 7
+"""Deadlines after which a request has been out for long, and before any answer was measured."""
+
+
+class Trips:
+    """Learns from each answer. ``capacity``: microbatches that a peer holds at once."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._deadline = Deadline()
+        self._mean_s: dict[str, float] = {}
+        """By peer."""
+
+    def measured(self, peer: str, took_s: float, busy_s: float, away_s: float) -> tuple[float, float]:
+        """``peer`` answered after ``took_s``, and says that it was busy and away for so long. Returns for how long it was
+        busy, at least, and what the way there and back took [s]."""
+        before = self._mean_s.setdefault(peer, took_s)
+        self._mean_s[peer] = before + GAMMA * (took_s - before)
+        usual_s = statistics.median(self._mean_s.values())
+        self._deadline.measured(min(took_s, LONGEST * max(FLOOR_S, usual_s)))
+        # of what is beyond that it may have done as many at once as it holds
+        own_s = (took_s - OWN * usual_s) / self._capacity
+        busy_s = max(min(busy_s, took_s), own_s, 1e-6)
+        return busy_s, max(0.0, took_s - busy_s - away_s)
+
+    def deadline_s(self, attempt: int = 0) -> float:
+        """Returns how long to wait for an answer, in try number ``attempt``."""
+        return self._deadline.seconds(attempt)
+
+    def usual_s(self) -> float:
+        """Returns the seconds within which an answer comes as a rule."""
+        return self._deadline.seconds() if self._deadline.known else 2 * UNMEASURED_S
+
+    def long_s(self) -> float:
+        """Returns the seconds after which a request has been out for long, whatever its peer says."""
+        return (LONG if self._deadline.known else LONG_UNMEASURED) * self._deadline.seconds()
