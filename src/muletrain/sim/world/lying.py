@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+from muletrain.errors import NetworkError
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Done, Forward, Gap, Lost, TrainerDone
@@ -13,11 +16,12 @@ from muletrain.wire.codec import encode_raw
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
-    from muletrain.network.base import CallHandler, Frame, PeerId
+    from muletrain.network.base import CallHandler, Frame, FrameHandler, PeerId
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.core.messages import Message
+    from muletrain.wire.codec import Encoded
 
 LIES = (
     "entries",
@@ -34,19 +38,27 @@ LIES = (
     "done",
     "others",
     "down",
+    "idle",
+    "hurry",
+    "fast",
+    "forged",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
 to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
-ever. Then: that all microbatches of a step are through, whom newcomers should know, and who does not answer."""
+ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
+microbatches that it should give out are under way, that it has sealed again, that it needed no time, and whose
+microbatches are whose."""
 
 
 class Liar:
     """``network`` as a peer's own program would use it to lie, while ``how`` says about what."""
 
-    def __init__(self, network: MemoryNetwork, rng: random.Random, microbatches: int) -> None:
+    def __init__(
+        self, network: MemoryNetwork, rng: random.Random, microbatches: int, everyone: Collection[PeerId]
+    ) -> None:
         self.how = ""
-        self._network, self._rng, self._microbatches = network, rng, microbatches
+        self._network, self._rng, self._microbatches, self._everyone = network, rng, microbatches, everyone
         self._kept = set[int]()
         """Microbatches whose answers it withheld."""
 
@@ -56,10 +68,34 @@ class Liar:
     async def send(self, peer: PeerId, frame: Frame, **how: Any) -> int:
         for lie in self._frames(frame.message):
             await self._network.send(peer, lie.frame(), channel=lie.CHANNEL, timeout_s=how["timeout_s"])
-        if self.how == "work" and isinstance(frame.message, Backward | Done | Lost):
-            self._kept.add(frame.message.index)
+        message: Any = frame.message
+        withheld = self.how == "work" and isinstance(message, Backward | Done | Lost)
+        if withheld or (
+            self.how == "idle" and isinstance(message, Forward) and message.trainer == self._network.peer_id
+        ):
+            self._kept.add(message.index)
             return 0
+        if self.how == "fast" and isinstance(message, Backward | Done):
+            await asyncio.sleep(1.5)
+        if self.how == "hurry" and isinstance(message, Seal):
+            await self._network.send(peer, frame, **how)
         return await self._network.send(peer, self._instead(frame), **how)
+
+    def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
+        async def hear(sender: PeerId, frame: Frame) -> None:
+            if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
+                await self._forge(frame.message, frame.tensors)
+            await handler(sender, frame)
+
+        self._network.receive(hear, *kinds, **how)
+
+    async def _forge(self, message: Forward, tensors: list[Encoded]) -> None:
+        """Give everyone what came, as if it were its own."""
+        lie = message.model_copy(update={"attempt": message.attempt + 1000, "trainer": self._network.peer_id})
+        swapped = tensors[::-1] if message.stage == 0 else tensors
+        for peer in self._everyone:
+            with contextlib.suppress(NetworkError):
+                await self._network.send(peer, lie.frame(swapped), channel=lie.CHANNEL, timeout_s=10.0)
 
     def serve(self, method: str, handler: CallHandler, **how: Any) -> None:
         lies: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -116,6 +152,10 @@ class Liar:
             return self._alone(message).frame(frame.tensors)
         if self.how == "chunks" and isinstance(message, Shard | Reduced):
             return message.frame([encode_raw(b"no gradient")])
+        if self.how == "fast" and isinstance(message, Backward | Done):
+            return message.model_copy(update={"busy_s": 0.0, "away_s": 1e6}).frame(frame.tensors)
+        if self.how == "hurry" and isinstance(message, Seal):
+            return message.model_copy(update={"attempt": message.attempt + 1}).frame(frame.tensors)
         if self.how == "parts" and isinstance(message, PartReady):
             return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)
         return frame
@@ -164,7 +204,7 @@ class Liar:
     def _held(self, payload: bytes, told: bytes) -> bytes:
         """It is beyond the step, or holds microbatches, or works on them."""
         answer = Progress.unpack(told)
-        if self.how == "work" and answer.current:
+        if self.how in ("work", "idle") and answer.current:
             answer = answer.model_copy(update={"in_flight": tuple({*answer.in_flight, *self._kept})})
         if self.how == "claims" and answer.current:
             everything = tuple(range(max((*answer.accumulated, *answer.completed, 0)) + 1))

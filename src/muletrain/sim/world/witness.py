@@ -189,7 +189,7 @@ class Witness:
             f.kind == "hang" and stages[stage_of(f.who[0])] > 1 for f in faults
         ):  # the last one is waited for
             self._not_held_up()
-        if any(f.kind in DISTURBING for f in self._scenario.faults):
+        if any(f.kind in DISTURBING or f.how == "hurry" for f in self._scenario.faults):  # it is left out of steps
             return
         whole = self._scenario.microbatches
         for (step, stage, _), counted in self._counted.items():
@@ -202,7 +202,7 @@ class Witness:
         needed = [{p for p, k in s.members if k == stage} for stage in range(len(s.stages))]
         needed.append({p for p, _ in s.members[: s.trainers]})
         waits_s = MOST_S + HANGING_S * any(f.kind == "hang" for f in s.faults) + GONE_S * any(n <= gone for n in needed)
-        waits_s += HELD_S * any(f.how == "work" for f in s.faults)
+        waits_s += HELD_S * any(f.how in ("work", "idle", "fast") for f in s.faults)
         lasting_s = sum(f.for_s for f in s.faults if f.for_s < FOR_EVER_S)
         most_s = MOST_TIMES * s.step_s + lasting_s + math.exp(s.skew) * waits_s
         ends = [0.0, *(self._applied_s[step] for step in sorted(self._applied_s))]

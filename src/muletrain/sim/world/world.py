@@ -280,9 +280,8 @@ class World:
         network = self.networks[name]
         if not any(f.kind == "lie" and f.who == (name,) for f in self.scenario.faults):
             return network
-        return self.liars.setdefault(
-            name, Liar(network, random.Random(f"lies/{self.scenario.seed}/{name}"), self.scenario.microbatches)
-        )
+        rng, everyone = random.Random(f"lies/{self.scenario.seed}/{name}"), tuple(p for p, _ in self.scenario.members)
+        return self.liars.setdefault(name, Liar(network, rng, self.scenario.microbatches, everyone))
 
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
         """Live one peer's life; return its state if it reaches the end. ``joins_as``: its name if it joins."""

@@ -83,7 +83,9 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
         return None
     stage, how = rng.choice(stages), rng.choice(LIES)
     liar, other = rng.sample(replicas(s, stage), 2)
-    if how == "work":  # deadlines that other faults have stretched hold it up for longer
+    if how == "forged" and (s.share or liar in {p for p, _ in s.members[: s.trainers]}):
+        return None  # peers without data believe a trainer
+    if how in ("work", "idle", "fast"):  # deadlines that other faults have stretched hold it up for longer
         s = replace(s, faults=())
     lies = [Fault(rng.uniform(0.0, span(s)), "lie", (liar,), FOR_EVER_S, how=how)]
     later_s = rng.uniform(0.2, 0.8) * span(s)
