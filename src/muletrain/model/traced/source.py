@@ -1,7 +1,7 @@
 """Writes a traced chain as Python that people read: one class for each distinct part, and a table of parts with costs.
 
-The file is an ordinary module that needs torch and muletrain's counter-hash dropout only. Nothing here is ever imported
-by a run: it is for reading, changing and comparing.
+The file is an ordinary module that needs torch, ``operators``, and transformers where the model calls an operator of its
+own. Nothing here is ever imported by a run: it is for reading, changing and comparing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _HEADER = '''"""The blocks of a {kind} model, written by 'muletrain trace', as t
 
 {names}
 
-Parameters are empty until you load them: a comment names each as the model of transformers does (N: the layer). A block
-takes the values of the block before, and tables: values that follow from the shape of the microbatch alone.
+Parameters are empty until you load them: a comment names each as the model of transformers does (N: the layer), and old
+checkpoints may name or split it otherwise. A block takes the values of the block before, and tables: values that follow
+from the shape of the microbatch alone.
 {dropout}
 
 The parts make a chain. Of one microbatch, ``input_ids`` and ``targets`` (the tokens that follow) are int64
@@ -142,10 +143,11 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
     for layer in range(len(kinds)):
         layers.setdefault(call(1 + layer, "block"), []).append(layer)
     runs = " + ".join(f"[{kind}] * {len(list(run))}" for kind, run in itertools.groupby(kinds))
-    buffers = [f'constants["{name}"]' for _, name, node in _constants(model) if node.users]
+    buffers = {name: f'{name} = constants["{full}"]' for name, full, node in _constants(model) if node.users}
     return [
         f"embedding, blocks, head = {names[0]}(), [kind() for kind in {runs}], {names[-1]}()",
         "# load the parameters here",
+        *buffers.values(),
         "sequences, tokens = input_ids.shape",
         f"{listed(tables)} = tables({', '.join([*buffers, 'sequences', 'tokens', 'input_ids.device'])})",
         call(0, "embedding"),
