@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import textwrap
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +25,7 @@ from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.cutting import cut
 from muletrain.model.traced.export import trace
 from muletrain.model.traced.folder import import_traced, load_traced
-from muletrain.model.traced.source import class_names, source_of
+from muletrain.model.traced.source import source_of
 from muletrain.model.traced.stage import TracedStage, numbers, pack, unpack
 from muletrain.runs.assemble import resolve_start
 from tests.traced_models import (
@@ -39,6 +40,7 @@ from tests.traced_models import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -216,31 +218,85 @@ def test_dropout_of_the_configuration_can_be_replaced(tmp_path: Path) -> None:
     assert resolve_start(config) == config
 
 
-@pytest.mark.parametrize("name", [p for p in EACH if p.values[0] in ("gpt2", "gemma3", "qwen3")])
-def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path) -> None:
-    """Loaded as a module, with the model's weights: logits and gradients as ``transformers`` has them."""
-    model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
-    chain = chain_of(model)
-    (tmp_path / "blocks.py").write_text(source_of(chain))
-    spec = importlib.util.spec_from_file_location("blocks", tmp_path / "blocks.py")
+def written(chain: TracedModel, folder: Path) -> Any:
+    """The source of ``chain``, loaded as a module."""
+    (folder / "blocks.py").write_text(source_of(chain))
+    spec = importlib.util.spec_from_file_location("blocks", folder / "blocks.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    tokens = torch.randint(0, VOCAB, (2, 12))
-    made = module.tables(*chain.constants.values(), 2, 12, tokens.device)
-    tables = dict(zip(chain.tables, made, strict=True))
-    state, x, used = dict(model.named_parameters()), tokens, []
-    for class_, part in zip(class_names(chain), chain.parts, strict=True):
-        block = getattr(module, class_)()
-        for parameter, weight in zip(block.parameters(), part.weights, strict=True):
-            parameter.data.copy_(state[weight].detach())
-            used.append((parameter, state[weight]))
-        x = block(x, *(tables[t] for t in part.tables))
+    return module
+
+
+def filled(blocks: list[Any], chain: TracedModel, state: Mapping[str, Tensor]) -> list[tuple[Tensor, str]]:
+    """All parameters of the ``blocks`` of a chain with their names, after they were given values."""
+    found = []
+    for block, part in zip(blocks, chain.parts, strict=True):
+        for parameter, name in zip(block.parameters(), part.weights, strict=True):
+            parameter.data.copy_(state[name].detach())
+            found.append((parameter, name))
+    return found
+
+
+def header_of(module: Any) -> tuple[str, str]:
+    """The code in a written module's docstring, before and after parameters are loaded."""
+    lines = [line for line in module.__doc__.splitlines() if line.startswith("    ")]
+    first, _, rest = textwrap.dedent("\n".join(lines)).partition("# load the parameters here\n")
+    return first, rest
+
+
+@pytest.mark.parametrize("name", [p for p in EACH if p.values[0] in ("gpt2", "gemma3", "mixtral", "qwen3")])
+def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Its header's code, with the model's weights: logits and gradients as ``transformers`` has them."""
+    model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
+    chain = chain_of(model)
+    module = written(chain, tmp_path)
+    first, rest = header_of(module)
+    tokens, targets = torch.randint(0, VOCAB, (2, 2, 12))
+    given = {**vars(module), "input_ids": tokens, "targets": targets, "constants": chain.constants}
+    exec(first, given)
+    state = dict(model.named_parameters())
+    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, state)
+    exec(rest, given)
     expected = model(input_ids=tokens, use_cache=False).logits
-    assert off(x, expected) <= 1e-6
-    ours = torch.autograd.grad(x.square().mean(), [a for a, _ in used])
-    theirs = torch.autograd.grad(expected.square().mean(), [b for _, b in used])
+    assert off(given["logits"], expected) <= 1e-6
+    theirs = torch.autograd.grad(expected.square().mean(), [state[n] for _, n in used])
+    ours = torch.autograd.grad(given["logits"].square().mean(), [p for p, _ in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {}),
+        (
+            "gemma3",
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_dropout": 0.1},
+        ),
+        ("qwen3-moe", {"mlp_only_layers": [1]}),
+    ],
+)
+def test_the_written_source_draws_each_dropout_and_mask_of_the_run(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its header's code computes the loss and gradients of a stage: with dropout, tables and classes that differ by layer."""
+    model = new_model(name, **changes)
+    chain = chain_of(model)
+    module = written(chain, tmp_path)
+    first, rest = header_of(module)
+    tokens, targets = torch.randint(0, VOCAB, (2, 3, 20))
+    given = {**vars(module), "input_ids": tokens, "targets": targets, "constants": chain.constants}
+    given["dropout_key"] = Masks(1, 2, 3)
+    exec(first, given)
+    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
+    exec(rest, given)
+    (stage,) = bound(chain, model, 1)
+    expected = stage.loss(tokens, targets, given["dropout_key"])
+    assert off(given["loss"], expected) <= 1e-6
+    weights = dict(stage.named_parameters())
+    theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])
+    ours = torch.autograd.grad(given["loss"], [p for p, _ in used])
     assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
 
 

@@ -1,77 +1,102 @@
 """Writes a traced chain as Python that people read: one class for each distinct part, and a table of parts with costs.
 
-The file is an ordinary module that needs torch and muletrain's counter-hash dropout only. Nothing here is ever imported
-by a run: it is for reading, changing and comparing.
+The file is an ordinary module that needs torch, ``operators``, and transformers where the model calls an operator of its
+own. Nothing here is ever imported by a run: it is for reading, changing and comparing.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 import re
-from collections import Counter
+import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from muletrain.model.traced import operators
-from muletrain.model.traced.export import path_of
+from muletrain.model.traced.statements import Writer, listed, operator_of, outputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from muletrain.model.traced.chain import TracedModel
     from muletrain.model.traced.cutting import Part
 
-aten = torch.ops.aten
-_END = 2**63 - 1
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "pow": "**",
-    "__and__": "&",
-    "matmul": "@",
-    "mm": "@",
-    "bmm": "@",
+_KEEPS_VALUES = {"add", "mul", "to", "type_as", "expand", "unsqueeze", "detach", "slice", "view", "reshape"}
+_DROPS = {"dropout_key": "None", "site": "0", "sequences": "1"}
+"""What dropouts take, and its default."""
+_SAYS = {
+    "operators.attention": "(q [B, H, T, E], k, v, mask, probability, dropout_key, site) -> [B, H, T, E]\n"
+    "  softmax(q @ k^T * scale) @ v. True in the mask [B, 1, T, T]: the row's token attends to the column's.",
+    "operators.dropout": "(x, probability, dropout_key, site, sequences) -> like x",
+    "operators.histogram": "(x, bins, low, high) -> float32 [bins]: how many numbers of x lie in each bin",
+    "torch.ops.transformers.grouped_mm_fallback.default": "(x [N, E], w [G, E, F], ends [G]) -> [N, F]\n"
+    "  Rows ends[g - 1] to ends[g] of x, times w[g].",
 }
-_INFIX |= {"eq": "==", "ne": "!=", "le": "<=", "lt": "<", "ge": ">=", "gt": ">"}
-_METHODS = {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "rsqrt", "cos", "sin", "tanh"}
-_METHODS |= {"split", "chunk", "softmax", "cumsum", "diff", "detach", "contiguous", "sigmoid", "sum", "type_as", "topk"}
-_FUNCTIONS = {"linear": "F.linear", "layer_norm": "F.layer_norm", "silu": "F.silu", "gelu": "F.gelu", "relu": "F.relu"}
-_FUNCTIONS |= {"cat": "torch.cat", "arange": "torch.arange", "addmm": "torch.addmm", "rms_norm": "F.rms_norm"}
-_HEADER = '''"""The blocks of a {kind} model, written by 'muletrain trace'.
+_NO_DROPOUT = "It has no dropout."
+_DROPOUT = """``dropout_key`` is the identity of the microbatch whose dropout is drawn, a muletrain.model.dropout.Masks
+(None: no dropout). ``site`` numbers a part's first dropout, and no two dropouts have one number. Dropouts: {counts}."""
+_HEADER = '''"""The blocks of a {kind} model, written by 'muletrain trace', as they compute in float32.
 
 {names}
-A block takes the values of the block before, and tables: values that follow from the shape of the microbatch alone.
-``masks`` is the identity of the microbatch whose dropout is drawn (None: no dropout), ``site`` numbers its first
-dropout, and ``sequences`` counts the sequences of the microbatch.
-"""
 
-import operator
+Parameters are empty until you load them: a comment names each as the model of transformers does (N: the layer), and old
+checkpoints may name or split it otherwise. A block takes the values of the block before, and tables: values that follow
+from the shape of the microbatch alone.
+{dropout}
 
-import torch
+The parts make a chain. Of one microbatch, ``input_ids`` and ``targets`` (the tokens that follow) are int64
+[sequences, tokens], and ``constants`` are buffers of the model by name:
+
+{chain}
+
+{operators}"""
+
+{first}import torch
 import torch.nn.functional as F
-from torch import nn
-
-from muletrain.model.traced import operators
-
-inf = float("inf")
+{last}
 
 '''
+
+
+@dataclass(frozen=True)
+class _Class:
+    """One distinct part as it is written."""
+
+    tables: list[int]
+    """Which of the part's tables are used."""
+    drops: list[str]
+    """What its dropouts take."""
+    count: int
+    """Of its dropouts."""
+    text: str
 
 
 def source_of(model: TracedModel) -> str:
     """The Python source of all distinct parts of ``model``, and of its tables."""
     names = class_names(model)
-    classes: dict[str, Part] = {}
-    for name, part in zip(names, model.parts, strict=True):
-        classes.setdefault(name, part)
-    listed = "\n".join(f"{name}: {_of(names, name)}" for name in classes)
-    text = _HEADER.format(kind=model.config.get("model_type"), names=f"{listed}\n")
-    bodies = [_class(model, name, part) for name, part in classes.items()]
-    return text + "\n\n".join([*bodies, _tables(model)])
+    parts = {name: part for name, part in reversed(list(zip(names, model.parts, strict=True)))}
+    classes = {name: _class(model, name, parts[name], names.count(name)) for name in dict.fromkeys(names)}
+    body = "\n\n".join([*(c.text for c in classes.values()), _tables(model)])
+    counts = ", ".join(f"{c.count} in {name}" for name, c in classes.items())
+    dropout = _DROPOUT.format(counts=counts) if any(c.count for c in classes.values()) else _NO_DROPOUT
+    last = "import transformers.integrations.moe  # has torch.ops.transformers\n" * ("ops.transformers" in body)
+    last += "from torch import nn\n"
+    last += "\nfrom muletrain.model.traced import operators\n" * ("operators." in body)
+    text = _HEADER.format(
+        kind=model.config.get("model_type"),
+        names="\n".join(f"{name}: {_of(names, name)}" for name in classes),
+        dropout=textwrap.fill(dropout, 120),
+        chain="\n".join(f"    {line}" for line in _chain(model, names, classes)),
+        operators="".join(f"{name}{text}\n" for name, text in _SAYS.items() if name in body),
+        first="".join(f"import {m}\n" for m in ("math", "operator") if re.search(rf"(?<![.\w]){m}\.", body)),
+        last=last,
+    )
+    return text + body
 
 
 def class_names(model: TracedModel) -> list[str]:
@@ -93,32 +118,82 @@ def _of(names: list[str], name: str) -> str:
     return f"layers {', '.join(map(str, layers))}"
 
 
-def _class(model: TracedModel, name: str, part: Part) -> str:
-    weights = short_names(list(part.weights))
-    writer = _Writer(part.function.graph)
-    drawn = [n.name for n in part.function.graph.find_nodes(op="placeholder") if n.users][-3:]
+def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) -> list[str]:
+    """Code that runs all parts one after the other."""
+    parts, tables = model.parts, _called_tables(model)
+    called, kinds = dict(zip(model.tables, tables, strict=True)), names[1:-1]
+    plain = all(a.outputs == b.inputs and len(b.inputs) == 1 for a, b in itertools.pairwise(parts))
+    values: dict[str, str] = dict(zip(parts[0].inputs, ["input_ids"], strict=False))
+    for name in (name for part in parts[:-1] for name in part.outputs):
+        values[name] = "x" if plain else f"x_{len(values)}"
+    values[parts[-1].outputs[0]] = "logits"
+    sites = [part.site for part in parts]
+    step = sites[2] - sites[1]
+    even = all(site == sites[1] + step * k for k, site in enumerate(sites[1:-1]))
+
+    def call(number: int, function: str) -> str:
+        part, written = parts[number], classes[names[number]]
+        layer = f"{sites[1]} + {step} * layer" if even and function == "block" else str(sites[number])
+        given = {"dropout_key": "dropout_key", "site": layer, "sequences": "sequences"}
+        arguments = [values[n] for n in part.inputs] + [called[part.tables[k]] for k in written.tables]
+        made = ", ".join(values[n] for n in part.outputs)
+        return f"{made} = {function}({', '.join([*arguments, *(f'{n}={given[n]}' for n in written.drops)])})"
+
+    layers: dict[str, list[int]] = {}
+    for layer in range(len(kinds)):
+        layers.setdefault(call(1 + layer, "block"), []).append(layer)
+    runs = " + ".join(f"[{kind}] * {len(list(run))}" for kind, run in itertools.groupby(kinds))
+    buffers = {name: f'{name} = constants["{full}"]' for name, full, node in _constants(model) if node.users}
+    return [
+        f"embedding, blocks, head = {names[0]}(), [kind() for kind in {runs}], {names[-1]}()",
+        "# load the parameters here",
+        *buffers.values(),
+        "sequences, tokens = input_ids.shape",
+        f"{listed(tables)} = tables({', '.join([*buffers, 'sequences', 'tokens', 'input_ids.device'])})",
+        call(0, "embedding"),
+        "for layer, block in enumerate(blocks):",
+        *(f"    {text if len(layers) == 1 else f'if layer in {which}: {text}'}" for text, which in layers.items()),
+        call(len(parts) - 1, "head"),
+        "loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())",
+    ]
+
+
+def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
+    weights, graph = short_names(list(part.weights)), part.function.graph
+    holders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     inputs = [f"x_{k}" if len(part.inputs) > 1 else "x" for k in range(len(part.inputs))]
-    tables = table_names(model, part)
-    given = [*(f"self.{w}" for w in weights), *inputs, *tables, "x.device" if inputs == ["x"] else "x_0.device"]
-    body = writer.body([*given, "masks", "site", "sequences"], single=len(part.outputs) == 1)
-    optional = {"masks": "masks=None", "site": "site=0", "sequences": "sequences=1"}
-    extra = [text for name, text in optional.items() if name in drawn and name not in tables]
-    shapes = [model.shapes[w] for w in part.weights]
-    return "\n".join(
-        [
-            f"class {name}(nn.Module):",
-            "    def __init__(self):",
-            "        super().__init__()",
-            *(
-                f"        self.{w} = nn.Parameter(torch.empty({', '.join(map(str, s))}))"
-                for w, s in zip(weights, shapes, strict=True)
-            ),
-            "",
-            f"    def forward(self, {', '.join([*inputs, *tables, *extra])}):",
-            *(f"        {line}" for line in body),
-            "",
-        ]
+    if name == "Embedding" and inputs == ["x"] and not holders["x_0"].meta["val"].is_floating_point():
+        inputs = ["input_ids"]
+    called = dict(zip(model.tables, _called_tables(model), strict=True))
+    tables = [called[table] for table in part.tables]
+    writer = Writer(graph)
+    device = f"{inputs[0]}.device" if inputs else "None"
+    body = writer.body([*(f"self.{w}" for w in weights), *inputs, *tables, device, *_DROPS])
+    used = [k for k, table in enumerate(tables) if table in writer.read]
+    drops = [n for n in _DROPS if n in writer.read and n not in tables]
+    arguments = [*inputs, *(tables[k] for k in used), *(f"{n}={_DROPS[n]}" for n in drops)]
+    count = sum(
+        n.target is operators.dropout or (n.target is operators.attention and n.args[4] != 0) for n in graph.nodes
     )
+    values = [holders[f"x_{k}"] for k in range(len(inputs))]
+    known = [f"{n}: {_type(model, v)}" for n, v in zip(inputs, values, strict=True)]
+    made = ", ".join(_type(model, v) for v in outputs_of(graph))
+    lines = [
+        f"class {name}(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        *(
+            f"        self.{w} = nn.Parameter(torch.empty({', '.join(map(str, model.shapes[full]))}))  # "
+            + (re.sub(r"\.\d+\.", ".N.", full, count=1) if layers > 1 else full)
+            for w, full in zip(weights, part.weights, strict=True)
+        ),
+        "",
+        f"    def forward(self, {', '.join(arguments)}):",
+        f'        """{", ".join(known)} -> {made}"""',
+        *(f"        {line}" for line in body),
+        "",
+    ]
+    return _Class(used, drops, count, "\n".join(lines))
 
 
 def short_names(weights: list[str]) -> list[str]:
@@ -131,131 +206,62 @@ def short_names(weights: list[str]) -> list[str]:
     return [name.replace(".", "_") for name in weights]
 
 
-def table_names(model: TracedModel, part: Part) -> list[str]:
-    """What the tables of a part are called in all classes."""
-    called = dict(zip(model.tables, _called_tables(model), strict=True))
-    return [called[name] for name in part.tables]
+def _type(model: TracedModel, node: fx.Node) -> str:
+    """The dtype and shape of a value, whose symbols are those of the model's inputs."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return "int"
+    inputs = next(n for n in model.parts[0].function.graph.nodes if n.name == "x_0").meta["val"]
+    sizes = dict(zip(map(str, inputs.shape), ("sequences", "tokens"), strict=False))
+    shape = re.sub(r"\bs\d+\b", lambda m: sizes.get(m[0], m[0]), str(list(value.shape)))
+    return f"{str(value.dtype).removeprefix('torch.')} {shape}"
 
 
 def _called_tables(model: TracedModel) -> list[str]:
     """Names of all tables, after what they hold."""
-    outputs = next(node for node in model.table_function.graph.nodes if node.op == "output").args[0]
     found = list[str]()
-    for number, node in enumerate(outputs):
-        value = node.meta.get("val")
-        kind = "mask" if isinstance(value, Tensor) and value.dtype == torch.bool else "table"
-        found.append(node.name if node.op == "placeholder" else f"{kind}_{number}")
+    for number, node in enumerate(outputs_of(model.table_function.graph)):
+        name = node.name if node.op == "placeholder" else _held(node, number)
+        again = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in found)
+        found.append(f"{name}_{again + 1}" if again else name)
     return found
 
 
+def _held(node: fx.Node, number: int) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        factors: list[Any] = [node]
+        while products := [f for f in factors if isinstance(f, fx.Node) and f.target is operator.mul]:
+            factors = [f for f in factors if f is not products[0]] + list(products[0].args)
+        times = math.prod(f for f in factors if isinstance(f, int))
+        if sorted(f.name for f in factors if isinstance(f, fx.Node)) == ["sequences", "tokens"]:
+            return "rows" if times == 1 else f"rows_times_{times}"
+        return f"number_{number}"
+    if value.dtype == torch.bool:
+        return "attention_mask"
+    if value.dtype == torch.int64 and value.dim() == 2 and value.shape[0] == 1:
+        return "positions"
+    while operator_of(node) in _KEEPS_VALUES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return operator_of(node) if operator_of(node) in ("cos", "sin") else f"table_{number}"
+
+
+def _constants(model: TracedModel) -> list[tuple[str, str, fx.Node]]:
+    """What the tables follow from besides sizes: what each is called, its full name, and its placeholder."""
+    called = [re.sub(r"\W", "_", name) for name in short_names(list(model.constants))]
+    return list(zip(called, model.constants, model.table_function.graph.find_nodes(op="placeholder"), strict=False))
+
+
 def _tables(model: TracedModel) -> str:
-    constants = [re.sub(r"\W", "_", name.rpartition(".")[2]) for name in model.constants]
-    writer = _Writer(model.table_function.graph)
-    body = writer.body([*constants, "sequences", "tokens", "device"], single=False)
-    names = ", ".join(_called_tables(model))
-    arguments = ", ".join([*constants, "sequences", "tokens", "device"])
-    says = f'    """Returns ({names})."""'
-    return "\n".join([f"def tables({arguments}):", says, *(f"    {line}" for line in body), ""])
-
-
-class _Writer:
-    """Writes the lines of one graph."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph, self._names = graph, dict[fx.Node, str]()
-        self._used: Counter[str] = Counter()
-
-    def body(self, arguments: list[str], *, single: bool) -> list[str]:
-        """Statements, with a comment where a module begins. ``single``: the only output is returned as it is."""
-        lines, before = list[str](), ""
-        given = iter(arguments)
-        for node in self._graph.nodes:
-            if node.op == "placeholder":
-                self._names[node] = next(given)
-            elif node.op == "output":
-                values = [self._text(v) for v in node.args[0]]
-                lines.append(f"return {values[0]}" if single else f"return ({', '.join(values)},)")
-            elif (same := self._unchanged(node)) is not None:
-                self._names[node] = self._names[same]
-            elif node.target is operator.add and isinstance(node.args[1], int):
-                self._names[node] = self._expression(node)  # the number of a dropout
-            else:
-                module = re.sub(r"^.*?\.\d+(\.|$)", "", path_of(node))
-                if module not in (before, "the model", ""):
-                    lines.append(f"# {module}")
-                    before = module
-                text = self._expression(node)
-                self._names[node] = self._name(node)
-                lines.append(f"{self._names[node]} = {text}")
-        return lines
-
-    def _unchanged(self, node: fx.Node) -> fx.Node | None:
-        """The input of a node that gives it on as it is."""
-        first = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
-            return None
-        name, ours, before = _operator(node), node.meta.get("val"), first.meta.get("val")
-        if not isinstance(ours, Tensor) or not isinstance(before, Tensor):
-            return None
-        whole = name == "slice" and node.args[2:] == (0, _END)
-        casts = name in ("to", "type_as") and ours.dtype == before.dtype
-        return first if whole or casts or name == "alias" else None
-
-    def _name(self, node: fx.Node) -> str:
-        """After the innermost module, or the operator."""
-        module = path_of(node).rpartition(".")[2]
-        kind = _operator(node).strip("_") or "value"
-        stem = module if kind in ("linear", "addmm") and not module.isdigit() else kind
-        stem = re.sub(r"\W", "_", stem)
-        stem = f"{stem}_" if stem in ("and", "or", "not", "in", "is") else stem
-        self._used[stem] += 1
-        return f"{stem}_{self._used[stem]}"
-
-    def _expression(self, node: fx.Node) -> str:
-        name, arguments = _operator(node), [self._text(a) for a in node.args]
-        named = [f"{k}={self._text(v)}" for k, v in node.kwargs.items() if v is not None and k != "pin_memory"]
-        if node.target is operator.getitem:
-            return f"{arguments[0]}[{arguments[1]}]"
-        if name in _INFIX and len(arguments) == 2 and not named:
-            return f"{arguments[0]} {_INFIX[name]} {arguments[1]}"
-        if name == "neg":
-            return f"-{arguments[0]}"
-        if name == "slice" and len(arguments) == 4:
-            x, axis, begin, end = arguments
-            if axis.isdigit():
-                return f"{x}[{':, ' * int(axis)}{begin if begin != '0' else ''}:{end if end != str(_END) else ''}]"
-        if name == "embedding":
-            return f"F.embedding({', '.join([arguments[1], arguments[0], *arguments[2:3]])})"
-        if name in _METHODS:
-            return f"{arguments[0]}.{name}({', '.join([*arguments[1:], *named])})"
-        if name in _FUNCTIONS:
-            rest = arguments[:5] if name == "layer_norm" else arguments
-            return f"{_FUNCTIONS[name]}({', '.join([*rest, *named])})"
-        return f"{_called(node)}({', '.join([*arguments, *named])})"
-
-    def _text(self, value: Any) -> str:
-        if isinstance(value, fx.Node):
-            return self._names[value]
-        if isinstance(value, list | tuple):
-            inside = ", ".join(map(self._text, value))
-            return f"[{inside}]"
-        return repr(value)
-
-
-def _operator(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[2]
-    return str(getattr(target, "__name__", ""))
-
-
-def _called(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return f"torch.ops.{target.namespace}.{target._schema.name.partition('::')[2]}.{target._overloadname}"
-    if getattr(target, "__module__", "") == operators.__name__:
-        return f"operators.{getattr(target, '__name__', '')}"
-    return f"operator.{getattr(target, '__name__', '')}"
+    graph, called, constants = model.table_function.graph, _called_tables(model), _constants(model)
+    sizes = ["sequences", "tokens", "device"]
+    body = Writer(graph).body([*(name for name, _, _ in constants), *sizes], called)
+    taken = {name: f"{name}: {_type(model, node)}, {full}" for name, full, node in constants if node.users}
+    says = [f"{name}: {_type(model, node)}" for name, node in zip(called, outputs_of(graph), strict=True)]
+    if taken:
+        says = [*says, "", "It takes buffers of the model:", *taken.values()]
+    lines = ['"""Returns in this order:', "", *says, '"""', *body]
+    return "\n".join([f"def tables({', '.join([*taken, *sizes])}):", *(f"    {x}" if x else x for x in lines), ""])
 
 
 def table_rows(model: TracedModel) -> Iterator[dict[str, Any]]:
