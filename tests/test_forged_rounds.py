@@ -204,6 +204,21 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     assert [t for t, text in outcome.timeline if "checkpoint_written" in text]
 
 
+def test_a_trainer_that_gives_out_other_text_is_refused_by_who_has_the_data() -> None:
+    lies = Fault(0.3, "lie", ("peer-0b",), FOR_EVER_S, how="forged")
+    outcome = play(Scenario(3, (3, 2), 3, 4, 8, 0.02, (lies,)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert said(outcome, "other samples than the data of this peer")
+
+
+def test_a_trainer_that_gives_out_nothing_and_says_that_it_does_holds_up_no_step_for_long() -> None:
+    """All peers gave up after 315 s."""
+    lies = Fault(0.3, "lie", ("peer-0b",), FOR_EVER_S, how="idle")
+    outcome = play(Scenario(3, (3, 2), 2, 4, 8, 0.02, (lies,)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 200.0
+
+
 def test_a_member_of_a_slow_round_that_says_it_is_a_step_ahead_is_left_out_of_the_step() -> None:
     """Its stage tried twenty times to average with it, and ended."""
     slow = tuple((peer, 1.6e6) for peer in ("peer-0a", "peer-0b", "peer-0c", "peer-1a"))

@@ -14,6 +14,7 @@ from muletrain.policy.claims import claimant
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
+from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import WAYS, Wiring
 
 
@@ -54,6 +55,29 @@ def test_wiring_newcomer_joins_at_the_floor() -> None:
         chosen[peer] += 1
         wiring.measured(peer, 1.0)
     assert chosen["new"] == pytest.approx(10, abs=1)
+
+
+def test_a_peers_word_neither_makes_it_fast_nor_stretches_deadlines() -> None:
+    """It says that it needs no time, and answers late: it was given everything, and others waited for hours."""
+    honest, lied = Trips(capacity=8), Trips(capacity=8)
+    for _ in range(100):
+        for trips in (honest, lied):
+            assert trips.measured("a", 1.0, 0.2, 0.7) == pytest.approx((0.2, 0.1))
+            trips.measured("b", 1.2, 0.2, 0.9)
+        busy_s, way_s = lied.measured("liar", 3.0 * lied.deadline_s(), 0.0, 1e6)
+    assert busy_s > 0.2
+    assert way_s == 0.0
+    assert lied.deadline_s() < 100.0
+    assert honest.deadline_s() < 3.0
+
+
+def test_a_slow_peer_among_fast_ones_is_measured_as_it_is() -> None:
+    """A CPU beside GPUs: what it says of itself is more than what can be held against it."""
+    trips = Trips(capacity=8)
+    for _ in range(100):
+        trips.measured("a", 1.0, 0.5, 0.4)
+        trips.measured("b", 1.0, 0.5, 0.4)
+        assert trips.measured("cpu", 40.0, 20.0, 19.0) == pytest.approx((20.0, 1.0))
 
 
 def test_wiring_gives_little_to_a_peer_that_never_answers() -> None:
