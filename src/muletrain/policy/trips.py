@@ -7,8 +7,12 @@ word must neither make it look fast, so that it is given everything, nor stretch
 from __future__ import annotations
 
 import statistics
+from typing import TYPE_CHECKING
 
 from muletrain.policy.deadline import FLOOR_S, UNMEASURED_S, Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 GAMMA = 0.25
 """Weight of a new answer in a peer's average."""
@@ -28,6 +32,10 @@ class Trips:
         self._deadline = Deadline()
         self._mean_s: dict[str, float] = {}
         """By peer."""
+
+    def serve(self, peers: Collection[str]) -> None:
+        """``peers`` serve the stage now: forget the others."""
+        self._mean_s = {peer: seconds for peer, seconds in self._mean_s.items() if peer in peers}
 
     def measured(self, peer: str, took_s: float, busy_s: float, away_s: float) -> tuple[float, float]:
         """``peer`` answered after ``took_s``, and says that it was busy and away for so long. Returns for how long it was

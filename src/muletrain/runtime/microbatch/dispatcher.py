@@ -137,7 +137,9 @@ class Dispatcher:
 
     def refresh(self) -> None:
         """Take the roster's view of which peers serve the stage."""
-        self._wiring.serve({p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)})
+        alive = {p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)}
+        self._wiring.serve(alive)
+        self.trips.serve(alive)
 
     def _device_s(self, peer: PeerId) -> float:
         """Returns the seconds for a microbatch, both ways, by what ``peer`` says of its device; 0 if it says nothing."""
@@ -308,10 +310,8 @@ class Dispatcher:
     async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
         stages from ours on that hold it already are left out."""
-        ours = tuple(s for s in accumulate if s >= self._stage)
-        still, _ = await self._survey.still_missing(
-            request.lineage, request.step, request.index, ours, self.trips.usual_s
-        )
+        r, ours = request, tuple(s for s in accumulate if s >= self._stage)
+        still, _ = await self._survey.still_missing(r.lineage, r.step, r.index, ours, self.trips.usual_s)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Request) -> None:
@@ -353,9 +353,8 @@ class Dispatcher:
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
-        begin_s = self._ctx.clock.now()
+        begin_s, what = self._ctx.clock.now(), f"microbatch {request.step}/{request.index} at stage {self._stage}"
         for attempt in itertools.count():
-            what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
             try:
                 return await self._ctx.clock.deadline(
                     asyncio.shield(pending.reply), self.trips.deadline_s(attempt), what

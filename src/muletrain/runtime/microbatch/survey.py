@@ -59,7 +59,7 @@ class Survey:
             current = await self.everyone(lineage, step)
             counted = [progress for peer, progress in current.items() if progress.stage in stages and counts(peer)]
             at_it = [progress for progress in counted if index in progress.in_flight]
-            if (now_done := sum(len(progress.accumulated) for progress in at_it)) != done:
+            if (now_done := sum(len(progress.accumulated) for progress in at_it)) > done:
                 since_s, done = clock.now(), now_done
             hangs = all(progress.late for progress in at_it)
             longest_s = PATIENCE_S if hangs else max(PATIENCE_S, patience_s())
