@@ -136,6 +136,8 @@ class Averager:
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
         """Members whose stream ended before a chunk that we waited for."""
+        self.gone: set[PeerId] = set()
+        """Members of this attempt that were marked down before all their chunks had come."""
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
         """Chunks being sent, by member."""
@@ -163,6 +165,7 @@ class Averager:
         """Begin an attempt: no chunks of it were sent yet."""
         self._broken.clear()
         self._missed.clear()
+        self.gone.clear()
         self._attendance = None
 
     def owing(self) -> dict[PeerId, int]:
@@ -290,6 +293,7 @@ class Averager:
             if not late.done():
                 late.cancel()  # else ``sender`` would owe us a chunk of this round in later ones, too
                 self._missed |= self._broken & {sender}
+                self.gone |= {sender} - self._broken
                 raise
             return late.result()
 

@@ -269,6 +269,7 @@ class Reduction:
                 self._work.ledger.reopen(keep=True)
                 self._company.silent(averager.silent())
                 self._company.untrue(averager.absent())
+                self._company.lost(averager.gone)
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
                     await self._pause(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S))
