@@ -63,9 +63,15 @@ class Reruns:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     async def drained(self, work: InFlightStep | None = None) -> None:
-        """Wait until no microbatch of the step (or of ``work``) is being accumulated."""
-        ledger = self._ledger if work is None else work.ledger
-        await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches")
+        """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
+        those before it."""
+        ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
+
+        async def look() -> None:
+            if ctx.meter.pulse.goes_on_s(ctx.clock.now(), ctx.news.patience_s) > 0:
+                self._waits.came_on()
+
+        await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches", look)
 
     async def rerun_lost(self) -> None:
         """Have a dead replica's microbatches run again while the rest of the step goes on. Only if it is gone for sure: a
