@@ -1,7 +1,7 @@
 """A running peer decides with pure functions and small state machines: no torch, no sockets, no clock.
 
 - Routing: ``wiring`` (which of the peers that the strategy allows gets the next microbatch), ``claims`` (which trainer
-  builds it), ``congestion`` (how much is on its way to one receiver).
+  builds it), ``trips`` (how long its peers take to answer), ``congestion`` (how much is on its way to one receiver).
 - Agreeing on a step: ``cover`` (which accumulators count), ``views`` (which replicas reduce together), ``shards``,
   ``outliers``.
 - Membership: ``assignment`` (who serves which stage), ``rebalance`` (who moves).
