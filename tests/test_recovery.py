@@ -187,7 +187,7 @@ def test_a_microbatch_that_a_peer_says_it_works_on_is_waited_for_while_that_peer
     works: bool, late: bool, waits_s: float
 ) -> None:
     """Each step took twice as long where a microbatch takes more than 15 s: it was accumulated twice, so whole accumulators
-    were dropped. One that says so for ever must not be waited for."""
+    were dropped. A peer may say so for ever: then the wait has an end."""
     a, b = (Member(id=p, name=p, stage=s, trainer=True, addresses=()) for s, p in enumerate("ab"))
     genesis = Genesis(
         run_id="run", config=bytes(32), data=bytes(32), stages=2, members=(a, b), coordinator="a", first_step=0

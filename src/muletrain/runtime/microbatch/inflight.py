@@ -104,8 +104,8 @@ class InFlightStep:
     def complete(
         self, indices: Sequence[int], losses: Sequence[float], of_trainer: Callable[[int], bool] = lambda index: False
     ) -> bool:
-        """Note that microbatches are through. ``of_trainer``: does the trainer of the microbatch say so? Otherwise a loss
-        that we know stays. Returns False, and notes nothing, if they are invalid."""
+        """Note that microbatches are through. ``of_trainer`` tells whether the microbatch's own trainer says so. Only
+        its word replaces a loss that we know. Returns False, and notes nothing, if they are invalid."""
         if len(indices) != len(losses) or any(i >= self.microbatches for i in indices):
             return False
         for index, loss in zip(indices, losses, strict=True):

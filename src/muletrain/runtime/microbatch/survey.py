@@ -47,9 +47,9 @@ class Survey:
 
         A stage has it if a peer that ``counts``, ourselves included, holds it in its accumulator; it then recomputes
         without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
-        accumulated twice, which costs a whole accumulator. ``patience_s``: for so long, as is known by then, or for
-        ``PATIENCE_S``, since those that work on it last accumulated anything; no longer than the latter if their devices are
-        late, and may hang.
+        accumulated twice, which costs a whole accumulator. The wait ends ``patience_s`` (at least
+        ``PATIENCE_S``) after those that work on it last accumulated anything. If their devices are late, it ends after
+        ``PATIENCE_S``.
         """
         if not stages:
             return (), None

@@ -59,6 +59,8 @@ class Liar:
     ) -> None:
         self.how = ""
         self._network, self._rng, self._microbatches, self._everyone = network, rng, microbatches, everyone
+        self._sealed: Seal | None = None
+        """Its own last seal."""
         self._kept = set[int]()
         """Microbatches whose answers it withheld."""
 
@@ -77,12 +79,18 @@ class Liar:
             return 0
         if self.how == "fast" and isinstance(message, Backward | Done):
             await asyncio.sleep(1.5)
-        if self.how == "hurry" and isinstance(message, Seal):
-            await self._network.send(peer, frame, **how)
+        if isinstance(message, Seal):
+            self._sealed = message
         return await self._network.send(peer, self._instead(frame), **how)
 
     def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
         async def hear(sender: PeerId, frame: Frame) -> None:
+            if self.how == "hurry" and isinstance(frame.message, Seal) and self._sealed is not None:
+                ahead = self._sealed.model_copy(update={"attempt": frame.message.attempt + 1})
+                if ahead.step == frame.message.step:
+                    for peer in {*frame.message.members} - {self._network.peer_id}:
+                        with contextlib.suppress(NetworkError):
+                            await self._network.send(peer, ahead.frame(), channel=ahead.CHANNEL, timeout_s=10.0)
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
             await handler(sender, frame)
@@ -154,8 +162,6 @@ class Liar:
             return message.frame([encode_raw(b"no gradient")])
         if self.how == "fast" and isinstance(message, Backward | Done):
             return message.model_copy(update={"busy_s": 0.0, "away_s": 1e6}).frame(frame.tensors)
-        if self.how == "hurry" and isinstance(message, Seal):
-            return message.model_copy(update={"attempt": message.attempt + 1}).frame(frame.tensors)
         if self.how == "parts" and isinstance(message, PartReady):
             return message.model_copy(update={"digest": self._rng.randbytes(32)}).frame(frame.tensors)
         return frame
