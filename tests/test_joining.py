@@ -162,7 +162,7 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
 
 
 def kept(own: GradientLog) -> list[int]:
-    return [s for s in range(20) if own.entries("nobody", s, bytes(32))]
+    return [s for s in range(20) if own.applied("nobody", s, bytes(32))[0]]
 
 
 def virtually(work: Any) -> None:

@@ -428,7 +428,7 @@ from tests.test_swap import *
 state, rule = opened(Path(sys.argv[1]), 1)
 if state.step is None:
     state.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
-state.update(rule, torch.ones(state.layout.size), 1.0, state.step)
+state.update(rule, torch.ones(state.layout.size), Update(state.step, 1.0, skip=False))
 print(state.step, state.digest().hex(), flush=True)
 writes = 0
 class Dying:
@@ -439,7 +439,7 @@ class Dying:
         writes += 1
         if writes == 2:
             os.kill(os.getpid(), 9)
-state.update(Dying(), torch.ones(state.layout.size), 1.0, state.step)
+state.update(Dying(), torch.ones(state.layout.size), Update(state.step, 1.0, skip=False))
 """
 BIG = replace(SPEC, width=256, ffn=512, vocab=128)
 

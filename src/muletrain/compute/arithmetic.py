@@ -194,7 +194,7 @@ class StageArithmetic:
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Optimizer step with ``gradient``, fp32 [P]."""
         with self._timed("apply_s"), self._locked():
-            self.weights.apply(gradient, update.scale, update.step, skip=update.skip)
+            self.weights.apply(gradient, update)
             self.scale.update(update.step, skipped=update.skip)
 
     # The state -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from muletrain.compute.slot import AT_ONCE, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -56,7 +56,7 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer step's inputs beside the gradient; a pure function of the step record."""
+    """An optimizer step's inputs beside the gradient. They follow from the step record."""
 
     step: int
     """The step being applied: schedule and bias corrections follow from it."""
@@ -64,6 +64,16 @@ class Update:
     """Factor of the reduced gradient (global clipping)."""
     skip: bool
     """Leave weights and moments as they are, since the gradient is not finite."""
+    tied: Sequence[tuple[int, int, Tensor]] = ()
+    """(begin, end, values fp32 on the CPU): the gradient that another stage has for parameters that both share, and where
+    they lie in this one's."""
+
+    def add_tied(self, gradient: Tensor, begin: int = 0) -> None:
+        """Add ``tied`` to ``gradient``, fp32: numbers of the stage's from ``begin`` on, not scaled yet."""
+        for a, b, values in self.tied:
+            first, end = max(a, begin), min(b, begin + len(gradient))
+            if first < end:
+                gradient[first - begin : end - begin] += values[first - a : end - a].to(gradient.device)
 
 
 class Compute(Protocol):

@@ -18,6 +18,7 @@ from muletrain.optim.rules import make_rule
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from muletrain.compute.base import Update
     from muletrain.config.schema import OptimizerConfig
     from muletrain.model.module import StageModule
 
@@ -79,18 +80,20 @@ class StageWeights:
         """Add one microbatch's gradients, in the order of ``parameters``, divided by ``loss_scale``."""
         torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
-    def apply(self, gradient: Tensor, scale: float, step: int, *, skip: bool) -> None:
-        """Update the masters with ``scale`` times ``gradient`` (flat fp32 [P], not changed), unless ``skip``. The newest
-        weights replace those that ``step`` computed with. Clears the step's accumulator."""
+    def apply(self, gradient: Tensor, update: Update) -> None:
+        """Update the masters with ``gradient`` (flat fp32 [P], not changed). The newest weights replace those that the
+        step computed with. Clears the step's accumulator."""
+        step = update.step
         newest, accumulator = self._working[self._version(step)], self.accumulator(step)
         if self._direct and newest is not self.masters:
             newest.copy_(self.masters)
             self.masters = newest
-        if not skip:
+        if not update.skip:
             scratch = accumulator if self.masters.device == accumulator.device else torch.empty_like(self.masters)
             scratch.copy_(gradient)
-            if scale != 1.0:
-                scratch.mul_(scale)
+            update.add_tied(scratch)
+            if update.scale != 1.0:
+                scratch.mul_(update.scale)
             self.rule.step(self.masters, scratch, step)
         if not self._direct:
             newest.copy_(self.masters)

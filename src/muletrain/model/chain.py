@@ -15,13 +15,13 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from muletrain.errors import ConfigError
 from muletrain.planning.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
@@ -62,6 +62,15 @@ class TensorType:
 
 
 TOKENS = TensorType("int64")
+
+
+class TiedParameter(NamedTuple):
+    """A parameter that several parts of a chain use."""
+
+    parts: tuple[int, ...]
+    """0: what comes before the first block, then the blocks, then what comes after the last one."""
+    size: int
+    """Numbers."""
 
 
 class Model(ABC):
@@ -139,12 +148,33 @@ class Model(ABC):
         """The same of the part after the last block."""
 
     @property
+    def tied(self) -> Mapping[str, TiedParameter]:
+        """By name, the parameters that several parts of the chain use (tied weights)."""
+        return {}
+
+    def users(self, cut: Cut) -> dict[str, tuple[int, ...]]:
+        """The stage of each part that uses each of ``tied``. Stages have copies of their own, whose gradients are added
+        (``optim.tied``)."""
+        stage_of = [0, *(stage for stage, (first, end) in enumerate(cut) for _ in range(first, end)), len(cut) - 1]
+        return {name: tuple(stage_of[part] for part in found.parts) for name, found in self.tied.items()}
+
+    @property
     def most_stages(self) -> int:
         """Stages that the chain can be cut into at most."""
-        return self.layers
+        pairs = {found.parts for found in self.tied.values()}
+        return self.layers if not pairs or (len(pairs) == 1 and len(pairs.pop()) == 2) else 1
 
-    def check_cut(self, cut: Cut) -> None:  # noqa: B027 # most chains can be cut anywhere
-        """Raises ConfigError if the chain cannot be cut there."""
+    def check_cut(self, cut: Cut) -> None:
+        """Raises ConfigError if more than two stages would share parameters."""
+        sharing: set[int] = set()
+        for name, stages in self.users(cut).items():
+            sharing.update(stages if len({*stages}) > 1 else ())
+            if len(sharing) > 2:
+                raise ConfigError(
+                    f"fleet.stages: {name} is used in stages {', '.join(map(str, sorted({*stages})))}, and at most two stages may "
+                    f"share parameters (tied weights); take fewer stages, or model.untie=true, which trains an output "
+                    f"matrix of its own that begins as a copy"
+                )
 
     @property
     def layer_params(self) -> int:
@@ -164,7 +194,13 @@ class Model(ABC):
         """Parameters of ``stage``; shared layers count once."""
         first, end = cut[stage]
         total = sum(map(self.params_of, range(first, first + 1 if self.share_layers else end)))
-        return total + self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
+        total += self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
+        return total + self.copied_params(cut, stage)
+
+    def copied_params(self, cut: Cut, stage: int) -> int:
+        """Parameters that ``stage`` shares with an earlier one: the costs of its parts do not count them."""
+        shared = (name for name, stages in self.users(cut).items() if stage in stages and stage != stages[0])
+        return sum(self.tied[name].size for name in shared)
 
     def stage_flops(self, cut: Cut, stage: int, tokens: int | None = None) -> float:
         """Forward FLOPs per token of ``stage``."""
@@ -221,5 +257,9 @@ class Model(ABC):
         state = [0.0 if self.share_layers else block for block in blocks]
         state[0] += self.embedding_params * parameter_bytes
         state[-1] += self.head_params * parameter_bytes
-        shared = (Shared(blocks[0], tuple(layers)),) if self.share_layers else ()
-        return Chain(tuple(work), tuple(state), (token_bytes * sequences * tokens,) * self.layers, shared)
+        shared = [Shared(blocks[0], tuple(layers))] if self.share_layers else []
+        for found in self.tied.values():
+            users = tuple(min(max(0, part - 1), self.layers - 1) for part in found.parts)
+            state[users[0]] -= found.size * parameter_bytes  # where its costs count it
+            shared.append(Shared(found.size * parameter_bytes, users))
+        return Chain(tuple(work), tuple(state), (token_bytes * sequences * tokens,) * self.layers, tuple(shared))

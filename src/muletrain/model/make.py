@@ -11,6 +11,8 @@ from muletrain.model.hf import expand_shared
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
+from muletrain.optim.flat import FlatLayout
+from muletrain.optim.tied import Tied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +39,19 @@ def make_stage(model: Model, index: int | None, cut: Cut) -> StageModule:
         return model.stage(index, cut)
     assert isinstance(model, ModelSpec)
     return Stage(model, index, cut)
+
+
+def tied_between(model: Model, cut: Cut) -> Tied | None:
+    """The parameters that two stages share, if any."""
+    users = {name: {*stages} for name, stages in model.users(cut).items()}
+    names = sorted(name for name, stages in users.items() if len(stages) > 1)
+    if not names:
+        return None
+    a, b = sorted(users[names[0]])  # the only two: ``check_cut``
+    layouts = [FlatLayout.of(make_stage(model, stage, cut).shapes()) for stage in (a, b)]
+    where = [dict(zip(layout.names, layout.ranges(), strict=True)) for layout in layouts]
+    first, second = (tuple(each[name] for name in names) for each in where)
+    return Tied((a, b), (first, second), (layouts[0].size, layouts[1].size))
 
 
 def middle_block(model: Model) -> StageModule:

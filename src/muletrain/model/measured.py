@@ -8,8 +8,10 @@ from muletrain.errors import ConfigError
 from muletrain.model.chain import Model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from muletrain.config.profile_file import Profile
-    from muletrain.planning.partition import Cut
+    from muletrain.model.chain import TiedParameter
 
 
 class MeasuredModel(Model):
@@ -66,11 +68,8 @@ class MeasuredModel(Model):
         return self.inner.head_kept_bytes(size)
 
     @property
-    def most_stages(self) -> int:
-        return self.inner.most_stages
-
-    def check_cut(self, cut: Cut) -> None:
-        self.inner.check_cut(cut)
+    def tied(self) -> Mapping[str, TiedParameter]:
+        return self.inner.tied
 
 
 def speed_of(model: Model, profile: Profile) -> float:

@@ -31,7 +31,7 @@ from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
 from muletrain.model.hub import local_folder
-from muletrain.model.make import make_model, make_stage
+from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import check_config, import_traced, load_traced
@@ -126,6 +126,7 @@ class RunFacts:
             from_seed=c.model.given is None,
             delayed=c.optimizer.delayed,
             verify=c.hub.verify if self.strategy.pooled else 0.0,
+            tied=tied_between(self.spec, self.cut),
             validation=Validation.of(t, self.spec.context),
         )
 
@@ -172,9 +173,11 @@ class RunFacts:
         ]
         if c.swap.backing == "off" or c.optimizer.delayed or self.strategy.pooled:
             return found
-        if self.spec.most_stages < self.spec.layers:  # tied weights are on the device all the time
-            return found
-        return [dataclasses.replace(need, swapped=self._swapped(s, precision)) for s, need in enumerate(found)]
+        within = {s for stages in self.spec.users(self.cut).values() for s in stages if stages.count(s) > 1}
+        return [  # weights that two blocks of a stage share cannot be swapped
+            need if s in within else dataclasses.replace(need, swapped=self._swapped(s, precision))
+            for s, need in enumerate(found)
+        ]
 
     def _swapped(self, stage: int, precision: Precision) -> SwapMemory:
         c = self.config

@@ -293,7 +293,7 @@ class SwappedArithmetic:
                 if update.skip:
                     self.state.skip(update.step)
                 else:
-                    self.state.update(self._rule, gradient, update.scale, update.step)
+                    self.state.update(self._rule, gradient, update)
                 self.scale.update(update.step, skipped=update.skip)
             self.clear()
 

@@ -55,7 +55,8 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
         if index == 0:
             found.append(block(spec.embedding_params, spec.embedding_flops, 1.25 * goes_on))
         elif index == len(runs) - 1:
-            found.append(block(spec.head_params, spec.head_flops, tokens * spec.head_kept_bytes(size)))
+            params = spec.head_params + spec.copied_params(cut, stage)
+            found.append(block(params, spec.head_flops, tokens * spec.head_kept_bytes(size)))
         else:
             found.append(layers(*runs[index]))
     return found
@@ -76,7 +77,8 @@ def swap_memory(
     params = spec.stage_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     beside = 4 * 4 * tokens * spec.width + 4 * WINDOWS * WINDOW
-    ends = spec.embedding_params * (stage == 0), spec.head_params * (stage == len(cut) - 1)
+    head_params = (spec.head_params + spec.copied_params(cut, stage)) * (stage == len(cut) - 1)
+    ends = spec.embedding_params * (stage == 0), head_params
     largest = max(*ends, spec.largest_tensor)
     update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)  # nothing else is there then
     alone = tuple((i, i + 1) for i in range(len(blocks)))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.compute.base import Update
     from muletrain.compute.swap.backing import Backing, Region
     from muletrain.optim.flat import FlatLayout
     from muletrain.optim.rules import Rule
@@ -85,22 +86,24 @@ class State:
                         state[kind].values[a:b].zero_()
             self._count(state, 0)
 
-    def update(self, rule: Rule, gradient: Tensor, scale: float, step: int) -> None:
-        """Update number ``step`` (from 0) with ``scale`` x ``gradient``, flat fp32 [P], which does not change."""
+    def update(self, rule: Rule, gradient: Tensor, update: Update) -> None:
+        """Apply one update with ``gradient``, flat fp32 [P], which does not change."""
         with self._lock, torch.no_grad():
             old, new = self._current, self._next
             for a, b in self._ranges(rule):
-                piece = gradient[a:b].mul(scale)
+                piece = gradient[a:b].clone()
+                update.add_tied(piece, a)
+                piece *= update.scale
                 if new is not old:
                     for kind in KINDS:
                         new[kind].values[a:b].copy_(old[kind].values[a:b])
                 weights, first, second = (new[kind].values[a:b] for kind in KINDS)
-                rule.update(weights, piece, first, second, step, decayed=b <= self.layout.decayed)
+                rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
                 for kind in KINDS:
                     new[kind].release(a, b)
                     old[kind].release(a, b)
                     old[kind].expect(b, min(2 * b - a, self.layout.size))
-            self._count(new, step + 1)
+            self._count(new, update.step + 1)
 
     def _ranges(self, rule: Rule) -> Iterator[tuple[int, int]]:
         """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
-from muletrain.model.chain import TOKENS, Model, TensorType
+from muletrain.model.chain import TOKENS, Model, TensorType, TiedParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,24 +181,17 @@ class TracedModel(Model):
 
     # Stages -------------------------------------------------------------------------------------------------------
 
-    @property
-    def most_stages(self) -> int:
-        """One, if the same parameter is used in two parts (tied weights)."""
-        used = [name for part in self._chain.parts for name in part.weights]
-        return self.layers if len(used) == len(set(used)) else 1
-
-    def check_cut(self, cut: Cut) -> None:
-        """Raises ConfigError if stages would share a parameter."""
-        owner: dict[str, int] = {}
-        for stage in range(len(cut)):
-            for part in self._chain.parts[slice(*self._run(stage, cut))]:
-                for name in part.weights:
-                    if owner.setdefault(name, stage) != stage:
-                        raise ConfigError(
-                            f"fleet.stages: {name} is used in stage {owner[name]} and again in stage {stage} (tied weights, "
-                            f"'tie_word_embeddings'), and a parameter must lie in one stage: take fleet.stages=1, or "
-                            f"model.untie=true, which trains an output matrix of its own that begins as a copy"
-                        )
+    @functools.cached_property
+    def tied(self) -> dict[str, TiedParameter]:
+        users: dict[str, list[int]] = {}
+        for part, found in enumerate(self._chain.parts):
+            for name in found.weights:
+                users.setdefault(name, []).append(part)
+        return {
+            name: TiedParameter(tuple(parts), math.prod(self.shapes[name]))
+            for name, parts in users.items()
+            if len(parts) > 1
+        }
 
     def stage(self, index: int | None, cut: Cut) -> StageModule:
         """Stage ``index``, or (None) the whole model, without storage."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import TrainConfig
     from muletrain.model.chain import TensorType
+    from muletrain.optim.tied import Tied
     from muletrain.strategies.base import Strategy
 
 
@@ -81,6 +82,8 @@ class Plan:
     """Share of parts that clients' results are checked of (strategy ``hub``)."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""
+    tied: Tied | None = None
+    """The parameters that two stages share, if any."""
     validation: Validation | None = None
     """None: the held-out loss is not measured during training."""
 

@@ -13,7 +13,7 @@ from muletrain.runtime.members.expected import Expected
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
-from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard
+from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ STEP_KINDS: dict[str, type[Message]] = {
         Shard,
         Reduced,
         RoundEntry,
+        TiedEntry,
         Abstain,
         Back,
         Suspected,
@@ -117,7 +118,7 @@ class Incoming:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         if self._ctx.detector.mark_back(sender):
             self._microbatches.refresh_routes()
-        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | Abstain)
+        agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
             ahead = int(self._ctx.plan.delayed)
@@ -159,6 +160,8 @@ class Incoming:
                 self._runner.state.averager.on_chunk(sender, message, frame.tensors[0])
             case RoundEntry():
                 exchange.on_entry(sender, message)
+            case TiedEntry():
+                exchange.on_tied(sender, message)
             case Abstain():
                 exchange.on_abstain(sender, message.attempt)
             case Back():

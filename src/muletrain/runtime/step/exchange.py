@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.messages import Progress
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
-    from muletrain.runtime.step.messages import RoundEntry
+    from muletrain.runtime.step.messages import RoundEntry, TiedEntry
     from muletrain.runtime.step.record import Attested
     from muletrain.runtime.step.state import StepState
 
@@ -104,6 +104,11 @@ class Exchange:
         self._ctx.news.touched()
         for member in entry.without:  # the round counts only if they are down
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
+
+    def on_tied(self, sender: PeerId, entry: TiedEntry) -> None:
+        """Take in a product for tied parameters. Raises ProtocolError."""
+        self._state.hear_tied(sender, entry)
+        self._ctx.news.touched()
 
     def on_abstain(self, sender: PeerId, attempt: int = 0) -> None:
         """Take in that ``sender`` abstains before ``attempt``."""
@@ -281,7 +286,9 @@ class Exchange:
                 self.on_abstain(peer)
             if answer.own is not None:
                 self.on_entry(peer, answer.own)
-            if answer.applied and state.builder.claim(peer, answer.applied, answer.record):
+            if answer.tied is not None:
+                self.on_tied(peer, answer.tied)
+            if answer.applied and state.builder.claim(peer, answer.applied, answer.record, answer.product):
                 for entry in (e for e in answer.applied if e.stage == ctx.roster.member(peer).stage):
                     self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
                     state.hear_applied(peer, entry)
@@ -343,15 +350,24 @@ class Answers:
         ask, state = AskEntries.unpack(payload), self._current.state
         if (ask.step, ask.lineage) == (state.step, state.lineage):
             abstains = self._ctx.net.peer_id in state.builder.abstaining(self._ctx.roster.own.stage)
-            return Entries(step=state.step, own=state.attested, abstains=abstains).pack()
-        applied = self._log.entries(sender, ask.step, ask.lineage)
-        return Entries(step=state.step, applied=applied, record=self._log.record(ask.step) if applied else b"").pack()
+            return Entries(step=state.step, own=state.attested, tied=state.tied, abstains=abstains).pack()
+        applied, record = self._log.applied(sender, ask.step, ask.lineage)
+        if record is None:
+            return Entries(step=state.step).pack()
+        return Entries(step=state.step, applied=applied, product=record.product, record=record.hash).pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage."""
-        if not await self._membership.serves(sender, self._ctx.roster.own.stage):
+        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless it asks for what is
+        tied to its own."""
+        ask, state = AskGradient.unpack(payload), self._current.state
+        own, sharing = self._ctx.roster.own.stage, state.builder.tied
+        if ask.tied and own not in sharing:
+            raise ProtocolError("this stage shares no parameters")
+        if not any([await self._membership.serves(sender, stage) for stage in (sharing if ask.tied else (own,))]):
             raise ProtocolError("a gradient is for replicas of its stage")
-        return await self._log.manifest(sender, AskGradient.unpack(payload).round, self._current.state.gradient)
+        if ask.tied:
+            return await self._log.tied_manifest(sender, ask.round, state.gradient, state.other)
+        return await self._log.manifest(sender, ask.round, state.gradient)
 
     async def _seal(self, sender: PeerId, payload: bytes) -> bytes:
         ask, seal = AskSeal.unpack(payload), self._current.state.announced

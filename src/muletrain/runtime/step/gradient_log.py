@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.network.base import Channel
+from muletrain.optim.tied import content
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.step.averaging import contents
@@ -31,12 +32,12 @@ from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateIm
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.step.messages import RoundEntry
-    from muletrain.runtime.step.record import RecordBuilder
+    from muletrain.runtime.step.record import RecordBuilder, StepRecord
     from muletrain.runtime.transfer.blocks import Downloader
 
 T = TypeVar("T")
@@ -61,25 +62,42 @@ class MeanGradient:
 
     entry: RoundEntry
     values: Tensor
-    packed: StateImage | None = None
-    """The gradient's copy for sending, one tensor a piece, once a peer has asked for it."""
-    _packing: asyncio.Task[StateImage] | None = None
+    packed: dict[bool, StateImage] = field(default_factory=dict)
+    """Copies for sending, one tensor a piece, once a peer has asked for them: the whole gradient (False), and the pieces
+    that hold what is tied (True)."""
+    _packing: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
 
-    async def image(self, ctx: Context) -> StateImage:
-        """Return ``packed``, making it first if necessary."""
-        if self._packing is None:
-            self._packing = ctx.spawn(self._pack(ctx), "pack")
-        return await asyncio.shield(self._packing)
+    async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
+        """Return one of ``packed``, making it first if necessary."""
+        if tied not in self._packing:
+            self._packing[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
+        return await asyncio.shield(self._packing[tied])
 
-    async def _pack(self, ctx: Context) -> StateImage:
+    async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
         pieces = dict[str, Tensor]()
-        for begin in range(0, len(self.values), PIECE):
+        for begin in _tied_pieces(ctx, self.entry) if tied else range(0, len(self.values), PIECE):
             piece = await ctx.compute.offload(encoded_piece, self, begin, ctx.plan.gradients)
             pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
         image = StateImage(pieces, Channel.AVERAGE)
         await image.name(ctx)
-        self.packed = image
+        self.packed[tied] = image
         return image
+
+
+@dataclass(frozen=True, eq=False)
+class TiedPart:
+    """What the mean gradient of another stage's round ``entry`` holds for the parameters that it shares with ours."""
+
+    entry: RoundEntry
+    values: Tensor
+    """fp32 [T], see ``optim.tied``."""
+    image: StateImage
+    """Its copy for sending, as it came."""
+
+
+def _tied_pieces(ctx: Context, entry: RoundEntry) -> dict[int, int]:
+    assert ctx.plan.tied is not None, "nobody else asks"
+    return ctx.plan.tied.pieces(entry.stage, PIECE)
 
 
 def encoded_piece(gradient: MeanGradient, begin: int, codec: Codec) -> bytes:
@@ -101,18 +119,22 @@ class _Past:
     """The rounds of its record."""
     entry: RoundEntry
     gradient: MeanGradient | None
+    other: TiedPart | None
+    """Kept for replicas, which need both."""
     image: StateImage | None = None
 
-    @property
-    def packed(self) -> StateImage | None:
-        """The gradient's copy for sending, if it was made."""
-        return self.image if self.gradient is None else self.gradient.packed
+    def copies(self, *, tied: bool) -> list[StateImage]:
+        """The copies for sending that were made: of the whole gradient, or of what is ``tied``."""
+        whole = {} if self.image is None else {False: self.image}
+        made = [image for kind, image in (self.gradient.packed if self.gradient else whole).items() if kind == tied]
+        return [*made, self.other.image] if tied and self.other is not None else made
 
     @property
     def nbytes(self) -> int:
+        beside = 0 if self.other is None else self.other.image.size
         if self.gradient is not None:
-            return self.gradient.values.nbytes
-        return self.image.size if self.image is not None else 0
+            return self.gradient.values.nbytes + beside
+        return beside + (self.image.size if self.image is not None else 0)
 
 
 class GradientLog:
@@ -121,8 +143,8 @@ class GradientLog:
     def __init__(self, ctx: Context, limit: int) -> None:
         self._ctx, self._limit = ctx, limit
         self._past: deque[_Past] = deque()
-        self._current: StateImage | None = None
-        """The copy of the current step's gradient, if a peer asked for it."""
+        self._current: dict[bool, list[StateImage]] = {False: [], True: []}
+        """Copies of the current step's gradient, and of what is tied, that peers asked for."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
         """Peers that catch up: the first step that each needs, and when it was last heard of."""
 
@@ -134,13 +156,13 @@ class GradientLog:
         """``peer`` takes part again: it needs no past gradients."""
         self._followers.pop(peer, None)
 
-    def add(self, builder: RecordBuilder, gradient: MeanGradient) -> None:
+    def add(self, builder: RecordBuilder, gradient: MeanGradient, other: TiedPart | None = None) -> None:
         """Add an applied step, and drop steps that nobody needs."""
         past = self._past
         if past and past[-1].builder.step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()
-        past.append(_Past(builder, builder.agreed(), gradient.entry, gradient))
-        self._current = None
+        past.append(_Past(builder, builder.agreed(), gradient.entry, gradient, other))
+        self._current = {False: [], True: []}
         now = self._ctx.clock.now()
         self._followers = {p: f for p, f in self._followers.items() if now - f[1] < KEPT_S}
         needed = min((step for step, _ in self._followers.values()), default=builder.step)
@@ -166,25 +188,21 @@ class GradientLog:
         if past.gradient is not None:
             past.image = await past.gradient.image(self._ctx)
             past.image.channel, past.gradient = Channel.BULK, None  # it is not urgent any more
+            if past.other is not None:
+                past.other.image.channel = Channel.BULK
 
-    def entries(self, peer: PeerId, step: int, lineage: bytes) -> tuple[RoundEntry, ...]:
-        """The round entries of a kept step's record; none for other steps."""
+    def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[tuple[RoundEntry, ...], StepRecord | None]:
+        """The record of a kept step, and its rounds' entries; none for other steps."""
         for past in self._past:
             if (past.builder.step, past.builder.lineage) == (step, lineage):
                 self._heard(peer, step)
-                return past.agreed
-        return ()
-
-    def record(self, step: int) -> bytes:
-        """The hash of a kept step's record; empty for other steps."""
-        found = (r for past in self._past if past.builder.step == step and (r := past.builder.record()) is not None)
-        return next((r.hash for r in found), b"")
+                return past.agreed, past.builder.record()
+        return (), None
 
     async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
         """The manifest of the gradient of ``round_``, if it is kept or is ``current``; else empty."""
         if current is not None and current.entry.round == round_:
-            self._current = await current.image(self._ctx)
-            return self._current.manifest
+            return self._handed_out(await current.image(self._ctx), tied=False)
         for past in self._past:
             if past.entry.round == round_:
                 self._heard(peer, past.builder.step)
@@ -192,21 +210,40 @@ class GradientLog:
                 return b"" if image is None else image.manifest
         return b""
 
+    async def tied_manifest(
+        self, peer: PeerId, round_: bytes, current: MeanGradient | None, other: TiedPart | None
+    ) -> bytes:
+        """The manifest of what the gradient of ``round_`` holds for tied parameters, if it is kept, or is ``current`` or
+        ``other``; else empty."""
+        gradients = [current, *(past.gradient for past in self._past)]
+        parts = [other, *(past.other for past in self._past)]
+        images = [await g.image(self._ctx, tied=True) for g in gradients if g is not None and g.entry.round == round_]
+        images += [part.image for part in parts if part is not None and part.entry.round == round_]
+        return self._handed_out(images[0], tied=True) if images else b""
+
+    def _handed_out(self, image: StateImage, *, tied: bool) -> bytes:
+        if image not in self._current[tied]:
+            self._current[tied].append(image)
+        return image.manifest
+
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The gradient's copy with that digest, if ``peer`` is a replica."""
-        if not self._is_replica(peer):
-            return None
-        if self._current is not None and self._current.digest == digest:
-            return self._current
-        for past in self._past:
-            if past.packed is not None and past.packed.digest == digest:
-                self._heard(peer, past.builder.step)
-                return past.packed
+        """The copy with that digest, if ``peer`` serves a stage that needs it."""
+        for tied in (False, True):
+            found = list(self._current[tied]) if self._needs(peer, tied=tied) else []
+            for image in found:
+                if image.digest == digest:
+                    return image
+            for past in self._past if self._needs(peer, tied=tied) else ():
+                for image in past.copies(tied=tied):
+                    if image.digest == digest:
+                        self._heard(peer, past.builder.step)
+                        return image
         return None
 
-    def _is_replica(self, peer: PeerId) -> bool:
-        roster = self._ctx.roster
-        return roster.knows(peer) and roster.member(peer).stage == roster.own.stage
+    def _needs(self, peer: PeerId, *, tied: bool) -> bool:
+        roster, plan = self._ctx.roster, self._ctx.plan
+        stages = plan.tied.stages if tied and plan.tied is not None else (roster.own.stage,)
+        return roster.knows(peer) and roster.member(peer).stage in stages
 
     def _heard(self, peer: PeerId, step: int) -> None:
         if peer in self._followers:
@@ -216,18 +253,36 @@ class GradientLog:
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
-    """Take the gradient of ``entry``'s round from ``holders``: live ones first, a few at a time, since they must encode
-    and hash it. None if nobody gives it; that is noticed soon if all are gone, even over slow links."""
+    """Take the gradient of ``entry``'s round from ``holders``. None if nobody gives it."""
+    return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
+
+
+async def fetch_tied(ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]) -> TiedPart | None:
+    """The same of what it holds for parameters that two stages share. ``holders``: peers of both stages."""
+    return await _from_holders(ctx, entry, holders, _take_tied, downloader, tied=True)
+
+
+async def _from_holders(
+    ctx: Context,
+    entry: RoundEntry,
+    holders: list[PeerId],
+    take: Callable[[Context, Downloader, RoundEntry, bytes, list[PeerId]], Coroutine[Any, Any, T]],
+    downloader: Downloader,
+    *,
+    tied: bool,
+) -> T | None:
+    """``take`` it from ``holders``: live ones first, a few at a time, since they must encode and hash it. That nobody
+    gives it is noticed soon if all are gone, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
-        answers = await asyncio.gather(*(_manifest(ctx, p, entry) for p in asked))
+        answers = await asyncio.gather(*(_manifest(ctx, p, entry, tied=tied) for p in asked))
         donors: defaultdict[bytes, list[PeerId]] = defaultdict(list)
         for peer, manifest in zip(asked, answers, strict=True):
             if manifest:
                 donors[manifest].append(peer)
         for manifest, givers in sorted(donors.items(), key=lambda item: -len(item[1])):
             try:
-                return await _while_there(ctx, givers, entry, _take(ctx, downloader, entry, manifest, givers))
+                return await _while_there(ctx, givers, entry, take(ctx, downloader, entry, manifest, givers))
             except ProtocolError as e:
                 for peer in givers:
                     ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step + 1}: {e}")
@@ -240,9 +295,9 @@ def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
     return [peers[k : k + DONORS] for k in range(0, len(peers), DONORS)]
 
 
-async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry) -> bytes:
+async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bool) -> bytes:
     """The manifest that ``holder`` gives; empty if it has none or is gone."""
-    ask = AskGradient(round=entry.round).pack()
+    ask = AskGradient(round=entry.round, tied=tied).pack()
     try:
         return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
     except Refused:  # it is at another step, and well
@@ -256,18 +311,52 @@ async def _take(
     ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
 ) -> MeanGradient:
     """Download and verify the gradient. Raises ProtocolError for another one than ``entry``'s, and NetworkError."""
-    manifest, n_params = Manifest.unpack(packed), ctx.compute.n_params
-    manifest.check(5 * n_params + HEADERS)
-    pieces = {(_name(begin), "uint8", 1) for begin in range(0, n_params, PIECE)}
-    if {(name, dtype, len(shape)) for name, dtype, shape in manifest.tensors} != pieces:
+    n_params = ctx.compute.n_params
+    pieces = await _pieces(downloader, packed, range(0, n_params, PIECE), donors)
+    gradient = await ctx.compute.room(n_params)
+    for begin, piece in pieces.items():
+        into = gradient[begin : begin + PIECE]
+        into.copy_(_decoded(ctx, entry, piece, len(into)))
+    return await verified(ctx, entry, gradient)
+
+
+async def _take_tied(
+    ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
+) -> TiedPart:
+    """Download and verify what is tied. Raises as ``_take`` does."""
+    lengths, ranges = _tied_pieces(ctx, entry), ctx.plan.tied.ranges_of(entry.stage) if ctx.plan.tied else ()
+    pieces = await _pieces(downloader, packed, [*lengths], donors)
+    decoded = {k: _decoded(ctx, entry, piece, lengths[k]) for k, piece in pieces.items()}
+    values = torch.cat(
+        [
+            decoded[k][max(begin, k) - k : min(end, k + PIECE) - k]
+            for begin, end in ranges
+            for k in range(begin // PIECE * PIECE, end, PIECE)
+        ]
+    )
+    if await ctx.compute.offload(content, values) != entry.tied:
+        raise ProtocolError("what is tied in the gradient is not what its holders attest")
+    image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
+    await image.name(ctx)
+    return TiedPart(entry, values, image)
+
+
+async def _pieces(
+    downloader: Downloader, packed: bytes, begins: Sequence[int], donors: list[PeerId]
+) -> dict[int, Tensor]:
+    """Download a gradient's encoded pieces that begin there. Raises ProtocolError for others, and NetworkError."""
+    manifest = Manifest.unpack(packed)
+    manifest.check(5 * PIECE * len(begins) + HEADERS)
+    if {(n, d, len(shape)) for n, d, shape in manifest.tensors} != {(_name(k), "uint8", 1) for k in begins}:
         raise ProtocolError("the pieces of a gradient that no stage has")
     partial = PartialDownload.of(blake3(packed).digest(), manifest)
     await downloader.fetch(partial, donors)
-    gradient, codec = await ctx.compute.room(n_params), travels_as(entry, ctx.plan.gradients)
-    for name, piece in partial.state().items():
-        into = gradient[int(name) : int(name) + PIECE]
-        into.copy_(decode(Encoded(codec.value, tuple(into.shape), [piece.numpy().data]), copy=False))
-    return await verified(ctx, entry, gradient)
+    return {int(name): piece for name, piece in partial.state().items()}
+
+
+def _decoded(ctx: Context, entry: RoundEntry, piece: Tensor, numbers: int) -> Tensor:
+    codec = travels_as(entry, ctx.plan.gradients)
+    return decode(Encoded(codec.value, (numbers,), [piece.numpy().data]), copy=False)
 
 
 async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
@@ -276,7 +365,17 @@ async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGra
         s.content for s in entry.shards
     ):
         raise ProtocolError("the gradient's content is not what its holders attest")
+    if await tied_content(ctx, entry.stage, gradient) != entry.tied:
+        raise ProtocolError("what is tied in the gradient is not what its holders attest")
     return MeanGradient(entry, gradient)
+
+
+async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
+    """``RoundEntry.tied`` of ``stage`` with this ``gradient``."""
+    tied = ctx.plan.tied
+    if tied is None or stage not in tied.stages:
+        return b""
+    return await ctx.compute.offload(content, tied.part(gradient, stage))
 
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:

@@ -87,8 +87,21 @@ class RoundEntry(Message):
     """Members that want to leave after this step, sorted."""
     expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
     """Replicas that are no members any more because of false gradients, sorted."""
+    tied: Annotated[bytes, Field(max_length=32)] = b""
+    """What the gradient holds for parameters that another stage shares (``optim.tied.content``); empty: none."""
     holder: Id
     without: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
+
+
+class TiedEntry(Message):
+    """The sender holds what both rounds' gradients hold for the parameters that their stages share; ``product`` is the
+    inner product, which the global norm needs."""
+
+    KIND: ClassVar[str] = "tied_entry"
+    lineage: Digest
+    step: Natural
+    rounds: tuple[Digest, Digest]
+    product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)]
 
 
 class Abstain(Message):
@@ -112,23 +125,27 @@ class AskEntries(Message):
 class Entries(Message):
     """The answer to ``AskEntries`` of a peer at ``step``. ``own``: its attestation; ``abstains``: see ``Abstain``.
     ``applied``: one round of each stage of the record that it applied; empty if it did not apply the step, or has
-    forgotten it. A peer is believed about its own entry only."""
+    forgotten it. ``tied``: its other attestation. A peer is believed about its own entry only."""
 
     KIND: ClassVar[str] = "entries"
     step: Natural
     own: RoundEntry | None = None
+    tied: TiedEntry | None = None
     abstains: bool = False
     applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096), FailFast()] = ()
+    product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
+    """What the record states for tied parameters."""
     record: Annotated[bytes, Field(max_length=32)] = b""
     """The record's hash: under delayed updates frames of two histories may look alike for one step."""
 
 
 class AskGradient(Message):
-    """A call that asks for the manifest of a round's mean gradient, of the current or a kept step. The answer is empty
-    for other rounds."""
+    """A call that asks for the manifest of a round's mean gradient, of the current or a kept step; ``tied``: only of what
+    it holds for parameters that two stages share. The answer is empty for other rounds."""
 
     KIND: ClassVar[str] = "ask_gradient"
     round: Digest
+    tied: bool = False
 
 
 class AskSeal(Message):

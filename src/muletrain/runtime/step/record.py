@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from muletrain.clock import Clock
-    from muletrain.runtime.step.messages import ShardFacts
+    from muletrain.runtime.step.messages import ShardFacts, TiedEntry
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
 """The fields of an entry, beside the shards, that all holders of a round share."""
@@ -77,6 +77,8 @@ class StepRecord:
     lineage: bytes
     """hash(R_{t-1})"""
     stages: tuple[StageEntry, ...]
+    product: float = 0.0
+    """The inner product of what two stages' gradients hold for the parameters that they share (``optim.tied``)."""
 
     @property
     def hash(self) -> bytes:
@@ -91,12 +93,14 @@ class StepRecord:
             ]
             for e in self.stages
         ]
-        return hashed(branch_of(self.lineage), msgpack.packb(["record", self.step, self.lineage, content]))
+        return hashed(
+            branch_of(self.lineage), msgpack.packb(["record", self.step, self.lineage, content, self.product])
+        )
 
     @property
     def gradient_norm(self) -> float:
         """Euclidean norm of the whole model's mean gradient, as a single process would compute it."""
-        return math.sqrt(math.fsum(e.square_norm for e in self.stages))
+        return math.sqrt(max(0.0, math.fsum([*(e.square_norm for e in self.stages), 2 * self.product])))
 
     @property
     def skip(self) -> bool:
@@ -178,6 +182,9 @@ class RecordBuilder:
     with the same view of who is alive choose the same round. Others may choose another, and then lineages part and meet
     again (``runtime.recovery.forks``).
 
+    Where two stages share parameters, a product also has to count: more than half of both stages' replicas that vote
+    state it for the two rounds that count.
+
     A late peer cannot hear everyone: it believes most of the peers that applied the step, if they are two or more."""
 
     step: int
@@ -188,6 +195,8 @@ class RecordBuilder:
     """hash(R_{t-1})"""
     live: LiveReplicas
     clock: Clock
+    tied: tuple[int, ...] = ()
+    """The two stages that share parameters, if any."""
     known: Counter[int] = field(default_factory=Counter)
     """Counts the news, by stage."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
@@ -198,6 +207,10 @@ class RecordBuilder:
     """By stage: news counted, live replicas, and the round that counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
     """Stages whose voters have all attested without a majority, and since when."""
+    _products: dict[str, TiedEntry] = field(default_factory=dict)
+    """What replicas of the ``tied`` stages state, the last word of each."""
+    _product: float = 0.0
+    """Of the ``_agreed`` rounds."""
     _agreed: tuple[RoundEntry, ...] = ()
     _record: StepRecord | None = None
     _settled: bool = False
@@ -233,15 +246,21 @@ class RecordBuilder:
             self._abstaining[stage].add(peer)
             self.known[stage] += 1
 
-    def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes) -> bool:
-        """``peer`` says that it applied the record of ``entries``. False if its hash shows another history. Raises
+    def add_tied(self, peer: str, entry: TiedEntry) -> None:
+        """Take in what ``peer``, of one of the ``tied`` stages, states. Raises ProtocolError for another step's."""
+        if (entry.step, entry.lineage) != (self.step, self.lineage):
+            raise ProtocolError(f"product of step {entry.step} for step {self.step}, or of another lineage")
+        self._products[peer] = entry
+
+    def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
+        """``peer`` says that it applied the record of ``entries`` and ``product``. False if its hash shows another history. Raises
         ProtocolError for entries that make no record of this step."""
         for entry in entries:
             self._check(entry)
             self._check_facts(entry)
         if [e.stage for e in entries] != list(range(self.stages)):
             raise ProtocolError(f"a record of {len(entries)} stages instead of {self.stages}, or out of order")
-        record = self._of(entries)
+        record = self._of(entries, product)
         if record.hash != hash_:
             return False
         self._claims[peer] = _Claim(record, entries)
@@ -291,11 +310,18 @@ class RecordBuilder:
         """``R_t``, once a round of every stage counts, or enough peers applied it; else None."""
         if self._settled:
             return self._record
-        chosen = [k for stage in range(self.stages) if (k := self._choice(stage)) is not None]
-        agreed = tuple(k.facts for k in chosen) if len(chosen) == self.stages else self._claimed()
-        if agreed != self._agreed:
-            self._agreed, self._record = agreed, self._of(agreed) if agreed else None
+        agreed, product = self._attested() or self._claimed()
+        if (agreed, product) != (self._agreed, self._product):
+            self._agreed, self._product = agreed, product
+            self._record = self._of(agreed, product) if agreed else None
         return self._record
+
+    def round_of(self, stage: int) -> RoundEntry | None:
+        """The round of ``stage`` that is in the record, or counts so far."""
+        if agreed := self.agreed():
+            return agreed[stage]
+        chosen = self._choice(stage)
+        return None if chosen is None else chosen.facts
 
     def settle(self) -> None:
         """Fix the record: it is being applied."""
@@ -332,22 +358,43 @@ class RecordBuilder:
             most = whole
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
-    def _claimed(self) -> tuple[RoundEntry, ...]:
+    def _attested(self) -> tuple[tuple[RoundEntry, ...], float] | None:
+        """The rounds that count and their product, if they make a record."""
+        chosen = [k.facts for stage in range(self.stages) if (k := self._choice(stage)) is not None]
+        if len(chosen) < self.stages:
+            return None
+        product = self._counting_product(tuple(chosen[stage].round for stage in self.tied)) if self.tied else 0.0
+        return None if product is None else (tuple(chosen), product)
+
+    def _counting_product(self, rounds: tuple[bytes, ...]) -> float | None:
+        """The product that counts for ``rounds``, if any. Honest peers all state the same one."""
+        votes = {peer: entry.product for peer, entry in self._products.items() if entry.rounds == rounds}
+        voters = {p for s in self.tied for p in self.live.stage(s) if p not in self._abstaining[s]}
+        product, count = min(Counter(votes.values()).items(), key=lambda item: (-item[1], item[0]), default=(0.0, 0))
+        if 2 * count > len(voters | votes.keys()):
+            return product
+        if not votes or not voters <= votes.keys():
+            self._undecided.pop(-1, None)
+        elif self.clock.now() - self._undecided.setdefault(-1, self.clock.now()) >= UNDECIDED_S:
+            return product
+        return None
+
+    def _claimed(self) -> tuple[tuple[RoundEntry, ...], float]:
         """The record that most of the claiming peers applied, if they are two, or all that can be asked; else empty."""
         if not self._claims:
-            return ()
+            return (), 0.0
         others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
         hashes = Counter(c.record.hash for c in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
-        unknown = [stage for stage in range(self.stages) if self._choice(stage) is None]
+        unknown = [stage for stage in range(self.stages) if self._choice(stage) is None] or self.tied
         alone = self.trusting or not any(map(self.live.stage, unknown))  # nobody else could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
-            return ()
-        return next(c.entries for c in self._claims.values() if c.record.hash == most)
+            return (), 0.0
+        return next((c.entries, c.record.product) for c in self._claims.values() if c.record.hash == most)
 
-    def _of(self, entries: tuple[RoundEntry, ...]) -> StepRecord:
+    def _of(self, entries: tuple[RoundEntry, ...], product: float) -> StepRecord:
         stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in entries)
-        return StepRecord(self.step, self.previous, tuple(stages))
+        return StepRecord(self.step, self.previous, tuple(stages), product)
 
 
 def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:

@@ -13,7 +13,7 @@ from muletrain.events import AveragingFailed, RoundGivenUp
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
-from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
+from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient, tied_content
 from muletrain.runtime.step.messages import RoundEntry
 from muletrain.runtime.step.record import same_facts
 from muletrain.runtime.step.rounds import Round, RoundFailed
@@ -308,6 +308,7 @@ class Reduction:
             stop=round_.stop,
             leaves=round_.leaves,
             expelled=round_.expelled,
+            tied=await tied_content(ctx, round_.stage, gradient),
             holder=ctx.net.peer_id,
         )
         return MeanGradient(entry, gradient)

@@ -19,6 +19,7 @@ from muletrain.runtime.step.exchange import Exchange, Observed
 from muletrain.runtime.step.reduction import Reduction
 from muletrain.runtime.step.reruns import Deadlines, Reruns
 from muletrain.runtime.step.state import StepState
+from muletrain.runtime.step.tied import TiedSum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,7 @@ class StepRunner:
         agreement = RoundAgreement(
             ctx, position, self._departure, state, company, exchange, reruns, audit, waits, deadlines
         )
+        self._tied = TiedSum(ctx, state, self._downloader)
         self._reduction = Reduction(
             ctx,
             position,
@@ -89,6 +91,8 @@ class StepRunner:
     def look_around(self) -> None:
         """See ``core.waiting.Waiter``."""
         self._reduction.look_around()
+        if not self._position.away:
+            self._tied.look_around()
 
     def who_is_there(self) -> str:
         """See ``core.waiting.Waiter``."""
@@ -117,7 +121,7 @@ class StepRunner:
         gradient = await self._reduction.hold(self._weights)
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
-            lambda: builder.record() is not None,
+            lambda: builder.record() is not None and self._tied.ready,
             self._deadlines.record,
             f"the record of step {self._position.step}",
             self._reduction.ask_entries,
@@ -140,6 +144,8 @@ class StepRunner:
         record = state.builder.record()
         if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage]):
             return None
+        if not await self._tied.take_agreed():
+            return None
         assert state.gradient is not None  # taken
         await self.apply(record, state.gradient.values)
         return record
@@ -153,7 +159,7 @@ class StepRunner:
         self.state.builder.settle()
         position.settled = False
         ctx.chaos.reached("applying", work.step)
-        update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip)
+        update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip, self._tied.update())
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
         self._weights = await ctx.compute.digest()
         took = ctx.clock.now() - begin
@@ -165,8 +171,9 @@ class StepRunner:
         """Go on to the next step. The record's hash is its lineage (under delayed updates: of the step after it)."""
         state = self.state
         state.averager.close()
+        self._tied.close()
         assert state.gradient is not None  # it was applied
-        self._log.add(state.builder, state.gradient)
+        self._log.add(state.builder, state.gradient, state.other)
         self._position.advance(record.hash)
         self._begin()
         self._position.settled = True
@@ -192,6 +199,7 @@ class StepRunner:
         """Go on at the step of ``chain``, whose state was loaded. Work for other steps is dropped."""
         before, position = self.state, self._position
         before.averager.close()
+        self._tied.close()
         for dropped in (chain.step, chain.step + 1):
             self._ctx.compute.clear(dropped)
         same = (chain.step, chain.lineages[-1]) == (position.step, position.applied)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.gradient_log import MeanGradient
-    from muletrain.runtime.step.messages import RoundEntry, Seal
+    from muletrain.runtime.step.gradient_log import MeanGradient, TiedPart
+    from muletrain.runtime.step.messages import RoundEntry, Seal, TiedEntry
     from muletrain.runtime.step.record import Attested
 
 MAX_ATTEMPTS = 20
@@ -34,12 +34,19 @@ class StepState:
         self._ctx, self._position = ctx, position
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
-        self.builder = RecordBuilder(self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock)
+        tied = () if ctx.plan.tied is None else ctx.plan.tied.stages
+        self.builder = RecordBuilder(
+            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, tied
+        )
         self.averager = Averager(ctx, self)
         self.gradient: MeanGradient | None = None
         """The stage's whole mean gradient, once this peer has it."""
         self.attested: RoundEntry | None = None
         """The round that we told everyone we hold."""
+        self.other: TiedPart | None = None
+        """What another stage's gradient holds for parameters that it shares with ours, once this peer has it."""
+        self.tied: TiedEntry | None = None
+        """The product with it that we told everyone."""
         self.seals: dict[PeerId, Seal] = {}
         """Each replica's last seal."""
         self.announced: Seal | None = None
@@ -119,6 +126,12 @@ class StepState:
             raise ProtocolError(f"round entry: {reason}")
         self.builder.add(entry)
         return ours
+
+    def hear_tied(self, sender: PeerId, entry: TiedEntry) -> None:
+        """Take in a product for tied parameters. Raises ProtocolError."""
+        if self._ctx.roster.member(sender).stage not in self.builder.tied:
+            raise ProtocolError("a product of gradients from a stage that shares no parameters")
+        self.builder.add_tied(sender, entry)
 
     def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
         """``sender`` has applied a record with ``entry``, and has forgotten its seals."""

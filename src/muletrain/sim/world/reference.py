@@ -20,7 +20,7 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
 from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.model.dropout import Masks, keep_mask
-from muletrain.model.make import make_model, make_stage
+from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.optim.schedule import learning_rate
 from muletrain.runtime.core.plan import Plan, Validation
 from muletrain.strategies import strategy_of
@@ -155,6 +155,7 @@ def facts_of(scenario: Scenario) -> Facts:
         ],
     )
     spec = make_model(config.model)
+    cut = spec.cut(len(scenario.stages))
     plan = Plan(
         stages=len(scenario.stages),
         steps=scenario.steps,
@@ -186,9 +187,10 @@ def facts_of(scenario: Scenario) -> Facts:
         delayed=config.optimizer.delayed,
         verify=config.hub.verify if scenario.clients else 0.0,
         strategy=strategy_of(config),
+        tied=tied_between(spec, cut),
         validation=Validation.of(config.train, spec.context),
     )
-    facts = Facts(config, spec, spec.cut(len(scenario.stages)), plan)
+    facts = Facts(config, spec, cut, plan)
     return replace(facts, given=_given(facts)) if scenario.given_weights else facts
 
 

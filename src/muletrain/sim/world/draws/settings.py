@@ -85,7 +85,8 @@ def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
 
 def _swap(s: Scenario, rng: random.Random) -> Scenario | None:
     """Some peers swap their stage. With one stage that is the strategy, or a swarm with such peers."""
-    if s.clients or any(o.startswith("optimizer.delayed=true") for o in s.overrides):
+    tied = len(s.stages) == 1 and any('\\"tie_word_embeddings\\": true' in o for o in s.overrides)
+    if s.clients or tied or any(o.startswith("optimizer.delayed=true") for o in s.overrides):
         return None
     members = [name for name, _ in s.members]
     swapped = tuple(name for name in members if rng.random() < 0.5) or (rng.choice(members),)
@@ -100,7 +101,10 @@ def _traced(s: Scenario, rng: random.Random) -> Scenario | None:
     kind = rng.choice(sorted(TRACED))
     if any(o.startswith("model.share_layers") for o in s.overrides):
         return None
-    tokens = {"vocab_size": 640, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False}
+    tied = rng.random() < 0.5 and (
+        len(s.stages) > 1 or not s.swapped
+    )  # blocks of one stage that share cannot be swapped
+    tokens = {"vocab_size": 640, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": tied}
     config = CONFIG_MAPPING[kind](**TRACED[kind], **tokens, num_hidden_layers=len(s.stages))
     architecture = json.dumps(config.to_dict(), sort_keys=True, default=str)
     tolerance = FINE if s.steps > 20 else 0.0  # as with shared layers

@@ -1,0 +1,110 @@
+"""Two stages that share parameters add what their mean gradients hold for them (``optim.tied``).
+
+Once both stages' rounds count, each peer of either takes the other's part, and states the inner product of both, which
+the record needs for the global norm. Both copies are updated with the sum, so they stay equal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.optim.tied import product
+from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.step.gradient_log import fetch_tied
+from muletrain.runtime.step.messages import TiedEntry
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from torch import Tensor
+
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.step.gradient_log import MeanGradient
+    from muletrain.runtime.step.messages import RoundEntry
+    from muletrain.runtime.step.state import StepState
+    from muletrain.runtime.transfer.blocks import Downloader
+
+PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
+"""Seconds between two tries to take the other stage's part from its holders; doubles."""
+
+
+class TiedSum:
+    """Takes the other stage's part in one step; each step has a new one."""
+
+    def __init__(self, ctx: Context, state: StepState, downloader: Downloader) -> None:
+        self._ctx, self._state, self._downloader = ctx, state, downloader
+        tied, self._own = ctx.plan.tied, ctx.roster.own.stage
+        self._tied = tied if tied is not None and self._own in tied.stages else None
+        self._working: asyncio.Task[None] | None = None
+        self._failed = 0
+
+    @property
+    def _theirs(self) -> RoundEntry | None:
+        """The other stage's round that is in the record, or counts so far."""
+        if self._tied is None:
+            return None
+        first, second = self._tied.stages
+        return self._state.builder.round_of(second if self._own == first else first)
+
+    @property
+    def ready(self) -> bool:
+        """Is everything here that the update needs? Once there is a record."""
+        if self._tied is None:
+            return True
+        theirs, other = self._theirs, self._state.other
+        return theirs is not None and other is not None and other.entry.round == theirs.round
+
+    def look_around(self) -> None:
+        """Get on with it whenever something changed."""
+        own, theirs = self._state.gradient, self._theirs
+        if own is None or theirs is None or (self._working is not None and not self._working.done()):
+            return
+        if self._state.tied is None or self._state.tied.rounds != self._rounds(own, theirs):
+            self._working = self._ctx.spawn(self._work(own, theirs), "tied parameters")
+
+    def _rounds(self, own: MeanGradient, theirs: RoundEntry) -> tuple[bytes, bytes]:
+        first, second = sorted((own.entry, theirs), key=lambda entry: entry.stage)
+        return first.round, second.round
+
+    async def _work(self, own: MeanGradient, theirs: RoundEntry) -> None:
+        ctx, state = self._ctx, self._state
+        if not self.ready and not await self.take(theirs):
+            self._failed += 1
+            await ctx.clock.sleep(backoff_s(self._failed - 1, PAUSE_S, PAUSE_MAX_S))
+        elif state.other is not None and state.other.entry.round == theirs.round and self._tied is not None:
+            part = self._tied.part(own.values, self._own)
+            found = await ctx.compute.offload(product, part, state.other.values)
+            rounds = self._rounds(own, theirs)
+            state.tied = TiedEntry(lineage=state.lineage, step=state.step, rounds=rounds, product=found)
+            state.builder.add_tied(ctx.net.peer_id, state.tied)
+            ctx.spawn(ctx.tell(ctx.roster.everyone(), state.tied), "tied entry")
+        ctx.news.touched()
+
+    async def take(self, theirs: RoundEntry) -> bool:
+        """Take the part of round ``theirs`` from whoever has it. False if nobody gives it."""
+        ctx, roster = self._ctx, self._ctx.roster
+        holders = sorted({*self._state.builder.holders(theirs), *roster.stage(theirs.stage), *roster.replicas()})
+        first = sum(p < ctx.net.peer_id for p in holders)  # each peer begins with another one
+        found = await fetch_tied(ctx, self._downloader, theirs, [*holders[first:], *holders[:first]])
+        if found is None:
+            return False
+        self._state.other = found
+        return True
+
+    async def take_agreed(self) -> bool:
+        """Take the part that the record needs, if any. False if nobody gives it (any more)."""
+        theirs = self._theirs
+        return self.ready or (theirs is not None and await self.take(theirs))
+
+    def update(self) -> list[tuple[int, int, Tensor]]:
+        """``Update.tied``."""
+        if self._tied is None:
+            return []
+        assert self.ready, "the record was waited for together with this"
+        assert self._state.other is not None
+        return self._tied.placed(self._state.other.values, self._own)
+
+    def close(self) -> None:
+        """End the step."""
+        if self._working is not None:
+            self._working.cancel()
