@@ -74,8 +74,11 @@ def _given_weights(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 def _fp16(s: Scenario, rng: random.Random) -> Scenario | None:
-    """Without clients: parts of a microbatch overflow less often than the whole, which a single process skips."""
-    return None if s.clients else _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE)(s, rng)
+    """Without clients or tied weights: parts of a gradient overflow less often than the whole, which a single process
+    skips."""
+    return (
+        None if s.clients or _tied(s) else _with("compute.precision=fp16", "optimizer.eps=0.1", tolerance=FINE)(s, rng)
+    )
 
 
 def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
@@ -85,8 +88,11 @@ def _rebalancing(s: Scenario, rng: random.Random) -> Scenario | None:
 
 def _swap(s: Scenario, rng: random.Random) -> Scenario | None:
     """Some peers swap their stage. With one stage that is the strategy, or a swarm with such peers."""
-    tied = len(s.stages) == 1 and any('\\"tie_word_embeddings\\": true' in o for o in s.overrides)
-    if s.clients or tied or any(o.startswith("optimizer.delayed=true") for o in s.overrides):
+    if (
+        s.clients
+        or (len(s.stages) == 1 and _tied(s))
+        or any(o.startswith("optimizer.delayed=true") for o in s.overrides)
+    ):
         return None
     members = [name for name, _ in s.members]
     swapped = tuple(name for name in members if rng.random() < 0.5) or (rng.choice(members),)
@@ -94,16 +100,20 @@ def _swap(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, swapped=swapped, overrides=(*s.overrides, *whole))
 
 
+def _tied(s: Scenario) -> bool:
+    return any('\\"tie_word_embeddings\\": true' in o for o in s.overrides)
+
+
 def _traced(s: Scenario, rng: random.Random) -> Scenario | None:
-    """A traced model instead of our decoder, a block a stage."""
+    """A traced model instead of our decoder, a block a stage. Blocks that share weights within a stage cannot be swapped;
+    for fp16 see ``_fp16``."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
     kind = rng.choice(sorted(TRACED))
     if any(o.startswith("model.share_layers") for o in s.overrides):
         return None
-    tied = rng.random() < 0.5 and (
-        len(s.stages) > 1 or not s.swapped
-    )  # blocks of one stage that share cannot be swapped
+    fp16 = any(o == "compute.precision=fp16" for o in s.overrides)
+    tied = rng.random() < 0.5 and not fp16 and (len(s.stages) > 1 or not s.swapped)
     tokens = {"vocab_size": 640, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": tied}
     config = CONFIG_MAPPING[kind](**TRACED[kind], **tokens, num_hidden_layers=len(s.stages))
     architecture = json.dumps(config.to_dict(), sort_keys=True, default=str)
