@@ -59,9 +59,10 @@ def check_equal(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_fleet_trains_gpt2_as_a_loop_does_and_gives_it_back(tmp_path: Path) -> None:
-    """2 stages x 2 peers, fp32, with the dropout of GPT-2's configuration, attention's included; then 'export',
-    'generate' and 'eval'."""
-    model, facts, cache = start(tmp_path, "gpt2", steps=4)
+    """2 stages x 2 peers, fp32, with the dropout of GPT-2's configuration, attention's included, and its embedding in
+    both stages, as the output matrix, too; then 'export', 'generate' and 'eval'."""
+    model, facts, cache = start(tmp_path, "gpt2", steps=4, tie_word_embeddings=True)
+    assert facts.plan().tied is not None
     assert facts.spec.layers == 3
     losses = list(train_by_loop(model, facts, facts.source(cache)))
     events = run_fleet(facts.config, tmp_path / "run")
@@ -111,9 +112,12 @@ def _heldout(checkpoint: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_fleet_that_loses_a_replica_trains_every_architecture_as_a_loop_does(tmp_path: Path, name: str) -> None:
-    model, facts, cache = start(tmp_path, name, steps=20)
+def test_a_fleet_that_loses_a_replica_trains_every_architecture_as_a_loop_does(
+    tmp_path: Path, name: str, tied: bool
+) -> None:
+    model, facts, cache = start(tmp_path, name, steps=20, tie_word_embeddings=tied)
     losses = list(train_by_loop(model, facts, facts.source(cache)))
     events = run_losing_a_replica(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))

@@ -59,6 +59,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    """What ``config.json`` of a folder says."""
+    kind, sizes = ARCHITECTURES[name]
+    return {"model_type": kind, **sizes, **changes}
+
+
 def new_model(name: str, **changes: Any) -> Any:
     """A model with random weights, some of them large, so that a wrong operator is seen."""
     kind, sizes = ARCHITECTURES[name]

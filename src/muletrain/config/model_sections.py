@@ -81,8 +81,8 @@ class ModelConfig(Section):
     )
     untie: bool = Field(
         default=False,
-        description="train an output matrix of its own where model.from ties it to the embedding, so that both can lie in "
-        "different stages; it begins as a copy",
+        description="train an output matrix of its own where model.from ties it to the embedding, so that stages have no "
+        "gradient of it to exchange; it begins as a copy",
     )
     architecture: str | None = Field(
         default=None,
