@@ -56,14 +56,14 @@ from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.worker import PROTOCOL
 from muletrain.runtime.members.roster import Genesis
-from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
+from tests.daemons import OWNER, SECRET, world
 from tests.fleet_run import checkpoint_weights
 from tests.namespaces import Switch
 from tests.reference import train_plainly
 from tests.test_equivalence import EXACT, facts_of, relative_difference
-from tests.test_network import OWNER, SECRET, world
+from tests.virtual import virtually
 from tests.whole_model import build_full
 
 TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
@@ -496,9 +496,7 @@ def test_the_founder_does_not_begin_with_a_guest_that_left() -> None:
         assert {m.id for m in genesis.members} == {"founder", "one", "two", "three"}
         assert await asyncio.wait_for(asyncio.gather(*waiting), READY_EVERY_S) == [genesis] * 3
 
-    problems: list[str] = []
-    run_virtually(scenario(), 1000.0, problems)
-    assert problems == []
+    virtually(scenario(), 1000.0)
 
 
 def rendezvous_of(
@@ -965,10 +963,8 @@ def test_an_owners_bandwidth_counts_from_the_first_byte_on(tmp_path: Path) -> No
         ticket=str(Ticket("run", bytes(32), bytes(32), ())),
         bandwidth_bytes_per_s=1e6,
     )
-    problems: list[str] = []
     with EventLog(tmp_path / "n.jsonl", "n") as log:
-        run_virtually(scenario(Host(spec, log, LoopClock()).limited(hub.join("n"))), 100.0, problems)
-    assert problems == []
+        virtually(scenario(Host(spec, log, LoopClock()).limited(hub.join("n"))), 100.0)
     assert took[0] == pytest.approx(5.0, abs=0.6)
     assert took[1] == pytest.approx(10.0, abs=1.2)
 

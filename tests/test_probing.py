@@ -55,10 +55,10 @@ from muletrain.runs.measure.probing import (
     seconds_per_byte,
 )
 from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
-from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import encode_raw
 from tests.fleet_run import run_fleet
 from tests.test_machines import introduction, rendezvous_of
+from tests.virtual import virtually
 
 SPEC = ModelSpec.from_config(ModelConfig(layers=2, width=32, heads=2, vocab=512, context=16))
 PROFILE = """
@@ -175,13 +175,6 @@ class Lab:
         return self.events[-1]
 
 
-def virtually(work: Callable[[], Any], limit_s: float = 600.0) -> Any:
-    problems: list[str] = []
-    result = run_virtually(work(), limit_s, problems)
-    assert problems == []
-    return result
-
-
 def fleet_from(text: str, folder: Path) -> Fleet:
     (folder / "given.toml").write_text(text)
     return load_fleet(folder / "given.toml")
@@ -215,7 +208,7 @@ def test_shaped_links_are_found(tmp_path: Path) -> None:
     async def scenario() -> None:
         await Lab(fleet, tmp_path).survey.measure()
 
-    virtually(scenario)
+    virtually(scenario())
     found = load_fleet(tmp_path / "fleet.toml")
     assert [p.name for p in found.peers()] == sorted(p.name for p in fleet.peers())
     index = {p.name: p.index for p in fleet.peers()}
@@ -237,7 +230,7 @@ def test_peers_of_one_machine_share_its_links(tmp_path: Path) -> None:
         await lab.survey.measure()
         return lab
 
-    lab = virtually(scenario)
+    lab = virtually(scenario())
     found = load_fleet(tmp_path / "fleet.toml")
     assert found.matrix.regions == ("@peer-0", "@peer-2")
     assert found.link(0, 1).bandwidth_bytes_per_s == pytest.approx(100e6 / 8, rel=0.05)
@@ -256,7 +249,7 @@ def test_who_gives_no_answer_or_none_that_can_be_is_left_out(tmp_path: Path) -> 
         await lab.survey.measure()
         return lab
 
-    lab = virtually(scenario)
+    lab = virtually(scenario())
     measured = lab.last()
     assert isinstance(measured, FleetMeasured)
     assert measured.peers == ["far", "home", "near-0"]
@@ -281,7 +274,7 @@ def test_who_stops_answering_does_not_hold_the_others_up(tmp_path: Path) -> None
         await lab.survey.measure()
         return lab, clock.now() - begin
 
-    lab, took_s = virtually(scenario)
+    lab, took_s = virtually(scenario())
     measured = lab.last()
     assert isinstance(measured, FleetMeasured)
     assert any(line.startswith("nothing arrived from x-0 at x-7") for line in measured.lacking)
@@ -306,7 +299,7 @@ def test_only_the_founder_has_others_measure_and_only_before_the_run(tmp_path: P
         with pytest.raises(Refused, match="begun"):
             await lab.nets[founder].call(a, AskLink.KIND, ask, timeout_s=60)
 
-    virtually(scenario)
+    virtually(scenario())
 
 
 def test_a_link_costs_a_bounded_number_of_bytes_and_echoes_are_small(tmp_path: Path) -> None:
@@ -324,7 +317,7 @@ def test_a_link_costs_a_bounded_number_of_bytes_and_echoes_are_small(tmp_path: P
         with pytest.raises(Malformed):
             await lab.probers["x-0"].expect("x-1", huge)
 
-    virtually(scenario)
+    virtually(scenario())
 
 
 def test_other_frames_wait_for_the_run_while_probes_are_answered() -> None:
@@ -348,7 +341,7 @@ def test_other_frames_wait_for_the_run_while_probes_are_answered() -> None:
         await asyncio.sleep(1)
         return got
 
-    assert virtually(scenario) == ["probes: probe.echo", "run: forward"]
+    assert virtually(scenario()) == ["probes: probe.echo", "run: forward"]
 
 
 def test_the_run_begins_after_it_is_measured_and_without_who_left_meanwhile() -> None:
@@ -370,7 +363,7 @@ def test_the_run_begins_after_it_is_measured_and_without_who_left_meanwhile() ->
         assert asked == 2
         assert [m.id for m in genesis.members] == ["founder"]
 
-    virtually(scenario)
+    virtually(scenario())
 
 
 # The file ---------------------------------------------------------------------------------------------------------------
