@@ -57,7 +57,7 @@ from muletrain.runs.measure.probing import (
 from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
 from muletrain.wire.codec import encode_raw
 from tests.fleet_run import run_fleet
-from tests.test_machines import introduction, rendezvous_of
+from tests.newcomers import introduction, rendezvous_of
 from tests.virtual import virtually
 
 SPEC = ModelSpec.from_config(ModelConfig(layers=2, width=32, heads=2, vocab=512, context=16))
