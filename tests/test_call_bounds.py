@@ -29,8 +29,7 @@ from muletrain.runtime.recovery.messages import AskStanding, StepBack
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskSnapshot
 
-from .targets import ended, ready, run
-from .test_hostile import GENESIS, MEMBERS, Target, until
+from .targets import GENESIS, MEMBERS, Target, ended, ready, run, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

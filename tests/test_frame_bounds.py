@@ -25,8 +25,7 @@ from muletrain.runtime.step.messages import Shard
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 
-from .targets import delivery, ended, ready, run
-from .test_hostile import PLAN, Target, frames, resident_bytes
+from .targets import PLAN, Target, delivery, ended, frames, ready, resident_bytes, run
 
 if TYPE_CHECKING:
     from muletrain.network.base import Frame

@@ -29,7 +29,7 @@ from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnaps
 
 from .checkpoint_stages import LINEAGE, Stages, play
 from .newcomers import introduction, rendezvous_of
-from .test_hostile import Target, until, warm_up
+from .targets import Target, until, warm_up
 from .test_joining import context, step_of
 
 if TYPE_CHECKING:
