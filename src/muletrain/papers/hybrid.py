@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.papers.baselines import dapple, dedloc
-from muletrain.papers.baselines.schedules import Link, StageTime, steady_s
+from muletrain.papers.baselines.data_parallel import dedloc_batch_s
+from muletrain.papers.baselines.schedules import Link, StageTime, dapple_s, steady_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def case_3_min(model: str, system: str) -> float:
     slots = MINIBATCHES + (STAGES - 1 if system == "Dapple" else 0)
     stage_s = SLOWER * 60 * alone_min / slots
     stages = [StageTime(stage_s / 3, stage_s * 2 / 3)] * STAGES
-    batch_s = dapple.batch_s if system == "Dapple" else steady_s
+    batch_s = dapple_s if system == "Dapple" else steady_s
     return batch_s(stages, sent_bytes(model), CASE_3, MINIBATCHES) / 60
 
 
@@ -129,7 +129,7 @@ def _gains(rate: float, drop: float) -> tuple[float, float]:
     swarm_s = batch_s / power * slowdown("Swarm", share, drop)
     speeds = [BATCH / batch_s] * 6 + [BATCH / batch_s / SLOWER] * 10
     lost = [0.0] * (16 - count) + [drop] * count
-    dedloc_s = dedloc.batch_s(BATCH, speeds, lost, 4 * 33e9, CASE_3.bytes_per_s)
+    dedloc_s = dedloc_batch_s(BATCH, speeds, lost, 4 * 33e9, CASE_3.bytes_per_s)
     return swarm_s / hub_s, dedloc_s / hub_s
 
 
