@@ -32,6 +32,7 @@ from muletrain.runtime.transfer.messages import AskBlocks, Block
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
 from tests.runners import runner_of
+from tests.virtual import virtually
 
 SIZE = 3 * 4096 + 100
 IDS = ("a", "b", "c")
@@ -106,13 +107,6 @@ def downloader(ctx: Context) -> Downloader:
 
 def gradients() -> dict[str, torch.Tensor]:
     return {p: torch.randn(SIZE, generator=torch.Generator().manual_seed(k)) for k, p in enumerate(IDS)}
-
-
-def virtually(work: Any) -> Any:
-    problems: list[str] = []
-    result = run_virtually(work, 600, problems)
-    assert problems == []
-    return result
 
 
 @pytest.mark.parametrize("codec", [Codec.FP32, Codec.FP16, Codec.INT8])

@@ -19,7 +19,7 @@ from muletrain.events import PeerJoined, StepDone
 from muletrain.model.spec import ModelSpec
 
 from .fleet_run import checkpoint_weights, run_fleet
-from .test_compute import MB, OPTIMIZER, Fleet, data, fleet, reference, run, through, train, weights
+from .small_stages import MB, OPTIMIZER, Fleet, data, fleet, reference, run, through, train, weights
 from .test_equivalence import facts_of, relative_difference
 
 if TYPE_CHECKING:

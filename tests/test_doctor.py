@@ -28,7 +28,7 @@ from muletrain.runs.doctor.examination import Check, Part, Question, Verdict, as
 from muletrain.runs.join.removal import serve_members
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.vicinity import BURST, Seen, _Dials, seen_by, serve_sight, sights
-from tests.test_network import OWNER, SECRET, world
+from tests.daemons import OWNER, SECRET, world
 
 PART = Part("part", 1.0, {"first": "mend the first", "second": "mend the second", "third": "mend the third"})
 

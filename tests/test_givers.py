@@ -27,10 +27,10 @@ from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.messages import AskGradient
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 
-from .test_checkpointing import LINEAGE, Stages, play
-from .test_hostile import Target, until, warm_up
+from .checkpoint_stages import LINEAGE, Stages, play
+from .newcomers import introduction, rendezvous_of
+from .targets import Target, until, warm_up
 from .test_joining import context, step_of
-from .test_machines import introduction, rendezvous_of
 
 if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork

@@ -35,6 +35,7 @@ from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.strategies.swarm import SWARM
+from tests.virtual import virtually
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(400)
@@ -163,12 +164,6 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
 
 def kept(own: GradientLog) -> list[int]:
     return [s for s in range(20) if own.applied("nobody", s, bytes(32))[0]]
-
-
-def virtually(work: Any) -> None:
-    problems: list[str] = []
-    run_virtually(work, 600, problems)
-    assert problems == []
 
 
 def test_those_believed_dead_are_tried_less_and_less() -> None:

@@ -4,7 +4,6 @@ founder hears why."""
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,6 +28,7 @@ from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import SPARE_BYTES, check_room
 from muletrain.wire.statefile import state_buffers
 from tests.runners import TICKET, host_of
+from tests.targets import resident_bytes
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = ("model.width=64", "model.heads=2", "model.context=32", "model.vocab=300")
@@ -83,10 +83,6 @@ def joined(tmp_path: Path, memory_gib: float, *overrides: str, **told: Any) -> t
         return refusal.value, founder
 
     return asyncio.run(scenario())
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(

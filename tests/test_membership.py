@@ -42,8 +42,9 @@ from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis
 from muletrain.wire.frame import pack
+from tests.daemons import OWNER, SECRET, World, world
 from tests.fleet_run import run_fleet
-from tests.test_network import OWNER, SECRET, World, poll, world
+from tests.polling import poll
 
 # Strangers ----------------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from muletrain.planning.place import place
 from muletrain.planning.placement import Assignment, Task, evaluate, lower_bound_s, slots
 
-from .test_placement import exhaustive, link_s, task_of
+from .placements import exhaustive, link_s, task_of
 
 SHAPES = [(2, 2), (2, 2, 2), (3, 3), (3, 1, 2), (1, 1, 1, 1), (4,)]
 TASKS = st.builds(task_of, st.integers(0, 10**6), st.sampled_from(SHAPES), st.integers(0, 1), unequal=st.booleans())

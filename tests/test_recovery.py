@@ -22,6 +22,7 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.sim.world.verdict import readable
+from tests.virtual import virtually
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -177,9 +178,7 @@ def test_before_it_tries_again_a_peer_looks_at_what_it_works_on_itself() -> None
         await net.close()
         await other.close()
 
-    problems: list[str] = []
-    run_virtually(scenario(), 100.0, problems)
-    assert not problems
+    virtually(scenario(), 100.0)
 
 
 @pytest.mark.parametrize(("works", "late", "waits_s"), [(True, False, 200.0), (False, False, 40.0), (True, True, 15.0)])

@@ -21,13 +21,14 @@ from muletrain.events import Note, StepApplied, StepDone
 from muletrain.network.base import Frame
 from muletrain.network.pipes import ACCEPTED, RELAY, WORKS
 from muletrain.network.ways import Failures
-from muletrain.sim.loop import run_virtually
 from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import pack
+from tests.daemons import OWNER, World, child, number, world
 from tests.fleet_run import checkpoint_weights, run_fleet
+from tests.polling import poll
 from tests.reference import train_plainly
 from tests.test_equivalence import facts_of, relative_difference
-from tests.test_network import OWNER, World, child, number, poll, world
+from tests.virtual import virtually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,9 +186,7 @@ def test_members_are_asked_for_a_way_to_the_dead_less_and_less() -> None:
         assert gaps[:4] == [5, 5, 5, 10]
         assert set(gaps[10:]) == {300}
 
-    problems: list[str] = []
-    run_virtually(scenario(), 8000, problems)
-    assert problems == []
+    virtually(scenario(), 8000)
 
 
 def test_what_a_relay_changes_is_never_taken() -> None:

@@ -15,7 +15,8 @@ from muletrain.cli.main import app
 from muletrain.errors import ConfigError
 from muletrain.papers import INDEX, atom, dtfm_steps, hybrid, reproduce, swarm_rebalancing, swarm_systems
 from muletrain.papers import swarm_utilisation as utilisation
-from muletrain.papers.baselines import dedloc, megatron
+from muletrain.papers.baselines import megatron
+from muletrain.papers.baselines.data_parallel import dedloc_batch_s
 from muletrain.papers.baselines.schedules import Link, StageTime, gpipe, one_f_one_b, steady_s, step_s
 from muletrain.papers.rendering import draw, write
 from muletrain.papers.reproduction import Bar, Reproduction, Value
@@ -143,7 +144,7 @@ def test_megatron_cuts_layers_only_where_links_are_fast() -> None:
 
 
 def test_dedloc_loses_what_leaves_before_the_average() -> None:
-    assert dedloc.batch_s(100, [1.0, 1.0], [0.0, 0.5], 10.0, 2.0) == pytest.approx(100 / 1.5 + 10.0)
+    assert dedloc_batch_s(100, [1.0, 1.0], [0.0, 0.5], 10.0, 2.0) == pytest.approx(100 / 1.5 + 10.0)
 
 
 def test_atom_s_c_by_hand() -> None:

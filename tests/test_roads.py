@@ -16,10 +16,10 @@ from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.pacing import TARGET_S
 from muletrain.network.roads import Road
-from muletrain.sim.loop import run_virtually
+from tests.virtual import virtually
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    pass
 
 MBPS = 1e6 / 8
 WIDE = Road()
@@ -108,12 +108,6 @@ async def _echo(sender: str, payload: bytes) -> bytes:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def virtually(work: Coroutine[Any, Any, None]) -> None:
-    problems: list[str] = []
-    run_virtually(work, 1e4, problems)
-    assert not problems
 
 
 # Links ----------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from muletrain.sim.fleet.simulation import simulate_fleet, weather
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.setting import setting
 from tests.runners import runner_of
+from tests.virtual import virtually
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -225,7 +226,5 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
         for net in nets.values():
             await net.close()
 
-    problems: list[str] = []
-    run_virtually(scenario(), 100.0, problems)
-    assert not problems
+    virtually(scenario(), 100.0)
     assert asked.keys() == {m.id for m in members} - {"p007"}

@@ -16,7 +16,7 @@ from muletrain.compute.slot import Slot, Turn
 from muletrain.compute.weights import StageWeights
 from muletrain.runtime.microbatch.inflight import InFlightStep, TooLate
 
-from .test_compute import MB, OPTIMIZER, SPEC, Fleet, data, fleet, run, through, train, weights
+from .small_stages import MB, OPTIMIZER, SPEC, Fleet, data, fleet, run, through, train, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import LEFT, Outcome, readable
 from muletrain.sim.world.witness import Witness
 from muletrain.sim.world.world import World
-from tests.test_checkpointing import LINEAGE, Stages, held_up, names, play, state
+from tests.checkpoint_stages import LINEAGE, Stages, held_up, names, play, state
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -200,8 +200,8 @@ def test_one_pipeline_is_as_fast_as_its_slots_allow_and_about_as_fast_as_estimat
         len(times_s) - 1,
         nbytes / MEBI,
     )
-    on = {"on_s": sent_s, "on_delay_s": delay_s, "on_up_s": sent_s, "on_down_s": sent_s}
-    back = {"back_s": sent_s, "back_delay_s": delay_s, "back_up_s": sent_s, "back_down_s": sent_s}
+    on = {"on_s": sent_s, "on_delay_s": delay_s, "on_up_s": sent_s}
+    back = {"back_s": sent_s, "back_delay_s": delay_s, "back_up_s": sent_s}
     stations = tuple(
         Station(f, b, **(on if s < last else {}), **(back if s else {})) for s, (f, b) in enumerate(times_s)
     )

@@ -8,7 +8,8 @@ from muletrain.config.schema import Codec
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.members.detector import BURST_S, QUEUES
 from muletrain.runtime.members.messages import GetProgress, Progress
-from tests.test_averaging import members, virtually
+from tests.test_averaging import members
+from tests.virtual import virtually
 
 
 def test_where_answers_meet_queues_a_suspicion_allows_for_one_that_we_cannot_measure() -> None:

@@ -10,10 +10,10 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.policy.deadline import Deadline, Pulse
 from muletrain.runtime.core.waiting import MAX_SILENCE, News, Waits, unless_done
-from muletrain.sim.loop import run_virtually
+from tests.virtual import virtually
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    pass
 
 
 class _Waiter:
@@ -24,12 +24,6 @@ class _Waiter:
 
     def who_is_there(self) -> str:
         return ""
-
-
-def virtually(work: Coroutine[Any, Any, None], limit_s: float = 100.0) -> None:
-    problems: list[str] = []
-    run_virtually(work, limit_s, problems)
-    assert not problems
 
 
 def answer() -> asyncio.Future[None]:

@@ -35,12 +35,17 @@ class Clock(Protocol):
         ...
 
 
+def loop_time_s() -> float:
+    """Time of the running event loop [s]."""
+    return asyncio.get_running_loop().time()
+
+
 class LoopClock:
     """The running asyncio loop's time: wall time on a real loop, virtual time on a virtual one."""
 
     def now(self) -> float:
         try:
-            return asyncio.get_running_loop().time()
+            return loop_time_s()
         except RuntimeError:  # called from a compute thread
             return time.monotonic()
 

@@ -31,13 +31,11 @@ class PacedCompute(WrappedCompute):
 
     The real computation comes at the *end* of the declared time, so a call cancelled in its sleep leaves nothing in the
     accumulator. It starts early by its own usual duration, and the next call's time begins where this one's should have
-    ended, so deviations do not add up. Other calls, ``apply`` included, take their real time. ``overruns`` counts calls
-    whose computation alone exceeded the declared time: then the machine is too slow for the emulated fleet.
+    ended, so deviations do not add up. Other calls, ``apply`` included, take their real time.
     """
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
         super().__init__(inner)
-        self.overruns = 0
         self._clock = clock
         self.forward_s = forward_s
         self.backward_s = backward_s
@@ -72,7 +70,6 @@ class PacedCompute(WrappedCompute):
             # the first call is a cold one, and says nothing of the others
             known = kind in self._real_s
             self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
-            self.overruns += took_s > service_s
             return result
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:

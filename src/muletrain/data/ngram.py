@@ -24,6 +24,7 @@ TokenArray = npt.NDArray[np.integer]
 _BLOCK = 256
 _EVERY = 10
 _ITERATIONS = 50
+_PIECES = 64
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class Counts:
         return np.stack([uniform, unigram, together / np.maximum(self._firsts[pairs[:, 0]], 1)])
 
 
-def spread(tokens: TokenArray, limit: int, pieces: int = 64) -> TokenArray:
+def spread(tokens: TokenArray, limit: int) -> TokenArray:
     """``tokens``, or where they are more than ``limit``, about so many (never more) in pieces from all over them: a
     corpus drifts."""
     if len(tokens) <= limit:
         return tokens
-    pieces = min(pieces, limit)
+    pieces = min(_PIECES, limit)
     starts = np.linspace(0, len(tokens) - limit // pieces, pieces).astype(np.int64)
     return np.concatenate([tokens[start : start + limit // pieces] for start in starts])
 

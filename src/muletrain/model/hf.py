@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.hub import CONFIG, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
@@ -31,21 +32,8 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5 * 10**9
 """Weights files are no larger than this, unless one tensor is (Hugging Face's custom)."""
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "model.layers."
-_TOKENIZER = "tokenizer.json"
-_TEXT_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-"""Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
 
 
 # Out ----------------------------------------------------------------------------------------------------------------
@@ -74,19 +62,19 @@ def export_hf(
     try:
         out.mkdir(parents=True, exist_ok=True)
         config = _config(spec, _token_id(tokenizer_json, end_of_text))
-        if source is not None and _same_tokenizer(source / _TOKENIZER, tokenizer_json):
-            kept = read_json(source / "config.json")
-            for name in (_TOKENIZER, *_TEXT_FILES):
+        if source is not None and _same_tokenizer(source / TOKENIZER, tokenizer_json):
+            kept = read_json(source / CONFIG)
+            for name in (TOKENIZER, *TEXT_FILES):
                 if (source / name).is_file():
                     shutil.copyfile(source / name, out / name)
         else:
-            kept = {} if source is None else _without_tokens(read_json(source / "config.json"))
+            kept = {} if source is None else _without_tokens(read_json(source / CONFIG))
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
         # a native head was trained apart from the embedding
         config = kept | config if isinstance(spec, TracedModel) else config | kept | {"tie_word_embeddings": False}
         config["torch_dtype"] = "float32"
         config.pop("dtype", None)
-        _write_json(out / "config.json", config)
+        _write_json(out / CONFIG, config)
         generation = {"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}
         if source is not None and "eos_token_id" in kept and (source / "generation_config.json").is_file():
             generation = read_json(source / "generation_config.json")
@@ -185,7 +173,7 @@ def _without_tokens(config: dict[str, Any]) -> dict[str, Any]:
 def _write_tokenizer(out: Path, spec: Model, tokenizer_json: bytes | None, end_of_text: str | None) -> None:
     if tokenizer_json is None:
         return
-    (out / _TOKENIZER).write_bytes(tokenizer_json)
+    (out / TOKENIZER).write_bytes(tokenizer_json)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.context,
@@ -204,10 +192,10 @@ def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
 
 def _write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
     shards = list(_shards(tensors, shard_bytes))
-    for old in (*out.glob("model*.safetensors"), out / _INDEX):
+    for old in (*out.glob("model*.safetensors"), out / INDEX):
         old.unlink(missing_ok=True)  # of an earlier export with another number of shards
     if len(shards) == 1:
-        _save(shards[0], out / _WEIGHTS)
+        _save(shards[0], out / WEIGHTS)
         return
     places = {}
     for number, shard in enumerate(shards, start=1):
@@ -215,7 +203,7 @@ def _write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> N
         _save(shard, out / file)
         places.update(dict.fromkeys(shard, file))
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    _write_json(out / _INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _save(shard: dict[str, Tensor], path: Path) -> None:
@@ -257,7 +245,7 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
     folder does not say. Raises CheckpointError for whatever does not fit.
     """
     source = Path(folder)
-    config, spec = read_json(source / "config.json"), spec_in(source, context=context)
+    config, spec = read_json(source / CONFIG), spec_in(source, context=context)
     places = weight_files(source)
     tied = bool(config.get("tie_word_embeddings")) and _HEAD not in places
     shapes = _full_shapes(spec)
@@ -283,7 +271,7 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
 
 def spec_in(folder: Path, *, context: int | None = None) -> ModelSpec:
     """The spec that ``config.json`` of a Llama folder describes, whatever its weights. See ``import_hf``."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG)
     _refuse_foreign(folder, config)
     return _spec(folder, config, context)
 
@@ -291,7 +279,7 @@ def spec_in(folder: Path, *, context: int | None = None) -> ModelSpec:
 def is_native(folder: Path) -> bool:
     """Does the native decoder compute what the model in ``folder`` does? Others are traced. Raises CheckpointError if
     there is no readable ``config.json``."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG)
     if config.get("model_type") != "llama" or config.get("attention_dropout"):
         return False
     try:
@@ -351,16 +339,16 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
 
 def weight_files(source: Path) -> dict[str, Path]:
     """Tensor name -> the file it is in."""
-    if (source / _INDEX).exists():
-        files = read_json(source / _INDEX).get("weight_map")
+    if (source / INDEX).exists():
+        files = read_json(source / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise CheckpointError(f"{source / _INDEX} has no table weight_map from tensor names to files")
+            raise CheckpointError(f"{source / INDEX} has no table weight_map from tensor names to files")
         return {name: source / file for name, file in files.items()}
     try:
-        with safe_open(source / _WEIGHTS, framework="pt") as file:
-            return dict.fromkeys(file.keys(), source / _WEIGHTS)
+        with safe_open(source / WEIGHTS, framework="pt") as file:
+            return dict.fromkeys(file.keys(), source / WEIGHTS)
     except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{source} has no readable {_WEIGHTS}: {e}; save the model with safetensors") from e
+        raise CheckpointError(f"{source} has no readable {WEIGHTS}: {e}; save the model with safetensors") from e
 
 
 def _check_names(source: Path, places: dict[str, Path], shapes: dict[str, tuple[int, ...]], *, tied: bool) -> None:

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-BESIDE = (
-    "tokenizer.json",
+TOKENIZER = "tokenizer.json"
+TEXT_FILES = (
     "tokenizer_config.json",
-    "generation_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
@@ -25,7 +24,7 @@ BESIDE = (
     "vocab.json",
     "merges.txt",
 )
-"""Files that a model may have beside its weights."""
+"""Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
 
 
 def is_hub_name(name: str) -> bool:
@@ -43,7 +42,7 @@ def local_folder(name: str, check: Callable[[Path], object] = lambda folder: Non
     check(folder)
     commit = folder.name
     if weights:
-        for file in BESIDE:
+        for file in (TOKENIZER, "generation_config.json", *TEXT_FILES):
             _optional(name, file, commit)
         if (index := _optional(name, INDEX, commit)) is None:
             _fetch(name, WEIGHTS, commit)

@@ -18,7 +18,7 @@ from hivemind.utils import get_dht_time
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, ProtocolError
 from muletrain.network.identity import SIGNATURE, public_half, signed
-from muletrain.network.trust import packed_chain, read_chain
+from muletrain.network.trust import packed_chain, read_chain, unpacked
 
 if TYPE_CHECKING:
     from muletrain.network.gated import GatedP2P
@@ -62,7 +62,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
         if public is None or not isinstance(record, bytes) or not expires <= get_dht_time() + MAX_TTL_S + SKEW_S:
             return None
         try:
-            match _unpacked(record):
+            match unpacked(record):
                 case [bytes() as value, bytes() as signature, content] if len(signature) == SIGNATURE:
                     chain, bound = read_chain(content), (self._run_id, key_id, peer, expires, value)
                     genuine = len(value) <= MAX_VALUE and self._trust.genuine(peer, chain)
@@ -75,7 +75,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
         """Is ``record`` genuine? hivemind asks before it stores a record for others, and before it takes one.
 
         Records of removed peers pass: for one wrong record hivemind would refuse a whole answer."""
-        peer, value = _unpacked(record.subkey), _unpacked(record.value)  # no subkey: hivemind's b"" is no msgpack
+        peer, value = unpacked(record.subkey), unpacked(record.value)  # no subkey: hivemind's b"" is no msgpack
         return self._opened(record.key, peer, value, record.expiration_time) is not None
 
 
@@ -151,10 +151,3 @@ async def _within(work: Any, what: str) -> Any:
 def _key_id(key: str) -> bytes:
     encoded: bytes = DHTID.generate(source=key).to_bytes()
     return encoded
-
-
-def _unpacked(data: bytes) -> Any:
-    try:
-        return msgpack.unpackb(data, max_ext_len=0)
-    except Exception:  # msgpack raises a dozen unrelated types on garbage
-        return None

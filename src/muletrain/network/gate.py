@@ -23,10 +23,11 @@ from weakref import WeakValueDictionary
 
 import msgpack
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError
 from muletrain.network.identity import NONCE, derive, proof, same
 from muletrain.network.offences import Offences
-from muletrain.network.trust import MAX_KEPT, packed_chain, packed_renewal, read_chain, read_renewal
+from muletrain.network.trust import MAX_KEPT, packed_chain, packed_renewal, read_chain, read_renewal, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -247,7 +248,7 @@ class Gate:
                 self.adopt(read_renewal(renewal), secret)
 
     async def _ask(self, call: Call, message: list[Any]) -> Any:
-        match _unpacked(await call(msgpack.packb(message))):
+        match unpacked(await call(msgpack.packb(message))):
             case [True, content]:
                 return content
             case [False, str() as reason, int() as epoch, renewal]:
@@ -275,7 +276,7 @@ class Gate:
             raise AdmissionError(BANNED)
         if not self.admitted(peer) and not self._take_token():
             raise AdmissionError(TOO_MANY)
-        match _unpacked(payload) if len(payload) <= MAX_ADMIT else None:
+        match unpacked(payload) if len(payload) <= MAX_ADMIT else None:
             case ["hello", str() as protocol, str() as run_id, bytes() as nonce, int() as epoch, chain] if (
                 len(nonce) == NONCE
             ):
@@ -343,20 +344,13 @@ class Gate:
         return proof(self.trust.secret, role, [self._protocol, self._run_id, caller, callee], nonces)
 
     def _take_token(self) -> bool:
-        now = asyncio.get_running_loop().time()
+        now = loop_time_s()
         self._tokens = min(BURST, self._tokens + (now - self._refilled) * PER_S)
         self._refilled = now
         if self._tokens < 1:
             return False
         self._tokens -= 1
         return True
-
-
-def _unpacked(payload: bytes) -> Any:
-    try:
-        return msgpack.unpackb(payload, max_ext_len=0)
-    except Exception:  # msgpack raises a dozen unrelated types on garbage
-        return None
 
 
 def _answer_to_hello(content: Any) -> tuple[int, Chain, bytes, bytes]:

@@ -13,6 +13,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.answers import Answers
 from muletrain.network.barriers import DIRECT, Barriers
@@ -53,13 +54,13 @@ class MemoryDirectory:
     def announce(self, key: str, peer: PeerId, value: bytes, ttl_s: float) -> None:
         """Raises PeerUnreachable while it is down."""
         self._ask()
-        expires = asyncio.get_running_loop().time() + ttl_s
+        expires = loop_time_s() + ttl_s
         self.entries.setdefault(key, {})[peer] = expires, bytes(value)
 
     def lookup(self, key: str) -> dict[PeerId, bytes]:
         """Raises PeerUnreachable while it is down."""
         self._ask()
-        now = asyncio.get_running_loop().time()
+        now = loop_time_s()
         return {peer: value for peer, (expires, value) in self.entries.get(key, {}).items() if expires > now}
 
     def _ask(self) -> None:
@@ -218,7 +219,7 @@ class MemoryNetwork:
         target = hub.reach(own, peer)
         if peer == own:
             own_frame = frame if hub.hands_over else reread(frame)
-            await self._put(target, channel, Arrival(_now_s(), DIRECT, own_frame), timeout_s)
+            await self._put(target, channel, Arrival(loop_time_s(), DIRECT, own_frame), timeout_s)
             return 0
         conditions.sending(own, frame.kind)
         hub.reach(own, own)  # it may have killed us
@@ -234,7 +235,7 @@ class MemoryNetwork:
             parcel = Parcel(item, nbytes, conditions.stall_s(own, peer, channel))
             await self.streams.send(peer, channel, parcel, timeout_s)
             return nbytes
-        arrives_s = _now_s() + hub.delay_s(own, peer) + conditions.stall_s(own, peer, channel)
+        arrives_s = loop_time_s() + hub.delay_s(own, peer) + conditions.stall_s(own, peer, channel)
         await self._put(target, channel, Arrival(arrives_s, way, item), timeout_s)
         sent = len(item) if isinstance(item, bytes) else nbytes
         self._count(peer, frame, way, sent)
@@ -266,11 +267,11 @@ class MemoryNetwork:
     def arrived(
         self, sender: PeerId, channel: Channel, way: PeerId, parcel: Parcel
     ) -> Coroutine[Any, Any, None] | None:
-        return self.inbox.put(sender, channel, Arrival(_now_s() + parcel.stall_s, way, parcel.item))
+        return self.inbox.put(sender, channel, Arrival(loop_time_s() + parcel.stall_s, way, parcel.item))
 
     async def take(self, sender: PeerId, channel: Channel, arrival: Arrival) -> bool:
         """Handle one frame of the inbox. False: it was refused, and its stream is closed."""
-        if (wait_s := arrival.arrives_s - _now_s()) > 0:
+        if (wait_s := arrival.arrives_s - loop_time_s()) > 0:
             await asyncio.sleep(wait_s)
         await self._hub.barriers.taken(sender, self.peer_id)
         if not self._hub.barriers.passes(sender, self.peer_id, arrival.way):
@@ -312,7 +313,7 @@ class MemoryNetwork:
 
     def hear(self, peer: PeerId) -> None:
         """Something of ``peer`` came now."""
-        self._heard[peer] = _now_s()
+        self._heard[peer] = loop_time_s()
 
     def moved(self) -> int:
         return self._moved + self.streams.came + self.streams.pacer.moved
@@ -363,7 +364,3 @@ class MemoryNetwork:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._jobs.spawn(work)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from muletrain.clock import loop_time_s
 from muletrain.network.base import Channel
 from muletrain.network.paced import PacedStreams, Parcel, Stream
 from muletrain.network.roads import Piece
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Coroutine
 
     from muletrain.network.barriers import Barriers
@@ -103,7 +104,7 @@ class MemoryStreams(PacedStreams):
         if by.channel is Channel.CONTROL:
             return
         self.came += nbytes
-        received_s = asyncio.get_running_loop().time()
+        received_s = loop_time_s()
         back = self._paths.route(own, sender.peer_id)
         if back is None:  # a new relay, whose links are wide, has ended this stream
             return

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.network.base import Channel
 from muletrain.policy.congestion import INSTANT_S, Uplink, Window
@@ -130,7 +131,7 @@ class Pacer:
             raise
 
     def _free(self, lanes: _Lanes) -> bool:
-        now_s = _now_s()
+        now_s = loop_time_s()
         return sum(not self._flow(p).stalled(now_s) for p in lanes.busy) < LANES
 
     def _admit(self, lanes: _Lanes) -> None:
@@ -175,11 +176,11 @@ class Pacer:
         """Wait for ``writing``, which sends a frame to ``peer``. If the caller is cancelled, a frame that was ``begun``
         is still sent to its end, so that the stream stays whole. Raises what ``writing`` raises, and DeadlineExceeded
         when ``peer`` acknowledges nothing for ``timeout_s``. Time in which other frames go first does not count."""
-        since_s, flow = _now_s(), self._flow(peer)
+        since_s, flow = loop_time_s(), self._flow(peer)
         writing.add_done_callback(_retrieve)
         try:
             while not writing.done():
-                left_s = timeout_s - (_now_s() - max(since_s, flow.progress_s) if flow.under_way else 0.0)
+                left_s = timeout_s - (loop_time_s() - max(since_s, flow.progress_s) if flow.under_way else 0.0)
                 if left_s <= 0:
                     writing.cancel()
                     raise DeadlineExceeded(f"sending to {peer[-6:]}: nothing was taken for {timeout_s:.1f} s")
@@ -197,7 +198,7 @@ class Pacer:
         if self._drains(flow):
             return 0
         piece = min(wanted, max(flow.window.piece, min(coarse, flow.window.coarse)))
-        if flow.under_way + piece > flow.window.size if flow.under_way else flow.resume_s - _now_s() > INSTANT_S:
+        if flow.under_way + piece > flow.window.size if flow.under_way else flow.resume_s - loop_time_s() > INSTANT_S:
             return 0  # event loops call early, by less than their clock's resolution
         if self._under_way and self._under_way + piece > self._uplink.size(flow.window, TARGET_S[channel][0]):
             self._held[channel][flow] = None
@@ -214,7 +215,7 @@ class Pacer:
                 return
 
     def _begin(self, flow: _Flow, channel: Channel, nbytes: int) -> int:
-        now_s = _now_s()
+        now_s = loop_time_s()
         if not flow.under_way:
             flow.progress_s = now_s
         flow.excess = nbytes / flow.window.size - 1.0
@@ -233,7 +234,7 @@ class Pacer:
 
     def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
         """``peer`` got ``nbytes``, handed over at ``sent_s`` (our clock), at ``received_s`` (its clock)."""
-        flow, now_s = self._flow(peer), _now_s()
+        flow, now_s = self._flow(peer), loop_time_s()
         flow.progress_s = now_s
         filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
         self.moved += nbytes
@@ -258,7 +259,7 @@ class Pacer:
         """By how much queues delay an answer of ``peer`` now [s]: the larger of what its own flow measured lately and
         the median of what all flows just measured, since those share our uplink. The median, because one peer that
         acknowledges late does not excuse the others."""
-        now_s = _now_s()
+        now_s = loop_time_s()
         late_s = [flow.window.late_s for flow in self._flows.values() if now_s - flow.window.measured_s <= MOMENT_S]
         there_s = 0.0
         if (flow := self._flows.get(peer)) is not None and now_s - flow.window.measured_s <= QUEUED_S:
@@ -280,27 +281,23 @@ class Pacer:
         """Must sending wait until everything under way has arrived? Starts such a drain when the base delay has to be
         measured."""
         if self._draining is None and self._under_way:
-            since_s, now_s = _now_s() - self._empty_s, _now_s()
+            since_s, now_s = loop_time_s() - self._empty_s, loop_time_s()
             if since_s > DRAIN_S or (since_s > STALL_S and not flow.under_way and not flow.window.measured(now_s)):
                 self._draining, self._first = asyncio.get_running_loop().call_later(STALL_S, self._drained), flow
         return self._draining is not None
 
     def _only_stalled(self) -> bool:
-        now_s = _now_s()
+        now_s = loop_time_s()
         return all(not flow.under_way or flow.stalled(now_s) for flow in self._flows.values())
 
     def _drained(self) -> None:
         """Only stalled flows have bytes under way: end the drain."""
-        self._empty_s = _now_s()
+        self._empty_s = loop_time_s()
         if self._draining is not None and self._first is not None:
             self._draining.cancel()
             self._draining = None
             for flow in self._first, *self._flows.values():
                 _wake(flow)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import MuletrainError
 from muletrain.policy.debts import Debts
 
@@ -43,7 +44,7 @@ class Quota:
         try:
             answer = await handler(sender, payload)
             if not free:
-                now = asyncio.get_running_loop().time()
+                now = loop_time_s()
                 beyond = self._debts.add(sender, max(LEAST, len(answer)), now) - BURST
                 if beyond > 0:
                     await asyncio.sleep(beyond / PER_S)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import Malformed, ProtocolError
 from muletrain.network.jobs import Jobs
 from muletrain.network.pipes import ACCEPTED, ASK_S, PING, RELAY, WAIT, WORKS, Pipe, Pipes, ping, request
@@ -166,7 +167,7 @@ class Relay:
             if origin not in await self._p2p.connected():
                 if not (dialled := [Multiaddr(a.rsplit("/p2p/", 1)[0]) for a in addresses]):
                     return False
-                if self._dialled.add(relay, 1.0, asyncio.get_running_loop().time()) > DIALS:
+                if self._dialled.add(relay, 1.0, loop_time_s()) > DIALS:
                     return False
                 async with asyncio.timeout(DIAL_S):
                     await self._p2p.dial(PeerID.from_base58(origin), dialled)

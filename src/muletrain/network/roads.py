@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from muletrain.clock import loop_time_s
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -55,7 +57,7 @@ class Piece:
         """Set by a caller that waits until the piece is in the first queue."""
 
     def begin(self) -> None:
-        self._goes_on(asyncio.get_running_loop().time())
+        self._goes_on(loop_time_s())
 
     def comes(self) -> None:
         """Reach the next queue, or the end."""
@@ -113,10 +115,10 @@ class Queue:
 
     def queued_s(self) -> float:
         """How long a piece that comes now would wait."""
-        return max(0.0, self._free_s - asyncio.get_running_loop().time())
+        return max(0.0, self._free_s - loop_time_s())
 
     def offer(self, piece: Piece) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_time_s()
         if not piece.nbytes or (not self._lines and self._room_s(piece) <= now_s + INSTANT_S):
             self._take(piece, now_s)
             return
@@ -144,7 +146,7 @@ class Queue:
 
     def _admit(self) -> None:
         self._timer = None
-        now_s = asyncio.get_running_loop().time()
+        now_s = loop_time_s()
         while self._lines:
             route, line = next(iter(self._lines.items()))
             if self._room_s(line[0]) > now_s + INSTANT_S:

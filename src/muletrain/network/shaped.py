@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from muletrain.clock import LoopClock
+from muletrain.clock import LoopClock, loop_time_s
 from muletrain.errors import MuletrainError, NetworkError, PeerUnreachable
 from muletrain.network.base import (
     Bounds,
@@ -86,7 +86,7 @@ class _Stream(Stream):
 
     def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
         if not self.broken and not self.net.cut_off(self.peer):
-            self.net.arrived(self, _Arrival(parcel, nbytes, sent_s, _now_s()))
+            self.net.arrived(self, _Arrival(parcel, nbytes, sent_s, loop_time_s()))
 
 
 class _Streams(PacedStreams):
@@ -213,7 +213,7 @@ class ShapedNetwork:
     def _receipt(self, by: _Stream, of: _Arrival) -> None:
         """Send a receipt back, which takes no bandwidth."""
         if by.channel is not Channel.CONTROL:
-            comes_s = self._stalls.after(_now_s() + by.route.delay_s)
+            comes_s = self._stalls.after(loop_time_s() + by.route.delay_s)
             at(comes_s, partial(self._streams.acknowledged, by, of.nbytes, of.sent_s, of.received_s))
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
@@ -229,7 +229,7 @@ class ShapedNetwork:
         this takes no time; several at once share the downlink. A message of one packet slips between others'."""
         if sender == self.peer_id:
             return
-        now_s, takes_s = _now_s(), nbytes / self._own.down_bytes_per_s
+        now_s, takes_s = loop_time_s(), nbytes / self._own.down_bytes_per_s
         self._down_free_s = self._stalls.after(max(now_s - takes_s, self._down_free_s)) + takes_s
         until_s = self._down_free_s if nbytes > PACKET else self._stalls.after(now_s)
         if until_s > now_s:
@@ -279,7 +279,3 @@ class ShapedNetwork:
             self._streams.broke(peer)
         await self._jobs.end()
         await self._inner.close()
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import DeadlineExceeded, Malformed, PeerUnreachable
 from muletrain.network.base import Channel, Frame
 from muletrain.network.gated import GatedP2P, reaching
@@ -245,7 +246,7 @@ class _Receipts:
             self._timer.cancel()
             self._timer = None
         if not self._transport.is_closing():
-            self._told, self._told_s = self._come, asyncio.get_running_loop().time()
+            self._told, self._told_s = self._come, loop_time_s()
             self._transport.write(RECEIPT.pack(self._come, self._come_s))
 
     def stop(self) -> None:
@@ -273,7 +274,7 @@ class Incoming:
                 writer.close()
 
     def _came(self, sender: str, nbytes: int) -> None:
-        self.heard[sender] = asyncio.get_running_loop().time()
+        self.heard[sender] = loop_time_s()
         self.moved += nbytes
 
     async def frames(

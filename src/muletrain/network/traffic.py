@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, ProtocolError, Refused
 from muletrain.network.delivery import Counters
 from muletrain.network.gated import reaching
@@ -76,7 +77,7 @@ class Traffic:
 
     def hear(self, peer: PeerId) -> None:
         """Something of ``peer`` came now."""
-        self._incoming.heard[peer] = asyncio.get_running_loop().time()
+        self._incoming.heard[peer] = loop_time_s()
 
     def moved(self) -> int:
         return self._incoming.moved + self.pacer.moved

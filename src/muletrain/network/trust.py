@@ -195,6 +195,14 @@ def _read_certificate(content: Any) -> Certificate:
     raise AdmissionError("malformed certificate")
 
 
+def unpacked(data: bytes) -> Any:
+    """What msgpack packed; None for garbage."""
+    try:
+        return msgpack.unpackb(data, max_ext_len=0)
+    except Exception:  # msgpack raises a dozen unrelated types
+        return None
+
+
 def chain_bytes(chain: Chain) -> bytes:
     packed: bytes = msgpack.packb(packed_chain(chain))
     return packed
@@ -202,12 +210,7 @@ def chain_bytes(chain: Chain) -> bytes:
 
 def chain_from(data: bytes) -> Chain:
     """The chain that ``chain_bytes`` packed. Raises AdmissionError."""
-    try:
-        return read_chain(msgpack.unpackb(data, max_ext_len=0))
-    except AdmissionError:
-        raise
-    except Exception:  # msgpack raises a dozen unrelated types on garbage
-        raise AdmissionError("malformed certificate") from None
+    return read_chain(unpacked(data))
 
 
 def packed_renewal(renewal: Renewal | None) -> list[Any] | None:

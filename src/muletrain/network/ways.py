@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from muletrain.clock import loop_time_s
 from muletrain.network.jobs import Jobs
 from muletrain.network.pipes import ASK_S, WAIT, WORKS, Pipe, Pipes, ping, request
 from muletrain.policy.deadline import backoff_s
@@ -40,7 +41,7 @@ class Failures:
 
     def count(self) -> None:
         self.times += 1
-        self.again_s = _now_s() + backoff_s(max(0, self.times - OFTEN), AGAIN_S, AGAIN_MAX_S)
+        self.again_s = loop_time_s() + backoff_s(max(0, self.times - OFTEN), AGAIN_S, AGAIN_MAX_S)
 
 
 class Ways:
@@ -136,7 +137,7 @@ class Ways:
         self._failures = {
             p: lately for p, found in self._failures.items() if p not in connected and (lately := _lately(found))
         }
-        waiting = {member for member, of in self._failures.get(peer, {}).items() if _now_s() < of.again_s}
+        waiting = {member for member, of in self._failures.get(peer, {}).items() if loop_time_s() < of.again_s}
         able = [m for m in connected & set(self._p2p.gate.known()) - {peer} - waiting if not self._pipes.to(m)]
         return sorted(able, key=lambda m: (self._answer_s.get(m, 0.0), random.random()))
 
@@ -158,7 +159,7 @@ class Ways:
                     late[1][1].close()
 
     async def _ask(self, member: str, peer: str) -> tuple[str, Ends, bytes] | None:
-        begin_s = _now_s()
+        begin_s = loop_time_s()
         try:
             answered = await request(self._p2p, member, {"to": peer, "addresses": self._addresses})
         except Exception:  # the daemon's errors have no common base
@@ -166,7 +167,7 @@ class Ways:
         if answered is None:
             self._failures.setdefault(peer, {}).setdefault(member, Failures()).count()
             return None
-        self._answer_s[member] = _now_s() - begin_s
+        self._answer_s[member] = loop_time_s() - begin_s
         return member, *answered
 
     async def _connect(self, peer: str, relay: str, ends: Ends) -> bool:
@@ -205,9 +206,5 @@ class Ways:
         return False
 
 
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
-
-
 def _lately(failures: dict[str, Failures]) -> dict[str, Failures]:
-    return {member: of for member, of in failures.items() if _now_s() < of.again_s + AGAIN_MAX_S}
+    return {member: of for member, of in failures.items() if loop_time_s() < of.again_s + AGAIN_MAX_S}

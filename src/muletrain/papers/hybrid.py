@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.papers.baselines import dapple, dedloc
-from muletrain.papers.baselines.schedules import Link, StageTime, steady_s
+from muletrain.papers.baselines.data_parallel import dedloc_batch_s
+from muletrain.papers.baselines.schedules import Link, StageTime, dapple_s, steady_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Statement, Value
 
 if TYPE_CHECKING:
@@ -66,13 +66,9 @@ def sent_bytes(model: str) -> float:
 
 
 def exchange_min(model: str, link: Link) -> float:
-    """Minutes by eq. 2 without computing: all minibatches of a batch there and back between two stages."""
+    """Minutes by eq. 2 without computing: all minibatches of a batch there and back between two stages. Eq. 1 gives as
+    much between the servers and clients of a stage: one way in, and one out."""
     return MINIBATCHES * 2 * (link.latency_s + sent_bytes(model) / link.bytes_per_s) / 60
-
-
-def within_min(model: str, link: Link) -> float:
-    """Minutes by eq. 1 without computing: between servers and clients of a stage, one way in and one out."""
-    return exchange_min(model, link)
 
 
 def case_3_min(model: str, system: str) -> float:
@@ -83,7 +79,7 @@ def case_3_min(model: str, system: str) -> float:
     slots = MINIBATCHES + (STAGES - 1 if system == "Dapple" else 0)
     stage_s = SLOWER * 60 * alone_min / slots
     stages = [StageTime(stage_s / 3, stage_s * 2 / 3)] * STAGES
-    batch_s = dapple.batch_s if system == "Dapple" else steady_s
+    batch_s = dapple_s if system == "Dapple" else steady_s
     return batch_s(stages, sent_bytes(model), CASE_3, MINIBATCHES) / 60
 
 
@@ -133,7 +129,7 @@ def _gains(rate: float, drop: float) -> tuple[float, float]:
     swarm_s = batch_s / power * slowdown("Swarm", share, drop)
     speeds = [BATCH / batch_s] * 6 + [BATCH / batch_s / SLOWER] * 10
     lost = [0.0] * (16 - count) + [drop] * count
-    dedloc_s = dedloc.batch_s(BATCH, speeds, lost, 4 * 33e9, CASE_3.bytes_per_s)
+    dedloc_s = dedloc_batch_s(BATCH, speeds, lost, 4 * 33e9, CASE_3.bytes_per_s)
     return swarm_s / hub_s, dedloc_s / hub_s
 
 
@@ -206,7 +202,7 @@ def _statements() -> tuple[Statement, ...]:
 
 def _not_reproduced(last: Value) -> tuple[str, ...]:
     observed = [PUBLISHED_MIN[m][s][1] - PUBLISHED_MIN[m][s][0] for m in WIDTHS for s in SYSTEMS]
-    second = [exchange_min(model, CASE_2) + within_min(model, CASE_2) for model in WIDTHS]
+    second = [2 * exchange_min(model, CASE_2) for model in WIDTHS]
     ratio = {other: max(PUBLISHED_MIN[m][other][3] / PUBLISHED_MIN[m]["hub"][3] for m in WIDTHS) for other in SYSTEMS}
     return (
         f"Case 2 is not reproduced. Eq. 1 and 2 with the stated bandwidths and latencies add {second[0]:.1f} and {second[1]:.1f} min "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.optimize import least_squares
 
-from muletrain.papers.baselines import zero_offload
+from muletrain.papers.baselines.data_parallel import all_reduce_s, offloading_samples_per_s
 from muletrain.papers.baselines.schedules import Link, StageTime, gpipe, one_f_one_b, step_s
 from muletrain.papers.reproduction import Bar, Constant, Reproduction, Value
 from muletrain.papers.swarm_utilisation import (
@@ -119,7 +119,7 @@ def swarm_constants() -> tuple[float, float]:
 def line_share() -> float:
     """Share of 500 Mb/s that all-reduce reaches: least squares on the six times without latency (logarithms)."""
     ratios = [
-        zero_offload.all_reduce_s(4 * row.params, layers(system), BYTES_PER_S) / ALL_REDUCE_S[system][row.name]
+        all_reduce_s(4 * row.params, layers(system), BYTES_PER_S) / ALL_REDUCE_S[system][row.name]
         for system in ALL_REDUCE_S
         for row in (GPT3, XXLARGE)
     ]
@@ -149,7 +149,7 @@ def table_2(*, runs: int = RUNS) -> Reproduction:
         Value(
             f"{row.name}, {system}, all-reduce without latency",
             ALL_REDUCE_S[system][row.name],
-            zero_offload.all_reduce_s(4 * row.params, layers(system), line_share() * BYTES_PER_S),
+            all_reduce_s(4 * row.params, layers(system), line_share() * BYTES_PER_S),
             "s",
             True,
         )
@@ -221,7 +221,7 @@ def _ours(system: str, row: Architecture, case: int, runs: int) -> float:
         return swarm_samples_per_s(row, bool(case))
     if system in SCHEDULES:
         return pipeline_samples_per_s(system, row, LINKS[case], microbatches(), runs=runs)
-    return zero_offload.samples_per_s(layer_s(row), OFFLOAD_LAYERS)
+    return offloading_samples_per_s(layer_s(row), OFFLOAD_LAYERS)
 
 
 def _draw(figure: Figure, throughput: Sequence[Value], reducing: Sequence[Value]) -> None:

@@ -108,15 +108,13 @@ class Costs:
         return 100 * computing / total
 
 
-def offload_costs(
-    round_trips: float = 0.0, compressed_round_trips: float = 0.0, compressing_layers: int = OURS.layers
-) -> Costs:
+def offload_costs(round_trips: float = 0.0, compressed_round_trips: float = 0.0) -> Costs:
     """Speed and overhead of a layer from table 2 alone (two models, two equations). To compress takes as long as a
     layer's overhead."""
     large, small = (1 / OFFLOAD_SAMPLES_PER_S[row.name] / OFFLOAD_LAYERS for row in (GPT3, XXLARGE))
     flop_per_s = RECOMPUTED * (GPT3.flop - XXLARGE.flop) / (large - small)
     per_layer_s = large - GPT3.flop * RECOMPUTED / flop_per_s
-    return Costs(flop_per_s, per_layer_s, round_trips, compressed_round_trips, compressing_layers * per_layer_s)
+    return Costs(flop_per_s, per_layer_s, round_trips, compressed_round_trips, OURS.layers * per_layer_s)
 
 
 def _six(x: Sequence[float]) -> Costs:

@@ -107,10 +107,6 @@ class Partition:
     time_s: tuple[float, ...]
     memory_bytes: tuple[float, ...]
 
-    @property
-    def slowest_s(self) -> float:
-        return max(self.time_s)
-
 
 def partition_chain(chain: Chain, stages: Sequence[Capacity]) -> Partition:
     """The cut of ``chain`` for ``stages`` in this order whose slowest stage, overhead + work / speed, is fastest, and

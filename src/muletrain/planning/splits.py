@@ -44,8 +44,7 @@ class Station:
 
     ``on_*`` is the transfer of activations to the next stage, ``back_*`` that of gradients to the stage before. The
     path between two machines carries one transfer after another for ``on_s`` each, which arrives ``on_delay_s`` later.
-    ``on_up_s`` is the time on this machine's uplink and ``on_down_s`` on the receiver's downlink, which all transfers
-    share."""
+    ``on_up_s`` is the time on this machine's uplink, which all transfers share."""
 
     forward_s: float
     backward_s: float
@@ -54,9 +53,7 @@ class Station:
     back_s: float = 0.0
     back_delay_s: float = 0.0
     on_up_s: float = 0.0
-    on_down_s: float = 0.0
     back_up_s: float = 0.0
-    back_down_s: float = 0.0
 
     def slowed(self, by: float) -> Station:
         """The same stage on a machine that also does other work, which leaves the paths alone."""

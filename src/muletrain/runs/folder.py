@@ -32,12 +32,12 @@ LEAST_ROOM = 1 << 16
 """Free bytes below which a disk counts as full."""
 
 
-def new_run_folder(name: str, root: Path = ROOT) -> Path:
+def new_run_folder(name: str) -> Path:
     """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError if it cannot be
     written."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
-        folder = root / (f"{stamp}-{name}" if number == 1 else f"{stamp}-{name}-{number}")
+        folder = ROOT / (f"{stamp}-{name}" if number == 1 else f"{stamp}-{name}-{number}")
         try:
             folder.mkdir(parents=True)
         except FileExistsError:

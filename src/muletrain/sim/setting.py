@@ -236,7 +236,7 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
     return firsts
 
 
-def stage_needs(config: RunConfig, spec: Model, cut: Cut, graphs: int = 1) -> list[StageMemory]:
+def stage_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
     """Memory that each stage of this run needs."""
     precision = precision_of(config)
     return [
@@ -248,7 +248,7 @@ def stage_needs(config: RunConfig, spec: Model, cut: Cut, graphs: int = 1) -> li
             precision=precision,
             delayed=config.optimizer.delayed,
             state_on_cpu=config.optimizer.state_device == "cpu",
-            graphs=min(capacity(len(cut)), config.microbatches) if config.compute.checkpointing == "never" else graphs,
+            graphs=min(capacity(len(cut)), config.microbatches) if config.compute.checkpointing == "never" else 1,
         )
         for s in range(len(cut))
     ]

@@ -83,7 +83,6 @@ class RunView:
         self.whole = whole
         self.started: ev.RunStarted | None = None
         self.finished: ev.RunFinished | None = None
-        self.evaluated: ev.Evaluated | None = None
         self.validated: dict[int, ev.Validated] = {}
         """Held-out losses measured during training, by step."""
         self.checkpoint: ev.CheckpointWritten | None = None
@@ -98,7 +97,6 @@ class RunView:
         self.rerouted = 0
         self.faults = FaultsView(self.name_of)
         self.step = 0
-        self.last: ev.StepDone | None = None
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
         self._by_id: dict[str, PeerView] = {}
@@ -242,8 +240,6 @@ class RunView:
             case ev.SteppedBack():
                 news, self._back = event.lineage != self._back, event.lineage
                 return news
-            case ev.Evaluated():
-                self.evaluated = event
             case ev.Validated():
                 self.validated[event.step] = event
             case ev.RunFinished():
@@ -307,7 +303,7 @@ class RunView:
         if (event.step, event.lineage) in self._seen:  # two peers may both report it
             return False
         self._seen.add((event.step, event.lineage))
-        self.step, self.last, self.missing = event.step, event, []
+        self.step, self.missing = event.step, []
         self._tokens[event.step] = event.tokens
         self._begin, self._end = min(self._begin, event.t - event.duration_s), max(self._end, event.t)
         self._recent.append(event)

@@ -100,3 +100,9 @@ def steady_s(times: Sequence[StageTime], sent_bytes: float, link: Link, microbat
     """Seconds of PipeDream without flush: nobody waits for the end of a step, so the slowest stage counts."""
     sending_s = 2 * (sent_bytes / link.bytes_per_s + link.latency_s + sum(link.ack_s) / 2)
     return microbatches * (max(t.forward_s + t.backward_s for t in times) + sending_s)
+
+
+def dapple_s(times: Sequence[StageTime], sent_bytes: float, link: Link, microbatches: int) -> float:
+    """Warm-up, steady phase and ending [s] of DAPPLE: 1F1B whose stages may be replicated (Fan et al. 2021, sec. 3).
+    The replicas' all-reduce lies beside the ending and is left out."""
+    return step_s(one_f_one_b(len(times), microbatches), times, sent_bytes, link)

@@ -120,24 +120,20 @@ class Placed:
         cost, kind = self.scene.setting.cost, self.scene.setting.kinds[self.kind(s, p)]
         own, found = self.assignment[s][p], Station(kind.forward_s[s], kind.backward_s[s])
         if s + 1 < len(self.assignment):
-            link, there = self.link(own, self.assignment[s + 1][p]), self.scene.setting.kinds[self.kind(s + 1, p)]
-            nbytes = cost.forward_bytes[s + 1]
+            link, nbytes = self.link(own, self.assignment[s + 1][p]), cost.forward_bytes[s + 1]
             found = replace(
                 found,
                 on_s=nbytes / link.bandwidth_bytes_per_s,
                 on_delay_s=link.delay_s,
                 on_up_s=nbytes / kind.up_bytes_per_s,
-                on_down_s=nbytes / there.down_bytes_per_s,
             )
         if s:
-            link, there = self.link(own, self.assignment[s - 1][p]), self.scene.setting.kinds[self.kind(s - 1, p)]
-            nbytes = cost.backward_bytes[s]
+            link, nbytes = self.link(own, self.assignment[s - 1][p]), cost.backward_bytes[s]
             found = replace(
                 found,
                 back_s=nbytes / link.bandwidth_bytes_per_s,
                 back_delay_s=link.delay_s,
                 back_up_s=nbytes / kind.up_bytes_per_s,
-                back_down_s=nbytes / there.down_bytes_per_s,
             )
         return found
 

@@ -24,8 +24,8 @@ def sorts(violations: Iterable[str]) -> set[str]:
     return {re.sub(r"peer-\w+|[\d.]+(e-?\d+)?", "*", v) for v in violations}
 
 
-def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], plays: int = PLAYS) -> Scenario:
-    """``scenario`` ``fails``; so does what is returned, and nothing that is a step smaller does, if ``plays`` were
+def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """``scenario`` ``fails``; so does what is returned, and nothing that is a step smaller does, if ``PLAYS`` were
     enough."""
     known = {scenario}
     smaller = True
@@ -34,7 +34,7 @@ def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool], plays: int = P
         for candidate in _smaller(scenario):
             if candidate in known:
                 continue
-            if len(known) > plays:
+            if len(known) > PLAYS:
                 return scenario
             known.add(candidate)
             if _can_be(candidate) and fails(candidate):

@@ -1,0 +1,132 @@
+"""``muletrain status``: what peers announce in the directory, and what is shown of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from muletrain.cli.actions.visit import show_status
+from muletrain.cli.show.status import Announced, status_of
+from muletrain.errors import PeerUnreachable
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.worker import PROTOCOL
+from tests.daemons import OWNER, SECRET, world
+
+
+def announced(**changes: object) -> bytes:
+    fine = {
+        "name": "b",
+        "stage": 1,
+        "stages": 3,
+        "trainer": False,
+        "step": 3,
+        "steps": 10,
+        "loss": 4.5,
+        "tokens_per_s": 1e4,
+    }
+    return json.dumps(fine | changes).encode()
+
+
+def test_what_makes_no_sense_in_the_directory_hides_nobody() -> None:
+    assert Announced.read("id", announced()) is not None
+    assert Announced.read("id", announced(loss=None)) is not None, "no step is done yet"
+    wrong = [
+        {"stage": "x"},
+        {"stage": 3},
+        {"step": 11},
+        {"stages": 10**9},
+        {"loss": math.nan},
+        {"name": ""},
+        {"step": -1},
+    ]
+    for value in (b"\xff", b"[]", b"7", b"{}", b"[" * 60_000, *(announced(**w) for w in wrong)):
+        assert Announced.read("id", value) is None, value[:40]
+    named = Announced.read("id", announced(name="\x1b[2Jb\u202e"))
+    assert named is not None
+    assert named.name == "\ufffd[2Jb\ufffd", "no name steers a terminal"
+
+
+def test_status_shows_progress_and_which_stage_nobody_serves() -> None:
+    peers = [
+        Announced.read("id-of-a", announced(name="a", stage=0, step=4, loss=4.25)),
+        Announced.read("id-of-b", announced()),
+    ]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([p for p in peers if p is not None], ()))
+    console.print(status_of([], ["stage 1 has no peer", "2 more of 4 peers"]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 4 of 10  loss 4.250  10,000 tokens/s" in text
+    assert ["1", "b", "serving", "3", "0", "s", "ago"] in [line.split() for line in text.splitlines()]
+    assert "no recent announcement" in text
+    assert "stage 1 has no peer, 2 more of 4 peers" in " ".join(text.split())
+
+
+def test_status_shows_how_old_its_news_is_and_believes_the_fresh() -> None:
+    """After a step back, what one that died said before goes further than the run is."""
+    old = Announced.read("id-of-old", announced(name="a", stage=0, step=9, loss=3.0), age_s=24.7)
+    new = Announced.read("id-of-new", announced(name="a", stage=0, step=4), age_s=-1.0)
+    assert old is not None
+    assert new is not None
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([old, new], ()))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 4 of 10  loss 4.500" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["0", "a", "suspected", "9", "25", "s", "ago", "d-of-old"] in rows, "two of one name: ids tell them apart"
+    assert ["0", "a", "serving", "4", "0", "s", "ago", "d-of-new"] in rows
+
+
+def test_status_marks_who_does_not_answer() -> None:
+    down = [{"id": f"id-of-{name}", "name": name, "stage": 1} for name in "bc"]
+    peers = [Announced.read("id-of-a", announced(name="a", stage=0, step=4, down=down))]
+    peers += [Announced.read("id-of-b", announced()), Announced.read("id-of-d", announced(name="d", stage=2))]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(status_of([p for p in peers if p is not None], ()))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert [row[:3] for row in rows[2:]] == [
+        ["0", "a", "serving"],
+        ["1", "b", "suspected"],
+        ["1", "c", "gone"],
+        ["2", "d", "serving"],
+    ]
+
+
+@pytest.mark.alone
+def test_status_leaves_out_who_left_and_has_the_runs_figures_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with world() as w:
+            a = await w.open(protocol=PROTOCOL)
+            b = await w.open(a, protocol=PROTOCOL)
+            await a.announce("run/peers", announced(name="a", stage=0, step=4), 20)
+            await b.announce("run/peers", announced(left=True), 30)
+            ticket = str(Ticket("run", SECRET, OWNER.public, tuple(a.addresses())))
+            for as_json in (True, False):
+                await asyncio.to_thread(show_status, ticket, json=as_json)
+
+    asyncio.run(scenario())
+    told, shown = capsys.readouterr().out.split("\n", 1)
+    status = json.loads(told)
+    assert (status["step"], status["loss"], status["tokens_per_s"]) == (4, 4.5, 1e4)
+    (peer,) = status["peers"]
+    assert (peer["name"], peer["step"]) == ("a", 4)
+    assert 10 <= peer["age_s"] <= 14, "it said so for 30 s, and 20 were left"
+    assert not {"loss", "tokens_per_s"} & peer.keys(), "those are the run's"
+    assert "no recent announcement" in shown
+
+
+@pytest.mark.alone
+def test_status_of_a_run_that_is_over() -> None:
+    async def over() -> str:
+        async with world() as w:
+            gone = await w.open(protocol=PROTOCOL)
+            return str(Ticket("run", SECRET, OWNER.public, tuple(gone.addresses())))
+
+    ticket = asyncio.run(over())
+    with pytest.raises(PeerUnreachable, match=re.escape(Ticket.parse(ticket).ports())):
+        show_status(ticket, json=False)
