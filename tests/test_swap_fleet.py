@@ -113,6 +113,32 @@ def test_the_command_swaps_with_no_further_option_and_its_report_tells(tmp_path:
     assert json.loads((run / "checkpoints" / "step-00000011" / "manifest.json").read_text())["step"] == 11
 
 
+def test_one_dies_in_the_middle_of_a_step_and_another_joins(tmp_path: Path) -> None:
+    """Three peers swap; one is killed while gradients are averaged, and a newcomer takes the state, swaps it and computes:
+    every tensor is within 1e-5 of one process."""
+    steps, plan = 80, "kill peer-1@step4:averaging; join@step5"
+    settings = [*EXACT, f"train.steps={steps}", "compute.threads=1", f"compute.memory={GIB}", "fleet.peers=3"]
+    line = command(
+        "run", "--strategy", "swap", "--chaos", plan, settings=[*settings, f"data.cache={tmp_path / 'cache'}"]
+    )
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    facts, cache = facts_of(tmp_path, *SWAP, f"train.steps={steps}")
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
+    events = [e for path in run.glob("*.jsonl") for e in read_events(path)]
+    assert {e.planned for e in events if isinstance(e, FaultInjected)} == set(plan.split("; "))
+    joined = {e.name: e.swapped for e in events if isinstance(e, PeerJoined)}
+    (newcomer,) = joined.keys() - {"peer-0", "peer-1", "peer-2"}
+    assert min(joined.values()) > 1, "all of them swap"
+    applied = [e for e in events if isinstance(e, StepApplied)]
+    assert max(e.step for e in applied if e.peer == "peer-1") < 5
+    assert sum(e.microbatches for e in applied if e.peer == newcomer) > 0
+    assert not [e for e in events if isinstance(e, WeightsDiffer)]
+
+
 def test_alone_it_is_one_process(tmp_path: Path) -> None:
     """One peer, which nobody can join: no process beside the command's. After Ctrl-C in the middle it is
     resumed, and ends with the numbers of one process."""
