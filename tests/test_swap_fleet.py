@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_alone_it_is_one_process(tmp_path: Path) -> None:
     resumed, and ends with the numbers of one process."""
     settings = [*EXACT, "train.steps=30", "compute.threads=1", f"compute.memory={GIB}"]
     settings += ["checkpoint.every=4", f"data.cache={tmp_path / 'cache'}"]
-    line = command("run", "--strategy", "swap", "--json", settings=settings)
+    line = command("run", "--strategy", "swap", "--json", "--trace", "trace.json", settings=settings)
     fleet = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     children = set[str]()
     assert fleet.stdout is not None
@@ -160,6 +160,7 @@ def test_alone_it_is_one_process(tmp_path: Path) -> None:
     assert fleet.wait(60) == 0
     assert children <= {""}, "no daemon, no other process"
     (run,) = (tmp_path / "runs").iterdir()
+    check_trace_of_swap(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], run)
     assert not (run / "ticket").exists()
     assert not list(run.glob("swap-*"))
     assert not (run / "checkpoints" / "step-00000030").exists(), "stopped before the end"
@@ -174,6 +175,21 @@ def test_alone_it_is_one_process(tmp_path: Path) -> None:
     assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
     events = [e for path in run.glob("*.jsonl") for e in read_events(path)]
     assert {e.step for e in events if isinstance(e, SwapWorked)} == set(range(1, 31))
+
+
+def check_trace_of_swap(rows: list[dict[str, Any]], run: Path) -> None:
+    """Every load and every drained gradient is drawn, and each pass of a microbatch through a sub-model, one at a time."""
+    events = list(read_events(run / "peer-0.jsonl"))
+    (parts,) = [e.swapped for e in events if isinstance(e, PeerJoined)]
+    worked = [e for e in events if isinstance(e, SwapWorked)]
+    drawn = {slot: [r for r in rows if r.get("cat") == slot] for slot in ("load", "sub-model", "drain")}
+    names = {r["args"]["name"] for r in rows if r["name"] == "thread_name"}
+    assert names >= drawn.keys()
+    assert not names & {f"{slot} 2" for slot in drawn}, "no row beside the first"
+    assert len(drawn["load"]) in range(sum(e.loads for e in worked), sum(e.loads for e in worked) + parts)
+    assert len(drawn["drain"]) == parts * sum(e.rounds for e in worked)
+    assert len(drawn["sub-model"]) == (2 * parts - 1) * sum(e.microbatches for e in worked)
+    assert {r["name"] for r in drawn["load"]} == {f"load part {k}" for k in range(parts)}
 
 
 def test_a_configuration_says_why_it_cannot_swap() -> None:
