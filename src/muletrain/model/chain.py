@@ -138,6 +138,10 @@ class Model(ABC):
     def head_kept_bytes(self, size: int) -> float:
         """The same of the part after the last block."""
 
+    def tables_bytes(self, sequences: int) -> int:
+        """Bytes of what all blocks share on the device besides weights, with microbatches of ``sequences``."""
+        return 0
+
     @property
     def most_stages(self) -> int:
         """Stages that the chain can be cut into at most."""
