@@ -217,7 +217,7 @@ def test_steps_are_kept_for_those_on_their_way_and_no_longer() -> None:
         for step in range(3, 8):
             own.add(*step_of(step))
         assert kept(own) == [3, 4, 5, 6, 7]
-        assert own.entries("n", 6, bytes(32))  # it has come so far
+        assert own.applied("n", 6, bytes(32))[0]  # it has come so far
         own.add(*step_of(8))
         assert kept(own) == [5, 6, 7, 8]
         own.arrived("m")

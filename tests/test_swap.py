@@ -4,11 +4,13 @@ a state that outlives the end of its process."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer, stage_memory
-from muletrain.compute.swap.backing import Disk, Memory
+from muletrain.compute.swap.backing import SPARE_BYTES, Disk, Memory, Region
 from muletrain.compute.swap.fit import swap_memory
 from muletrain.compute.swap.state import State
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
@@ -27,6 +29,7 @@ from muletrain.config.schema import OptimizerConfig, Precision
 from muletrain.errors import CapacityError, CheckpointError, ProtocolError
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
+from muletrain.model.traced.stage import TABLES
 from muletrain.optim.flat import FlatLayout
 from muletrain.optim.norms import square_norm
 from muletrain.optim.rules import make_rule
@@ -68,7 +71,9 @@ class Made:
         made = []
         for s in range(stages):
             tokens, lamb = setup.sequences * spec.context, setup.optimizer.name == "lamb"
-            memory = swap_memory(spec, spec.cut(stages), s, tokens, setup.precision, lamb=lamb, disk=disk)
+            memory = swap_memory(
+                spec, spec.cut(stages), s, tokens, setup.precision, microbatches=most, lamb=lamb, disk=disk
+            )
             folder = self.folder / f"swap-{len(self.opened)}-{s}" if disk else None
             offer = Offer(budget or memory.least, None if disk else 1 << 30)
             swap = Swap(offer, folder, most)
@@ -147,14 +152,16 @@ def test_a_swapped_stage_trains_as_a_resident_one(made: Made, stages: int, optim
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "mixtral"])
-def test_a_traced_model_is_swapped(made: Made, name: str) -> None:
+def test_a_traced_model_is_swapped(made: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = chain_of(new_model(name), SPEC.context)
     weights = dict(new_model(name).named_parameters())
     cut, setup = chain.cut(2), SETUP
     resident, swapped = [], []
     for s in range(2):
         source = lambda name: weights[name].detach()  # noqa: E731
-        memory = swap_memory(chain, cut, s, SEQUENCES * chain.context, setup.precision, lamb=False, disk=True)
+        memory = swap_memory(
+            chain, cut, s, SEQUENCES * chain.context, setup.precision, microbatches=4, lamb=False, disk=True
+        )
         swap = Swap(Offer(memory.least), made.folder / f"traced-{s}", 4)
         resident.append(TorchCompute(chain, cut, s, setup, source))
         swapped.append(SwappedCompute(chain, cut, s, setup, swap, source))
@@ -164,6 +171,16 @@ def test_a_traced_model_is_swapped(made: Made, name: str) -> None:
     assert clipped
     assert run(train(swapped, 6))[0] == pytest.approx(expected, rel=1e-4)
     assert worst(run(states(swapped)), run(states(resident))) <= 1e-5
+    tables = chain._made.tables
+    assert tables.of.cache_info().misses <= 2, (
+        "all blocks share their tables: those of microbatches, and of the one measured"
+    )
+    kept = tables.of(SEQUENCES, chain.context, torch.device("cpu")).values()
+    assert 0 < TABLES * sum(t.nbytes for t in kept if isinstance(t, torch.Tensor)) <= chain.tables_bytes(SEQUENCES)
+    plain = swap_memory(chain, cut, 0, SEQUENCES * chain.context, setup.precision, microbatches=4, lamb=False).beside
+    monkeypatch.setattr(type(chain), "tables_bytes", lambda self, sequences: 0)
+    without = swap_memory(chain, cut, 0, SEQUENCES * chain.context, setup.precision, microbatches=4, lamb=False).beside
+    assert plain - without >= TABLES * 4, "they are on the device beside the blocks"
 
 
 def test_weights_that_two_blocks_share_are_not_swapped(made: Made) -> None:
@@ -309,7 +326,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_way_out(tmp_path: Path) ->
     large = replace(SPEC, width=8192, ffn=1 << 16, layers=400)  # 43 TB
     with pytest.raises(CapacityError, match=r"TiB are needed.*are free.*larger disk \(swap\.folder\)"):
         built(Offer(1 << 40), tmp_path / "large", large)
-    assert not list((tmp_path / "large").iterdir()), "nothing was written"
+    assert not (tmp_path / "large").exists(), "nothing was written"
 
 
 def test_what_no_correct_peer_sends_is_refused(made: Made) -> None:
@@ -465,6 +482,45 @@ def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_w
     assert plain.digest() == state.digest()
 
 
+def test_what_killed_processes_left_is_removed_and_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folders whose lock nobody holds go; a living neighbour's and a stranger's stay; our own files are written again."""
+    neighbour, *killed = [Disk(tmp_path / name) for name in ("alive", "dead", "own")]
+    for folder in killed:
+        folder.named("model-0", 1 << 20)
+        folder._lock.close()  # as the end of its process does
+    (tmp_path / "stranger").mkdir()
+    disk = Disk(tmp_path / "own")
+    assert {path.name for path in tmp_path.iterdir()} == {"own", "alive", "stranger"}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
+    disk.check(4 << 20)
+    with pytest.raises(CapacityError, match="are needed"):
+        disk.check(5 << 20)
+    for left in (disk, neighbour):
+        left.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"stranger"}
+
+
+def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, and
+    the copies for a checkpoint and a newcomer."""
+    sizes, region = list[int](), Memory.region
+
+    def counted(memory: Memory, numbers: int) -> Region:
+        sizes.append(4 * numbers)
+        return region(memory, numbers)
+
+    monkeypatch.setattr(Memory, "region", counted)
+    swapped = made.swapped(1, disk=False, most=MICROBATCHES)
+    run(train(swapped, 2))
+    tokens = SEQUENCES * SPEC.context
+    need = swap_memory(SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=MICROBATCHES, lamb=False, disk=False)
+    beside = 4 * 2 * swapped[0].n_params + 2 * need.state
+    assert 0.98 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
+    assert need.between > 0.02 * need.on_host, "it would be seen"
+
+
 def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
     (swapped,) = made.swapped(1)
     run(train([swapped], 1))
@@ -472,6 +528,7 @@ def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name for path in files} == {
         "counts",
+        "swap-lock",
         *(f"{k}-{v}" for k in ("model", "moment1", "moment2") for v in "01"),
     }
     swapped.close()

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -36,14 +37,12 @@ from .test_equivalence import EXACT, check_every_microbatch_once, facts_of, rela
 from .test_survival import command
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from muletrain.runs.fleet import LocalFleet
 
 pytestmark = pytest.mark.timeout(300)
 GIB = 0.0065
 """What a peer may use: less than half of what the model of these tests needs."""
-SWAP = ["swap.whole=true", "fleet.stages=1", "compute.threads=1"]
+SWAP = ["swap.whole=true", "fleet.stages=1", "fleet.peers=2", "compute.threads=1"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("lamb", marks=pytest.mark.slow)])
@@ -85,6 +84,7 @@ def test_the_command_swaps_with_no_further_option_and_its_report_tells(tmp_path:
         "train.steps=8",
         "compute.threads=1",
         f"compute.memory={GIB}",
+        "fleet.peers=2",
         f"data.cache={tmp_path / 'cache'}",
     ]
 
@@ -113,6 +113,85 @@ def test_the_command_swaps_with_no_further_option_and_its_report_tells(tmp_path:
     assert json.loads((run / "checkpoints" / "step-00000011" / "manifest.json").read_text())["step"] == 11
 
 
+def test_one_dies_in_the_middle_of_a_step_and_another_joins(tmp_path: Path) -> None:
+    """Three peers swap; one is killed while gradients are averaged, and a newcomer takes the state, swaps it and computes:
+    every tensor is within 1e-5 of one process."""
+    steps, plan = 32, "kill peer-1@step4:averaging; join@step5"
+    work = [
+        "train.batch=64",
+        f"train.steps={steps}",
+    ]  # long steps, so that rounding stays small until a newcomer is there
+    settings = [*EXACT, *work, "compute.threads=1", f"compute.memory={GIB}", "fleet.peers=3"]
+    line = command(
+        "run", "--strategy", "swap", "--chaos", plan, settings=[*settings, f"data.cache={tmp_path / 'cache'}"]
+    )
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    facts, cache = facts_of(tmp_path, *SWAP, *work)
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
+    events = [e for path in run.glob("*.jsonl") for e in read_events(path)]
+    assert {e.planned for e in events if isinstance(e, FaultInjected)} == set(plan.split("; "))
+    joined = {e.name: e.swapped for e in events if isinstance(e, PeerJoined)}
+    (newcomer,) = joined.keys() - {"peer-0", "peer-1", "peer-2"}
+    assert min(joined.values()) > 1, "all of them swap"
+    applied = [e for e in events if isinstance(e, StepApplied)]
+    assert max(e.step for e in applied if e.peer == "peer-1") < 5
+    assert sum(e.microbatches for e in applied if e.peer == newcomer) > 0
+    assert not [e for e in events if isinstance(e, WeightsDiffer)]
+
+
+def test_alone_it_is_one_process(tmp_path: Path) -> None:
+    """One peer, which nobody can join: no process beside the command's. After Ctrl-C in the middle it is
+    resumed, and ends with the numbers of one process."""
+    settings = [*EXACT, "train.steps=30", "compute.threads=1", f"compute.memory={GIB}"]
+    settings += ["checkpoint.every=4", f"data.cache={tmp_path / 'cache'}"]
+    line = command("run", "--strategy", "swap", "--json", "--trace", "trace.json", settings=settings)
+    fleet = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    children = set[str]()
+    assert fleet.stdout is not None
+    for row in fleet.stdout:
+        children |= {p.read_text() for p in Path(f"/proc/{fleet.pid}/task").glob("*/children")}
+        event = json.loads(row)
+        if (event["kind"], event.get("step")) == ("step_done", 6):
+            fleet.send_signal(signal.SIGINT)
+    assert fleet.wait(60) == 0
+    assert children <= {""}, "no daemon, no other process"
+    (run,) = (tmp_path / "runs").iterdir()
+    check_trace_of_swap(json.loads((tmp_path / "trace.json").read_text())["traceEvents"], run)
+    assert not (run / "ticket").exists()
+    assert not list(run.glob("swap-*"))
+    assert not (run / "checkpoints" / "step-00000030").exists(), "stopped before the end"
+    done = subprocess.run(
+        command("run", "--resume", str(run), settings=[]), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "muletrain generate" in done.stdout
+    facts, cache = facts_of(tmp_path, *SWAP, "train.steps=30")
+    torch.set_num_threads(1)
+    expected, _ = train_plainly(facts, facts.source(cache))
+    assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
+    events = [e for path in run.glob("*.jsonl") for e in read_events(path)]
+    assert {e.step for e in events if isinstance(e, SwapWorked)} == set(range(1, 31))
+
+
+def check_trace_of_swap(rows: list[dict[str, Any]], run: Path) -> None:
+    """Every load and every drained gradient is drawn, and each pass of a microbatch through a sub-model, one at a time."""
+    events = list(read_events(run / "peer-0.jsonl"))
+    (parts,) = [e.swapped for e in events if isinstance(e, PeerJoined)]
+    worked = [e for e in events if isinstance(e, SwapWorked)]
+    drawn = {slot: [r for r in rows if r.get("cat") == slot] for slot in ("load", "sub-model", "drain")}
+    names = {r["args"]["name"] for r in rows if r["name"] == "thread_name"}
+    assert names >= drawn.keys()
+    assert not names & {f"{slot} 2" for slot in drawn}, "no row beside the first"
+    assert len(drawn["load"]) in range(sum(e.loads for e in worked), sum(e.loads for e in worked) + parts)
+    assert len(drawn["drain"]) == parts * sum(e.rounds for e in worked)
+    assert len(drawn["sub-model"]) == (2 * parts - 1) * sum(e.microbatches for e in worked)
+    assert {r["name"] for r in drawn["load"]} == {f"load part {k}" for k in range(parts)}
+
+
 def test_a_configuration_says_why_it_cannot_swap() -> None:
     for settings, problem in (
         (["fleet.stages=2"], "use one stage"),
@@ -125,7 +204,7 @@ def test_a_configuration_says_why_it_cannot_swap() -> None:
         assert problem in str(told.value)
     plain = load_config(None, ["swap.together=20"])
     asked = follows(plain, "swap", local=True)
-    assert (asked.fleet.stages, asked.local().fleet.peers) == (1, 2)
+    assert (asked.fleet.stages, asked.local().fleet.peers) == (1, 1)
     assert strategy_of(asked) == Swap(20)
     assert strategy_of(asked).capacity(1) == 40
     with pytest.raises(ConfigError, match="optimizer\\.delayed"):

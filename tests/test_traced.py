@@ -26,7 +26,7 @@ from muletrain.model.traced.cutting import cut
 from muletrain.model.traced.export import trace
 from muletrain.model.traced.folder import import_traced, load_traced
 from muletrain.model.traced.source import source_of
-from muletrain.model.traced.stage import TracedStage, numbers, pack, unpack
+from muletrain.model.traced.stage import Tables, TracedStage, numbers, pack, unpack
 from muletrain.runs.assemble import resolve_start
 from tests.traced_models import (
     ARCHITECTURES,
@@ -161,7 +161,8 @@ def test_all_values_that_live_on_travel_together() -> None:
     assert [len(nodes) for nodes in chain.passed] == [2, 2, 2, 3]
     real, spec = TwoStreams(), cast("Any", SimpleNamespace(width=8 + 12 + 12, own_loss=False))
     state, tokens = dict(real.named_parameters()), torch.randint(0, VOCAB, (3, 5))
-    stages = [TracedStage(spec, lambda _: chain, run_, traced.shapes, {}) for run_ in ((0, 2), (2, 3), (3, 4), (4, 5))]
+    tables = Tables(chain, {})
+    stages = [TracedStage(spec, lambda _: tables, run_, traced.shapes) for run_ in ((0, 2), (2, 3), (3, 4), (4, 5))]
     for stage in stages:
         stage.bind({name: state[name].detach() for name in stage.shapes()})
     assert stages[0](tokens).shape == (3, 5, 32)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-SLOTS = ("receive", "compute", "send", "average")
+SLOTS = ("receive", "compute", "load", "sub-model", "drain", "send", "average")
+"""``load``, ``sub-model`` and ``drain`` are those of a stage that is swapped."""
 LANES = 100
 """Most rows per slot; work that overlaps is drawn in several rows."""
 INSTANTS = (

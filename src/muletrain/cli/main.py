@@ -4,7 +4,9 @@
 libraries are imported when a command runs, so that help and configuration answer at once.
 """
 
+import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Annotated
 
@@ -33,6 +35,9 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Check muletrain itself": {"fuzz": fuzz, "reproduce": reproduce},
 }
 """Commands by the headings of the help."""
+
+LEAVE_S = 1.0
+"""Longest wait for each thread at the end of a command [s]."""
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nStart with [bold]muletrain run[/bold]: a "
@@ -82,6 +87,24 @@ def main() -> None:
     """Run the program. An error prints its message without a traceback and exits with code 2."""
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
+    try:
+        _run()
+    except SystemExit as e:
+        if _hangs() and isinstance(e.code, int):
+            sys.stdout.flush()
+            os._exit(e.code)  # the interpreter would wait for that thread
+        raise
+
+
+def _hangs() -> bool:
+    """Is a thread of this process, such as that of a device, busy when the command is through?"""
+    threads = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    for thread in threads:
+        thread.join(LEAVE_S)
+    return any(thread.is_alive() for thread in threads)
+
+
+def _run() -> None:
     try:
         app()
     except MuletrainError as e:

@@ -52,6 +52,8 @@ class SwapMemory:
     """In backing memory: weights and moments."""
     gradients: int
     """In backing memory: two accumulators, the reduced gradient, and the last step's."""
+    between: int
+    """In backing memory, at most: what goes from one sub-model to the next, of the microbatches that are on their way."""
     disk: bool | None = None
 
     def on_disk(self, offer: Offer) -> bool:
@@ -61,12 +63,12 @@ class SwapMemory:
     @property
     def on_host(self) -> int:
         """In the machine's memory beside a GPU."""
-        return (1 + COPIES) * self.state + self.gradients
+        return (1 + COPIES) * self.state + self.gradients + self.between
 
     @property
     def in_files(self) -> int:
         """On a disk, where the state has two versions."""
-        return (2 + COPIES) * self.state + self.gradients
+        return (2 + COPIES) * self.state + self.gradients + self.between
 
     def fits(self, offer: Offer) -> bool:
         """Can a machine with this offer swap the stage? Of its disk nothing is known here."""

@@ -22,11 +22,11 @@ FLOOR_S, TIMES, SLOW_TIMES = 2.0, 4.0, 2.0
 class Job:
     """An operation that runs on a thread."""
 
-    __slots__ = ("begun_s", "device", "what")
+    __slots__ = ("begun_s", "device", "part", "what")
 
-    def __init__(self, what: str, begun_s: float, *, device: bool) -> None:
-        """``device``: it runs on a thread that uses the device."""
-        self.what, self.begun_s, self.device = what, begun_s, device
+    def __init__(self, what: str, begun_s: float, *, device: bool, part: int | None = None) -> None:
+        """``device``: it runs on a thread that uses the device; ``part``: the sub-model of a swapped stage."""
+        self.what, self.begun_s, self.device, self.part = what, begun_s, device, part
 
 
 class Jobs:
@@ -35,6 +35,8 @@ class Jobs:
     def __init__(self, now: Callable[[], float]) -> None:
         """``now``: seconds on a monotonic clock, in any thread."""
         self._now = now
+        self.ended: Callable[[Job, float], None] | None = None
+        """Told of each operation that ended, and its seconds, in its thread; for traces."""
         self._lock = threading.Lock()
         self._running: dict[Job, None] = {}
         self._usual: defaultdict[str, Usual] = defaultdict(lambda: Usual(UNMEASURED_S, FLOOR_S, TIMES, SLOW_TIMES))
@@ -49,9 +51,9 @@ class Jobs:
         with self._lock:
             return self._usual[what].seconds()
 
-    def begin(self, what: str, *, device: bool = True) -> Job:
+    def begin(self, what: str, *, device: bool = True, part: int | None = None) -> Job:
         """An operation begins."""
-        job = Job(what, self._now(), device=device)
+        job = Job(what, self._now(), device=device, part=part)
         with self._lock:
             self._running[job] = None
         return job
@@ -62,11 +64,13 @@ class Jobs:
         with self._lock:
             del self._running[job]
             self._usual[job.what].measured(took_s)
+        if self.ended is not None:
+            self.ended(job, took_s)
 
     @contextmanager
-    def at(self, what: str, *, device: bool = True) -> Iterator[None]:
+    def at(self, what: str, *, device: bool = True, part: int | None = None) -> Iterator[None]:
         """Wraps an operation, in its thread."""
-        job = self.begin(what, device=device)
+        job = self.begin(what, device=device, part=part)
         try:
             yield
         finally:

@@ -216,8 +216,9 @@ class RunConfig(Section):
 
     def local(self) -> RunConfig:
         """The configuration with the defaults of a local fleet: the peers of the plan, or two per stage, and two
-        trainers."""
-        peers = self.fleet.peers or len(self.pipeline.machines) or self.fleet.local_peers
+        trainers. If every peer serves the whole model, there is one: a second one would share its device."""
+        default = 1 if self.swap.whole else self.fleet.local_peers
+        peers = self.fleet.peers or len(self.pipeline.machines) or default
         counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}
         return self.model_copy(update={"fleet": self.fleet.model_copy(update=counts)})
 

@@ -229,7 +229,7 @@ class MicrobatchServed(Event):
 
 @dataclass(frozen=True)
 class SlotWorked(Event):
-    """A slot of a peer finished work at ``t`` (with ``fleet.trace``): 'receive', 'compute', 'send' or 'average'."""
+    """A slot of a peer finished work at ``t`` (with ``fleet.trace``): one of ``timeline.SLOTS``."""
 
     slot: str
     what: str

@@ -147,6 +147,10 @@ class Model(ABC):
     def head_kept_bytes(self, size: int) -> float:
         """The same of the part after the last block."""
 
+    def tables_bytes(self, sequences: int) -> int:
+        """Bytes of what all blocks share on the device besides weights, with microbatches of ``sequences``."""
+        return 0
+
     @property
     def tied(self) -> Mapping[str, TiedParameter]:
         """By name, the parameters that several parts of the chain use (tied weights)."""

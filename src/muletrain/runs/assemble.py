@@ -183,7 +183,8 @@ class RunFacts:
         c = self.config
         disk = None if c.swap.backing == "auto" else c.swap.backing == "disk"
         lamb = c.optimizer.name == "lamb"
-        return swap_memory(self.spec, self.cut, stage, self.tokens, precision, lamb=lamb, disk=disk)
+        there = min(self.capacity, c.microbatches)
+        return swap_memory(self.spec, self.cut, stage, self.tokens, precision, microbatches=there, lamb=lamb, disk=disk)
 
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""

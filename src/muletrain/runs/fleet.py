@@ -64,7 +64,7 @@ class LocalFleet:
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
-                    env={**_environment(self._threads), "TMPDIR": self._scratch, SCRATCH: self._scratch},
+                    env={**environment(self._threads), "TMPDIR": self._scratch, SCRATCH: self._scratch},
                     start_new_session=True,
                 )
             self._running[name] = process
@@ -137,7 +137,7 @@ def threads_per_peer(asked: int | None, local_peers: int) -> int:
     return asked or max(1, len(os.sched_getaffinity(0)) // local_peers if hasattr(os, "sched_getaffinity") else 1)
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
     """The environment of a peer process: how many threads, which must not spin while they wait (ENGINE: a spinning
     fleet ran at a twelfth of its speed)."""
     return {

@@ -63,7 +63,7 @@ class Host:
     def hand_out(self, ticket: Ticket) -> None:
         """Write the ticket into the folder where commands on this machine look for it."""
         self.ticket = ticket
-        if self.spec.role == "found" or self.spec.keeps_ticket:
+        if (self.spec.role == "found" and not self.spec.alone) or self.spec.keeps_ticket:
             write_secret(Path(self.spec.folder) / TICKET_FILE, str(ticket))
 
     async def probe_machine(self, config: RunConfig | None) -> Machine:

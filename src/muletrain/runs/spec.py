@@ -23,6 +23,8 @@ class WorkerSpec(BaseModel):
     """Founder: the run's configuration as JSON."""
     resume: str | None = None
     """Founder: the checkpoint folder of a resumed run."""
+    alone: bool = False
+    """Founder: it is the run's only peer, and none can join, so it needs no network outside its process."""
     client: bool = False
     """Joiner: it becomes a client if the run has any (strategy 'hub'), and is in no roster."""
     stage: int | None = None

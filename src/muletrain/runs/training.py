@@ -10,7 +10,7 @@ from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.compute.wrapped import WrappedCompute
 from muletrain.data.tokens import TokenCache
-from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted
+from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runtime.checkpoint.roles import Book
@@ -24,6 +24,7 @@ from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
+    from muletrain.compute.jobs import Job
     from muletrain.data.samples import Data
     from muletrain.events import Event, EventLog
     from muletrain.network.base import Network
@@ -152,6 +153,8 @@ class Training:
             back=back,
             log_bytes=facts.needs()[roster.own.stage].spare(seat.machine.offer),
         )
+        if plan.trace and (swapped := _swapped(host.compute)) is not None:
+            swapped.jobs.ended = self._ended
         peer.reporting.tell(_joined(roster.own, compute, seat.machine, host.spec.threads))
         if self._stopped:
             self.stop()
@@ -166,13 +169,17 @@ class Training:
         else:
             self._host.log.emit(event)
 
+    def _ended(self, job: Job, seconds: float) -> None:
+        """Report for the trace what a swapped stage did with a sub-model. Callable from any thread."""
+        if job.part is not None:
+            slot = job.what if job.what in ("load", "drain") else "sub-model"
+            what = f"{job.what} part {job.part}"
+            self._host.log.emit(SlotWorked(slot=slot, what=what, step=self.steps, seconds=seconds))
+
     def applied(self, record: StepRecord, limit_s: float | None) -> bool:
         """Count a step. Returns True once the time limit of the run is over."""
-        compute = self._host.compute
-        while isinstance(compute, WrappedCompute):
-            compute = compute.inner
-        if isinstance(compute, SwappedCompute) and self.peer is not None:
-            self.peer.reporting.tell(compute.worked(record.step + 1))
+        if (swapped := _swapped(self._host.compute)) is not None and self.peer is not None:
+            self.peer.reporting.tell(swapped.worked(record.step + 1))
         self.steps = record.step + 1
         if limit_s is None or self._host.clock.now() - self._begin <= limit_s:
             return False
@@ -194,6 +201,12 @@ class _Process(PeerHost):
 
     def reported(self, event: Event, name: str) -> None:
         self._training.log.emit(event, name)
+
+
+def _swapped(compute: Compute | None) -> SwappedCompute | None:
+    while isinstance(compute, WrappedCompute):
+        compute = compute.inner
+    return compute if isinstance(compute, SwappedCompute) else None
 
 
 def _started(facts: RunFacts, roster: Roster) -> RunStarted:

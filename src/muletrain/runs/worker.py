@@ -17,7 +17,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import muletrain
 from muletrain.clock import LoopClock
@@ -34,6 +34,7 @@ from muletrain.events import (
 )
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.network.memory import MemoryHub
 from muletrain.network.offences import BAN_S
 from muletrain.runs.chaos import Points, spoil_next
 from muletrain.runs.client import Help, Helping
@@ -49,8 +50,9 @@ from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FI
 from muletrain.runtime.members.watchdog import DeviceHung
 
 if TYPE_CHECKING:
-    from muletrain.network.base import PeerId
+    from collections.abc import Callable, Coroutine
 
+    from muletrain.network.base import Network, PeerId
 
 PROTOCOL = f"muletrain {muletrain.__version__}"
 
@@ -137,6 +139,21 @@ class Worker:
         return self._code
 
     async def _run(self, sockets: Path) -> None:
+        host, spec = self._host, self._host.spec
+        network: Network = MemoryHub().join(Key.new().peer_id) if spec.alone else await self._connected(sockets)
+        links = host.limited(network)
+        try:
+            seat = await (found(host, links) if spec.role == "found" else join(host, links))
+            if isinstance(seat, Help):
+                await self._helping.run(seat)
+                return
+            written = await self._training.run(seat)
+            if not written and not spec.keeps_ticket:
+                self._code = EXIT_NO_CHECKPOINT
+        finally:
+            await network.close()
+
+    async def _connected(self, sockets: Path) -> Libp2pNetwork:
         host, spec, ticket = self._host, self._host.spec, self._host.ticket
         self._network = network = await Libp2pNetwork.create(
             run_id=ticket.run_id,
@@ -157,17 +174,7 @@ class Worker:
         )
         serve_members(network, host.names, self._stages)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
-        links = host.limited(network)
-        try:
-            seat = await (found(host, links) if spec.role == "found" else join(host, links))
-            if isinstance(seat, Help):
-                await self._helping.run(seat)
-                return
-            written = await self._training.run(seat)
-            if not written and not spec.keeps_ticket:
-                self._code = EXIT_NO_CHECKPOINT
-        finally:
-            await network.close()
+        return network
 
     def _stages(self) -> dict[PeerId, int]:
         """The stages of members that this peer believes alive; empty before the run begins."""
@@ -221,11 +228,16 @@ async def _main() -> int:
         return EXIT_ERROR
     spec = WorkerSpec.model_validate_json(line)
     trust(*spec.factories)
+    return await work(spec, lambda worker: _listen_to_parent(reader, worker))
+
+
+async def work(spec: WorkerSpec, listen: Callable[[Worker], Coroutine[Any, Any, None]]) -> int:
+    """Run the peer of ``spec`` to the end, while ``listen`` has it obey commands. Returns the exit code of its process."""
     with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
         try:
             worker = Worker(spec, log)
             beating = asyncio.create_task(Guard(log, worker.at).beat())
-            parent = asyncio.create_task(_listen_to_parent(reader, worker))
+            parent = asyncio.create_task(listen(worker))
             code = await worker.run()
             parent.cancel()
             beating.cancel()
@@ -235,6 +247,9 @@ async def _main() -> int:
                 where_it_hangs()
             return EXIT_ERROR
         except BaseException as e:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the command in whose process we are ends at once
             full = no_room(e)
             log.note(full or f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
             if full is None:

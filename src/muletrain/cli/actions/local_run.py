@@ -10,6 +10,7 @@ from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
 from muletrain.events import EventTail
 from muletrain.policy.chaos import Bounds, draw, parse
+from muletrain.runs.alone import Alone
 from muletrain.runs.chaos import Injector
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.join.ticket import Ticket
@@ -68,7 +69,8 @@ def _run_local(
     servers, clients = names_of(config), clients_of(config)
     names = servers + clients
     threads = threads_per_peer(config.compute.threads, len(names))
-    with LocalFleet(folder, threads) as fleet:
+    alone = len(names) == 1 and not plan  # else a newcomer may join
+    with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
         workers = _workers(config, folder, servers, clients, threads)
         given, config = config, placed(prepare(config, quiet=json), folder)
@@ -80,7 +82,7 @@ def _run_local(
         session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
         try:
             with session.interruptible(), session.console:
-                _begin(session, config, workers, checkpoint)
+                _begin(session, config, workers, checkpoint, alone=alone)
                 session.watch(whole=True)
             session.report()
         finally:
@@ -120,7 +122,9 @@ def _workers(config: RunConfig, folder: Path, servers: list[str], clients: list[
     ]
 
 
-def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], checkpoint: Path | None) -> None:
+def _begin(
+    session: Session, config: RunConfig, workers: list[WorkerSpec], checkpoint: Path | None, *, alone: bool
+) -> None:
     """Give every process its work: the first one founds the run, the others join with its ticket."""
     founder = {
         "role": "found",
@@ -129,10 +133,13 @@ def _begin(session: Session, config: RunConfig, workers: list[WorkerSpec], check
         "port": config.network.port,
         "announce": config.network.announce,
         "resume": None if checkpoint is None else str(checkpoint),
+        "alone": alone,
     }
     if session.chaos is not None:
         workers = [worker.model_copy(update={"faults": True}) for worker in workers]
     session.fleet.begin(workers[0].model_copy(update=founder))
+    if alone:
+        return
     ticket = str(session.wait_for_ticket(workers[0].name))
     for worker in workers[1:]:
         session.fleet.begin(worker.model_copy(update={"ticket": ticket}))

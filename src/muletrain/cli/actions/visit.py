@@ -136,7 +136,8 @@ def own_ticket() -> str:
     found = sorted(ROOT.glob(f"*/{TICKET_FILE}"), key=lambda p: p.stat().st_mtime)
     if not found:
         raise MuletrainError(
-            f"no running run under {ROOT.resolve()}; give a ticket, or use the folder where 'start' or 'join' was called"
+            f"no running run under {ROOT.resolve()} that others can join (a 'run' with one peer is none); give a ticket, or use the folder "
+            f"where 'start' or 'join' was called"
         )
     return found[-1].read_text(encoding="utf-8").strip()
 

@@ -21,7 +21,7 @@ def run(
     strategy: StrategyChoice = None,
     json: JsonLines = False,
 ) -> None:
-    """Train with a local fleet: every peer is a process on this machine.
+    """Train with a local fleet: every peer is a process on this machine; a single one works in the command itself.
 
     With --plan, there is one process for each machine of the plan. Ctrl-C writes a checkpoint and ends the run; a
     second Ctrl-C ends it at once."""

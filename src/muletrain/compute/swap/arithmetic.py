@@ -122,7 +122,7 @@ class SwappedArithmetic:
         back = [p for p in passages if self._wanted(p)]
         model, parameters = self.models[last], self.loader.get(last, last - 1 if last > 0 and back else None)
         for p in self._alive(passages):
-            with self._jobs.at("loss"), self._timed("forward_s"), torch.set_grad_enabled(p in back):
+            with self._jobs.at("loss", part=last), self._timed("forward_s"), torch.set_grad_enabled(p in back):
                 leaf = self._leaf(p, last)
                 assert p.targets is not None  # at the last stage
                 loss = model.loss(leaf, p.targets, self._masks(p))
@@ -152,7 +152,7 @@ class SwappedArithmetic:
         for k in range(end):
             self.loader.get(k, k + 1 if k + 1 < count else None)
             for p in self._alive(passages):
-                with self._jobs.at("forward"), self._timed("forward_s"), torch.no_grad():
+                with self._jobs.at("forward", part=k), self._timed("forward_s"), torch.no_grad():
                     output = self.models[k](self._leaf(p, k), self._masks(p)).float()
                     if k + 1 < count:
                         self._between(p, k + 1, output).copy_(output)
@@ -168,7 +168,7 @@ class SwappedArithmetic:
             parameters: list[Tensor] = []  # those of the sub-model before leave first
             parameters = self.loader.get(k, k - 1 if k > 0 else min(1, len(self.models) - 1))
             for p in self._alive(passages):
-                with self._jobs.at("backward"), torch.enable_grad():
+                with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
                         leaf = self._leaf(p, k)
                         output = self.models[k](leaf, self._masks(p)).float()

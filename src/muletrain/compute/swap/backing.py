@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
@@ -31,6 +32,8 @@ WINDOW = 1 << 18
 PAGE = mmap.PAGESIZE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED_BYTES = -1, -3, 1 << 17
 """Settings of glibc, and the smallest block that is given back at once [bytes]."""
+LOCK = "swap-lock"
+"""Name of the file by whose lock a folder is in use."""
 SPARE_BYTES = 1 << 30
 """Bytes of a disk that stay free."""
 
@@ -130,21 +133,25 @@ class Memory:
 
 
 class Disk:
-    """Backing memory in files of a folder, which is this object's own."""
+    """Backing memory in files of a folder, which is this object's own while it holds the folder's lock."""
 
     durable = True
 
     def __init__(self, folder: Path) -> None:
-        """Raises CapacityError if the folder cannot be made."""
+        """Remove what killed processes left beside ``folder``. Raises CapacityError if the folder cannot be made."""
         self.folder, self._count = folder, 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(folder)
+            for lock in folder.parent.glob(f"*/{LOCK}"):
+                if lock.parent != folder:
+                    _remove_if_left(lock)
         except OSError as e:
             raise CapacityError(f"swap.folder: {folder} cannot be used ({e.strerror}); name another folder") from e
 
     def check(self, nbytes: int) -> None:
         """Raises CapacityError if the disk has no room for ``nbytes`` in all."""
-        free = shutil.disk_usage(self.folder).free
+        own = sum(path.stat().st_size for path in self.folder.iterdir())  # of a process that was killed
+        free = shutil.disk_usage(self.folder).free + own
         if nbytes + SPARE_BYTES > free:
             raise CapacityError(_full(self.folder, nbytes, free))
 
@@ -163,11 +170,29 @@ class Disk:
         return _File(path, numbers, existing=existing)
 
     def close(self) -> None:
-        """Remove everything."""
+        """Remove everything. Idempotent."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
 
 Backing = Memory | Disk
+
+
+def _locked(folder: Path) -> BinaryIO:
+    """Make ``folder`` and its lock file, and hold that: processes of one peer share it, and it ends with the last one."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile, as left by a killed process
+            file = (folder / LOCK).open("ab")
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if (folder / LOCK).stat().st_ino == os.fstat(file.fileno()).st_ino:
+                return file
+
+
+def _remove_if_left(lock: Path) -> None:
+    with contextlib.suppress(OSError), lock.open("rb") as file:  # in use, removed meanwhile, or another user's
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def return_memory_at_once() -> None:

@@ -52,6 +52,7 @@ def chain_of(spec: Model, cut: Cut, stage: int) -> list[StageModule]:
 class SubModel:
     """Consecutive blocks that are on the device together. S: their parameters."""
 
+    number: int
     blocks: tuple[StageModule, ...]
     layout: FlatLayout
     """The blocks' parameters, [S], in the order that they have in the stage's flat buffer."""
@@ -103,11 +104,14 @@ def sub_models(chain: Sequence[StageModule], runs: Cut, layout: FlatLayout) -> l
     """Cut ``chain`` into ``runs``. ``layout``: the stage's."""
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     where = dict(zip(layout.names, layout.ranges(), strict=True))
-    return [_sub_model(tuple(chain[a:b]), shapes, where) for a, b in runs]
+    return [_sub_model(n, tuple(chain[a:b]), shapes, where) for n, (a, b) in enumerate(runs)]
 
 
 def _sub_model(
-    blocks: tuple[StageModule, ...], shapes: Mapping[str, tuple[int, ...]], where: Mapping[str, tuple[int, int]]
+    number: int,
+    blocks: tuple[StageModule, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    where: Mapping[str, tuple[int, int]],
 ) -> SubModel:
     own = {name for block in blocks for name, _ in block.named_parameters()}
     layout = FlatLayout.of({name: shape for name, shape in shapes.items() if name in own})
@@ -116,4 +120,4 @@ def _sub_model(
         if segments and segments[-1][1] == begin:
             begin = segments.pop()[0]
         segments.append((begin, end))
-    return SubModel(blocks, layout, tuple(segments))
+    return SubModel(number, blocks, layout, tuple(segments))

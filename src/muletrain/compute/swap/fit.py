@@ -69,20 +69,29 @@ def swap_memory(
     tokens: int,
     precision: Precision,
     *,
+    microbatches: int,
     lamb: bool,
     disk: bool | None = None,
 ) -> SwapMemory:
-    """Memory of ``stage`` with microbatches of ``tokens``. ``lamb``: the optimizer needs whole tensors; ``disk``: see
-    ``SwapMemory``."""
+    """Memory of ``stage`` with microbatches of ``tokens``, of which so many are there at once. ``lamb``: the optimizer
+    needs whole tensors; ``disk``: see ``SwapMemory``."""
     params = spec.stage_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
-    beside = 4 * 4 * tokens * spec.width + 4 * WINDOWS * WINDOW
+    goes_on = 4 * tokens * spec.width
+    beside = 4 * goes_on + 4 * WINDOWS * WINDOW + spec.tables_bytes(tokens // spec.context)
     head_params = (spec.head_params + spec.copied_params(cut, stage)) * (stage == len(cut) - 1)
     ends = spec.embedding_params * (stage == 0), head_params
     largest = max(*ends, spec.largest_tensor)
     update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)  # nothing else is there then
     alone = tuple((i, i + 1) for i in range(len(blocks)))
-    return SwapMemory(beside, max(update, beside + int(held_bytes(blocks, alone))), 12 * params, 16 * params, disk)
+    return SwapMemory(
+        beside=beside,
+        least=max(update, beside + int(held_bytes(blocks, alone))),
+        state=12 * params,
+        gradients=16 * params,
+        between=(len(blocks) - 1) * goes_on * microbatches,
+        disk=disk,
+    )
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:

@@ -141,7 +141,7 @@ class Loader:
 
     def _load(self, model: SubModel, free: list[Tensor]) -> Tensor:
         begin = time.perf_counter()
-        with self._jobs.at("load"):
+        with self._jobs.at("load", part=model.number):
             fitting = next((t for t in free if t.numel() == model.size), None)
             free.clear()  # what does not fit is freed before more is taken
             target = torch.empty(model.size, dtype=self._dtype, device=self._device) if fitting is None else fitting
@@ -202,7 +202,7 @@ class Drain:
 
     def _store(self, model: SubModel, values: Tensor | None, target: Region) -> None:
         begin = time.perf_counter()
-        with self._jobs.at("drain"), torch.no_grad():
+        with self._jobs.at("drain", part=model.number), torch.no_grad():
             for a, b, at in model.pieces(WINDOW):
                 if values is None:
                     target.values[a:b].zero_()

@@ -104,7 +104,8 @@ class SwappedCompute:
         self.stage, self.stages, self._spec, self._setup = stage, len(cut), spec, setup
         tokens = setup.sequences * spec.context
         lamb = setup.optimizer.name == "lamb"
-        memory = swap_memory(spec, cut, stage, tokens, setup.precision, lamb=lamb, disk=swap.folder is not None)
+        disk = swap.folder is not None
+        memory = swap_memory(spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk)
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
@@ -112,12 +113,12 @@ class SwappedCompute:
         self._backing: Backing = (
             Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
         )
-        self._backing.check(memory.in_files)
         if setup.device.type == "cpu":
             return_memory_at_once()
         self._failure: BaseException | None = None
         """Why the accumulator lacks something, until it is emptied."""
         try:
+            self._backing.check(memory.in_files)
             self._begin(spec, cut, chain, swap, (blocks, memory), source)
         except BaseException:
             self._backing.close()

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from muletrain.model.traced.costs import Cost
     from muletrain.model.traced.cutting import Part, Parts
     from muletrain.model.traced.export import Traced
+    from muletrain.model.traced.stage import Tables
     from muletrain.planning.partition import Cut
 
 
@@ -209,10 +210,10 @@ class TracedModel(Model):
     def _module(self, run: tuple[int, int]) -> StageModule:
         from muletrain.model.traced.stage import TracedStage
 
-        return TracedStage(self, self._parts_in, run, self.shapes, self._made.constants)
+        return TracedStage(self, self._tables_in, run, self.shapes)
 
-    def _parts_in(self, dtype: torch.dtype) -> Parts:
-        return made(self.architecture, self.context, str(dtype).removeprefix("torch.")).parts
+    def _tables_in(self, dtype: torch.dtype) -> Tables:
+        return made(self.architecture, self.context, str(dtype).removeprefix("torch.")).tables
 
     def _run(self, stage: int, cut: Cut) -> tuple[int, int]:
         """The stage's parts."""
@@ -257,6 +258,9 @@ class TracedModel(Model):
     def head_kept_bytes(self, size: int) -> float:
         return self._cost(-1).kept_bytes * size / 4 + (0 if self.own_loss else 2 * 4 * self.vocab)
 
+    def tables_bytes(self, sequences: int) -> int:
+        return self._made.tables.most_bytes(sequences, self.context)
+
 
 @dataclass(frozen=True)
 class _Made:
@@ -269,6 +273,12 @@ class _Made:
     width: int
     own_buffers: tuple[str, ...]
     """What the buffers of a user's module hold, in a few digits."""
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        from muletrain.model.traced.stage import Tables
+
+        return Tables(self.parts, self.constants)
 
     @functools.cached_property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ from muletrain.model.module import StageModule
 from muletrain.model.traced.operators import Causal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
@@ -23,32 +23,55 @@ TABLES = 4
 """Shapes of microbatches whose tables are kept."""
 
 
+class Tables:
+    """The tables of a ``chain``, which all of its stages and blocks in this process share."""
+
+    def __init__(self, chain: Parts, constants: Mapping[str, Tensor]) -> None:
+        self.chain, self._constants = chain, constants
+        self.of = functools.lru_cache(maxsize=TABLES)(self._make)
+
+    @torch.no_grad()
+    def _make(self, sequences: int, length: int, device: torch.device) -> dict[str, Any]:
+        chain, made = self.chain, self._values(sequences, length, device)
+        named = dict(zip(chain.table_names, made, strict=True))
+        return {k: Causal() if k in chain.masks and is_causal(v, length) else v for k, v in named.items()}
+
+    def _values(self, sequences: int, length: int, device: torch.device) -> Sequence[Any]:
+        chain = self.chain
+        holders = chain.tables.graph.find_nodes(op="placeholder")
+        dtypes = [holder.meta["val"].dtype for holder in holders[: len(chain.constants)]]
+        given = [self._constants[n].to(device, dtype) for n, dtype in zip(chain.constants, dtypes, strict=True)]
+        made: Sequence[Any] = chain.tables(*given, sequences, length, device)
+        return made
+
+    def most_bytes(self, sequences: int, length: int) -> int:
+        """Bytes of the tables of ``TABLES`` such shapes, and of the masks from which the last of them come."""
+        made = self._values(sequences, length, torch.device("cpu"))
+        kept = self._make(sequences, length, torch.device("cpu")).values()
+        whole, left = (sum(t.nbytes for t in found if isinstance(t, Tensor)) for found in (made, kept))
+        return whole + (TABLES - 1) * left
+
+
 class TracedStage(StageModule):
-    """Parts ``first`` to ``end`` of a chain. ``parts`` makes the chain for a working precision."""
+    """Parts ``first`` to ``end`` of a chain. ``tables`` has the chain for a working precision."""
 
     def __init__(
         self,
         spec: Model,
-        parts: Callable[[torch.dtype], Parts],
+        tables: Callable[[torch.dtype], Tables],
         run: tuple[int, int],
         shapes: Mapping[str, tuple[int, ...]],
-        constants: Mapping[str, Tensor],
     ) -> None:
-        chain = parts(torch.float32)
+        chain = tables(torch.float32).chain
         super().__init__(spec, first=run[0] == 0, last=run[1] == len(chain.parts))
-        self._parts, self._run, self._chain = parts, run, chain
-        self._constants = dict(constants)
-        self._tables = functools.lru_cache(maxsize=TABLES)(self._make_tables)
+        self._tables_in, self._run, self._tables = tables, run, tables(torch.float32)
         names = dict.fromkeys(name for part in chain.parts[slice(*run)] for name in part.weights)
         for name in names:
             place(self, name, nn.Parameter(torch.empty(shapes[name], device="meta")))
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
         super().bind(weights)
-        chain = self._parts(next(iter(weights.values())).dtype)
-        if chain is not self._chain:
-            self._chain = chain
-            self._tables.cache_clear()
+        self._tables = self._tables_in(next(iter(weights.values())).dtype)
         return self
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
@@ -60,10 +83,10 @@ class TracedStage(StageModule):
         return self._run_parts(inputs, targets, masks).float()
 
     def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None) -> Tensor:
-        samples = self.is_first and self._chain.lead == 1
+        samples = self.is_first and self._tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
-        chain, weights = self._chain, dict(self.named_parameters())
-        tables = self._tables(sequences, length, inputs.device)
+        chain, weights = self._tables.chain, dict(self.named_parameters())
+        tables = self._tables.of(sequences, length, inputs.device)
         first, end = self._run
         env = (
             {chain.inputs: self._cast(inputs)} if self.is_first else unpack(inputs, chain.passed[first - 1], chain.lead)
@@ -86,15 +109,6 @@ class TracedStage(StageModule):
     def _cast(self, samples: Tensor) -> Tensor:
         """Floats in the precision of the weights."""
         return samples.to(next(self.parameters()).dtype) if samples.is_floating_point() else samples
-
-    @torch.no_grad()
-    def _make_tables(self, sequences: int, length: int, device: torch.device) -> dict[str, Any]:
-        holders = self._chain.tables.graph.find_nodes(op="placeholder")
-        dtypes = [holder.meta["val"].dtype for holder in holders[: len(self._chain.constants)]]
-        given = [self._constants[n].to(device, dtype) for n, dtype in zip(self._chain.constants, dtypes, strict=True)]
-        made = self._chain.tables(*given, sequences, length, device)
-        named = dict(zip(self._chain.table_names, made, strict=True))
-        return {k: Causal() if k in self._chain.masks and is_causal(v, length) else v for k, v in named.items()}
 
 
 def is_causal(mask: object, length: int) -> bool:

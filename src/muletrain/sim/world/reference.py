@@ -282,7 +282,7 @@ def swapped_compute(facts: Facts, stage: int, *, joins: bool = False) -> Virtual
     """What trains ``stage`` on a device that holds two of its blocks."""
     setup, lamb = _setup(facts, facts.config.optimizer), facts.config.optimizer.name == "lamb"
     tokens = setup.sequences * facts.spec.context
-    need = swap_memory(facts.spec, facts.cut, stage, tokens, setup.precision, lamb=lamb, disk=False)
+    need = swap_memory(facts.spec, facts.cut, stage, tokens, setup.precision, microbatches=4, lamb=lamb, disk=False)
     swap = Swap(Offer(need.least, need.on_host), None, most=4, least=1)
     return VirtualSwapped(facts.spec, facts.cut, stage, setup, swap, None if joins else facts.given)
 
