@@ -72,7 +72,7 @@ ALIKE = 1.5
 def averages_at(members: int, up: float, down: float, *, delayed: bool = False) -> float:
     """Share of its bandwidth that the narrowest link uses while replicas average. Pacing keeps queues short: if
     three or more replicas exchange over links that are equally narrow [bytes/s], a link sometimes waits for a busy
-    receiver (measured: tests/test_roads.py, benchmarks/full_links). ``delayed``: the next step's activations use the
+    receiver (measured: tests/test_paced_roads.py, benchmarks/full_links). ``delayed``: the next step's activations use the
     gaps."""
     return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE and not delayed else 0.97
 
