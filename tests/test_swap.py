@@ -478,7 +478,7 @@ def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_w
     plain, rule = State(state.layout, Memory(pinned=False)), rule
     plain.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
     for step in range(3):
-        plain.update(rule, torch.ones(state.layout.size), 1.0, step)
+        plain.update(rule, torch.ones(state.layout.size), Update(step, 1.0, skip=False))
     assert plain.digest() == state.digest()
 
 
