@@ -324,21 +324,26 @@ async def _take_tied(
     ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
 ) -> TiedPart:
     """Download and verify what is tied. Raises as ``_take`` does."""
-    lengths, ranges = _tied_pieces(ctx, entry), ctx.plan.tied.ranges_of(entry.stage) if ctx.plan.tied else ()
-    pieces = await _pieces(downloader, packed, [*lengths], donors)
-    decoded = {k: _decoded(ctx, entry, piece, lengths[k]) for k, piece in pieces.items()}
-    values = torch.cat(
-        [
-            decoded[k][max(begin, k) - k : min(end, k + PIECE) - k]
-            for begin, end in ranges
-            for k in range(begin // PIECE * PIECE, end, PIECE)
-        ]
-    )
+    pieces = await _pieces(downloader, packed, [*_tied_pieces(ctx, entry)], donors)
+    values = await ctx.compute.offload(_tied_values, ctx, entry, pieces)
     if await ctx.compute.offload(content, values) != entry.tied:
         raise ProtocolError("what is tied in the gradient is not what its holders attest")
     image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
     await image.name(ctx)
     return TiedPart(entry, values, image)
+
+
+def _tied_values(ctx: Context, entry: RoundEntry, pieces: dict[int, Tensor]) -> Tensor:
+    """What is tied, fp32 [T], from the encoded ``pieces`` that hold it."""
+    assert ctx.plan.tied is not None, "nobody else asks"
+    decoded = {k: _decoded(ctx, entry, pieces[k], size) for k, size in _tied_pieces(ctx, entry).items()}
+    return torch.cat(
+        [
+            decoded[k][max(begin, k) - k : min(end, k + PIECE) - k]
+            for begin, end in ctx.plan.tied.ranges_of(entry.stage)
+            for k in range(begin // PIECE * PIECE, end, PIECE)
+        ]
+    )
 
 
 async def _pieces(
@@ -375,7 +380,7 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
     tied = ctx.plan.tied
     if tied is None or stage not in tied.stages:
         return b""
-    return await ctx.compute.offload(content, tied.part(gradient, stage))
+    return await ctx.compute.offload(lambda: content(tied.part(gradient, stage)))
 
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:

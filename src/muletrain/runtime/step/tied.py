@@ -72,8 +72,8 @@ class TiedSum:
             self._failed += 1
             await ctx.clock.sleep(backoff_s(self._failed - 1, PAUSE_S, PAUSE_MAX_S))
         elif state.other is not None and state.other.entry.round == theirs.round and self._tied is not None:
-            part = self._tied.part(own.values, self._own)
-            found = await ctx.compute.offload(product, part, state.other.values)
+            tied, values = self._tied, state.other.values
+            found = await ctx.compute.offload(lambda: product(tied.part(own.values, self._own), values))
             rounds = self._rounds(own, theirs)
             state.tied = TiedEntry(lineage=state.lineage, step=state.step, rounds=rounds, product=found)
             state.builder.add_tied(ctx.net.peer_id, state.tied)
