@@ -12,6 +12,9 @@ import torch
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.compute.weights import StageWeights
+from muletrain.runtime.averaging.averager import Averager
+from muletrain.runtime.averaging.messages import ShardFacts
+from muletrain.runtime.averaging.rounds import RoundFailed
 from muletrain.runtime.checkpoint.own_part import OwnPart
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
@@ -27,13 +30,11 @@ from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step import agreement, audit, record
-from muletrain.runtime.step.averaging import Averager
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.gradient_log import GradientLog
-from muletrain.runtime.step.messages import ShardFacts
-from muletrain.runtime.step.record import Attested, StepRecord
+from muletrain.runtime.step.record import StepRecord
+from muletrain.runtime.step.record_builder import Attested
 from muletrain.runtime.step.reruns import Reruns
-from muletrain.runtime.step.rounds import RoundFailed
 from muletrain.runtime.step.runner import StepRunner
 from muletrain.runtime.transfer.tokens import Sharing
 from muletrain.sim.world import reference

@@ -28,6 +28,7 @@ from muletrain.network.conditions import Conditions
 from muletrain.network.delivery import Delivery
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.runs.assemble import RunFacts
+from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
@@ -39,7 +40,7 @@ from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard
+from muletrain.runtime.step.messages import Abstain, Seal
 from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 

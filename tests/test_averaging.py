@@ -19,14 +19,14 @@ from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
+from muletrain.runtime.averaging.averager import Averager, contents
+from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient
+from muletrain.runtime.averaging.messages import AskGradient, Reduced, RoundEntry, Shard, ShardFacts
+from muletrain.runtime.averaging.rounds import LONGEST_S, Attendance, Round, RoundFailed
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Member, Progress
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.averaging import Averager, contents
-from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient
-from muletrain.runtime.step.messages import AskGradient, Reduced, RoundEntry, Shard, ShardFacts
-from muletrain.runtime.step.rounds import LONGEST_S, Attendance, Round, RoundFailed
 from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.messages import AskBlocks, Block
 from muletrain.sim.loop import run_virtually

@@ -10,7 +10,7 @@ import pytest
 from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
-from muletrain.runtime.step.messages import AskGradient, Reduced, Shard
+from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
 from muletrain.runtime.transfer.donor import AskBlocks
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Scenario

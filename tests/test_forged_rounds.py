@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.runtime.averaging.messages import RoundEntry, ShardFacts
 from muletrain.runtime.members.messages import GetProgress
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.peer import Peer
-from muletrain.runtime.step.messages import AskEntries, Entries, RoundEntry, ShardFacts
+from muletrain.runtime.step.messages import AskEntries, Entries
 from muletrain.runtime.step.record import StageEntry, StepRecord
 from muletrain.sim.world.lying import LIES
 from muletrain.sim.world.play import play

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muletrain.policy.fork_choice import LEAD, Chain, forked_at, gives_way
+from muletrain.runtime.averaging.messages import RoundEntry
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.exchange import Exchange
-from muletrain.runtime.step.messages import RoundEntry
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable

@@ -19,9 +19,9 @@ from muletrain.policy.debts import Debts
 from muletrain.policy.recent import MOST, Recent
 from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
+from muletrain.runtime.averaging.averager import KEPT_BYTES, Limits
+from muletrain.runtime.averaging.messages import Shard
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
-from muletrain.runtime.step.averaging import KEPT_BYTES, Limits
-from muletrain.runtime.step.messages import Shard
 from muletrain.wire.codec import encode, encode_raw, encoded_size
 from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 

@@ -16,6 +16,7 @@ from muletrain.network.memory import MemoryHub
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.join import messages as join
 from muletrain.runs.join.client import JoinClient
+from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.checkpoint.messages import AskPart
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.messages import Message
@@ -24,7 +25,6 @@ from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.recovery.messages import AskStepBack, StepBack
 from muletrain.runtime.step.gradient_log import GradientLog
-from muletrain.runtime.step.messages import AskGradient
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 
 from .checkpoint_stages import LINEAGE, Stages, play

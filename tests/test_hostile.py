@@ -14,12 +14,12 @@ import torch
 from muletrain.compute.base import Microbatch
 from muletrain.config.schema import Codec
 from muletrain.network.base import Frame, PeerId
+from muletrain.runtime.averaging.messages import Shard
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.microbatch.messages import Backward, Done, Gap
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt
-from muletrain.runtime.step.messages import Shard
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 
 from .targets import (

@@ -33,7 +33,18 @@ LAYERS: list[set[str]] = [
 ]
 # inside a part, top to bottom; what stands in none of these is for all of them
 ROOMS: dict[str, list[str]] = {
-    "runtime": ["peer", "recovery", "checkpoint", "step", "transfer", "microbatch", "members", "pool", "core"],
+    "runtime": [
+        "peer",
+        "recovery",
+        "checkpoint",
+        "step",
+        "averaging",
+        "transfer",
+        "microbatch",
+        "members",
+        "pool",
+        "core",
+    ],
     "sim": ["plan", "fleet", "steps"],
     "cli": ["commands", "actions", "show"],
 }

@@ -17,6 +17,8 @@ from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
 from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
+from muletrain.runtime.averaging.mean_gradient import PIECE, MeanGradient, encoded_piece
+from muletrain.runtime.averaging.messages import RoundEntry, ShardFacts
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
@@ -25,9 +27,8 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.peer import arrival
 from muletrain.runtime.step import gradient_log
-from muletrain.runtime.step.gradient_log import PIECE, GradientLog, MeanGradient, encoded_piece
-from muletrain.runtime.step.messages import RoundEntry, ShardFacts
-from muletrain.runtime.step.record import RecordBuilder
+from muletrain.runtime.step.gradient_log import GradientLog
+from muletrain.runtime.step.record_builder import RecordBuilder
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.sim.loop import run_virtually

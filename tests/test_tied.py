@@ -17,7 +17,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim import tied
 from muletrain.runtime.step.messages import TiedEntry
-from muletrain.runtime.step.record import UNDECIDED_S
+from muletrain.runtime.step.record_builder import UNDECIDED_S
 from muletrain.runtime.step.tied import TiedSum
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muletrain.policy.deadline import Deadline
+from muletrain.runtime.averaging import rounds
 from muletrain.runtime.checkpoint import coordinator
 from muletrain.runtime.core import waiting
 from muletrain.runtime.core.plan import Plan
@@ -14,7 +15,7 @@ from muletrain.runtime.members import rebalancing, silence, watchdog
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.peer import peer
 from muletrain.runtime.recovery import forks, rollback
-from muletrain.runtime.step import exchange, rounds
+from muletrain.runtime.step import exchange
 from muletrain.runtime.transfer import blocks, donor
 
 ROOT = Path(__file__).parents[1]

@@ -21,14 +21,15 @@ from muletrain.events import Event, FrameRefused, TransferFailed
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.fork_choice import Chain
+from muletrain.runtime.averaging.mean_gradient import fetch_gradient
+from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.lifecycle import Lifecycle
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.gradient_log import GradientLog, fetch_gradient
-from muletrain.runtime.step.messages import AskGradient
+from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage

@@ -25,13 +25,13 @@ from muletrain.config.schema import Codec
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
+from muletrain.runtime.averaging.averager import Averager
+from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
+from muletrain.runtime.averaging.rounds import Round
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.runtime.step.averaging import Averager
-from muletrain.runtime.step.messages import Reduced, RoundEntry, Shard
-from muletrain.runtime.step.rounds import Round
 from muletrain.strategies.swarm import SWARM
 
 SIZE = 25_000_000

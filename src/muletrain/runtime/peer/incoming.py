@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
@@ -13,7 +14,7 @@ from muletrain.runtime.members.expected import Expected
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
-from muletrain.runtime.step.messages import Abstain, Reduced, RoundEntry, Seal, Shard, TiedEntry
+from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:

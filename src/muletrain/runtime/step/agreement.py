@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from muletrain.events import LeftBehind
 from muletrain.policy.deadline import Deadline
+from muletrain.runtime.averaging.rounds import Round
 from muletrain.runtime.step import audit
 from muletrain.runtime.step.messages import Seal
 from muletrain.runtime.step.record import round_id
-from muletrain.runtime.step.rounds import Round
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId

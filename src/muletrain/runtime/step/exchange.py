@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.policy.deadline import Deadline
 from muletrain.policy.recent import Recent
+from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.microbatch.position import Behind
-from muletrain.runtime.step.messages import Abstain, AskEntries, AskGradient, AskSeal, Entries, Seal
+from muletrain.runtime.step.messages import Abstain, AskEntries, AskSeal, Entries, Seal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.members.messages import Progress
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.gradient_log import GradientLog
-    from muletrain.runtime.step.messages import RoundEntry, TiedEntry
-    from muletrain.runtime.step.record import Attested
+    from muletrain.runtime.step.messages import TiedEntry
+    from muletrain.runtime.step.record_builder import Attested
     from muletrain.runtime.step.state import StepState
 
 GRACE_S = 0.25

@@ -1,113 +1,32 @@
 """Replicas keep the mean gradients of the last steps for peers that missed them (CONTRIBUTING,
 "How a step goes", 5).
 
-A gradient travels in the averaging's codec: members hold decoded values, and encoding them again gives the same bits.
-It is taken as a state is, block by block from all replicas that keep it. Copying a state may take a newcomer many
-steps; it takes the gradients of these steps from here and applies them in order. The last step's gradient is always
-kept. Earlier ones are kept while a replica that may need them is heard of; they yield to the traffic of the step.
+Copying a state may take a newcomer many steps; it takes the gradients of these steps from here and applies them in
+order. The last step's gradient is always kept. Earlier ones are kept while a replica that may need them is heard of;
+they yield to the traffic of the step.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from blake3 import blake3
-from torch import Tensor
-
-from muletrain.config.schema import Codec
-from muletrain.errors import NetworkError, PeerUnreachable, ProtocolError, Refused
-from muletrain.events import TransferFailed
 from muletrain.network.base import Channel
-from muletrain.optim.tied import content
-from muletrain.policy.shards import BLOCK
-from muletrain.runtime.core.waiting import unless_done
-from muletrain.runtime.step.averaging import contents
-from muletrain.runtime.step.messages import AskGradient
-from muletrain.runtime.transfer.blocks import Manifest, PartialDownload, StateImage
-from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
     from muletrain.network.base import PeerId
+    from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
+    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.step.messages import RoundEntry
-    from muletrain.runtime.step.record import RecordBuilder, StepRecord
-    from muletrain.runtime.transfer.blocks import Downloader
+    from muletrain.runtime.step.record import StepRecord
+    from muletrain.runtime.step.record_builder import RecordBuilder
+    from muletrain.runtime.transfer.blocks import StateImage
 
-T = TypeVar("T")
-PIECE = 32 * BLOCK
-"""Elements encoded at once: whole quantisation blocks."""
-CALL_S = 60.0
-"""Seconds that a holder has to answer with a manifest: it encodes and hashes the gradient first. A holder that is gone
-is noticed earlier."""
-DONORS = 4
-"""Peers asked for a gradient at once."""
 KEPT_S = 60.0
 """Seconds after a replica that catches up was last heard of, in which gradients are kept for it."""
 MAX_STEPS = 512
 """Steps that are kept at most."""
-HEADERS = 1 << 16
-"""Bytes of a gradient's copy beside its numbers."""
-
-
-@dataclass(eq=False)
-class MeanGradient:
-    """A stage's whole mean gradient, flat fp32 [P], and its round entry. Neither changes."""
-
-    entry: RoundEntry
-    values: Tensor
-    packed: dict[bool, StateImage] = field(default_factory=dict)
-    """Copies for sending, one tensor a piece, once a peer has asked for them: the whole gradient (False), and the pieces
-    that hold what is tied (True)."""
-    _packing: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
-
-    async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
-        """Return one of ``packed``, making it first if necessary."""
-        if tied not in self._packing:
-            self._packing[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
-        return await asyncio.shield(self._packing[tied])
-
-    async def _pack(self, ctx: Context, *, tied: bool) -> StateImage:
-        pieces = dict[str, Tensor]()
-        for begin in _tied_pieces(ctx, self.entry) if tied else range(0, len(self.values), PIECE):
-            piece = await ctx.compute.offload(encoded_piece, self, begin, ctx.plan.gradients)
-            pieces[_name(begin)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
-        image = StateImage(pieces, Channel.AVERAGE)
-        await image.name(ctx)
-        self.packed[tied] = image
-        return image
-
-
-@dataclass(frozen=True, eq=False)
-class TiedPart:
-    """What the mean gradient of another stage's round ``entry`` holds for the parameters that it shares with ours."""
-
-    entry: RoundEntry
-    values: Tensor
-    """fp32 [T], see ``optim.tied``."""
-    image: StateImage
-    """Its copy for sending, as it came."""
-
-
-def _tied_pieces(ctx: Context, entry: RoundEntry) -> dict[int, int]:
-    assert ctx.plan.tied is not None, "nobody else asks"
-    return ctx.plan.tied.pieces(entry.stage, PIECE)
-
-
-def encoded_piece(gradient: MeanGradient, begin: int, codec: Codec) -> bytes:
-    """Encode ``PIECE`` elements of ``gradient`` from ``begin`` on; ``codec``: the run's, for averaging."""
-    return b"".join(encode(gradient.values[begin : begin + PIECE], travels_as(gradient.entry, codec)).buffers)
-
-
-def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
-    """The codec of a gradient's copy. A round of one member was never sent, so its values were never rounded."""
-    return codec if len(entry.members) > 1 else Codec.FP32
 
 
 @dataclass
@@ -248,165 +167,3 @@ class GradientLog:
     def _heard(self, peer: PeerId, step: int) -> None:
         if peer in self._followers:
             self.follow(peer, step)
-
-
-async def fetch_gradient(
-    ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
-) -> MeanGradient | None:
-    """Take the gradient of ``entry``'s round from ``holders``. None if nobody gives it."""
-    return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
-
-
-async def fetch_tied(ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]) -> TiedPart | None:
-    """The same of what it holds for parameters that two stages share. ``holders``: peers of both stages."""
-    return await _from_holders(ctx, entry, holders, _take_tied, downloader, tied=True)
-
-
-async def _from_holders(
-    ctx: Context,
-    entry: RoundEntry,
-    holders: list[PeerId],
-    take: Callable[[Context, Downloader, RoundEntry, bytes, list[PeerId]], Coroutine[Any, Any, T]],
-    downloader: Downloader,
-    *,
-    tied: bool,
-) -> T | None:
-    """``take`` it from ``holders``: live ones first, a few at a time, since they must encode and hash it. That nobody
-    gives it is noticed soon if all are gone, even over slow links."""
-    alive = ctx.roster.is_alive
-    for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
-        answers = await asyncio.gather(*(_manifest(ctx, p, entry, tied=tied) for p in asked))
-        donors: defaultdict[bytes, list[PeerId]] = defaultdict(list)
-        for peer, manifest in zip(asked, answers, strict=True):
-            if manifest:
-                donors[manifest].append(peer)
-        for manifest, givers in sorted(donors.items(), key=lambda item: -len(item[1])):
-            try:
-                return await _while_there(ctx, givers, entry, take(ctx, downloader, entry, manifest, givers))
-            except ProtocolError as e:
-                for peer in givers:
-                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step + 1}: {e}")
-            except NetworkError as e:
-                ctx.emit(TransferFailed(what=f"the gradient of step {entry.step + 1}", reason=str(e)))
-    return None
-
-
-def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
-    return [peers[k : k + DONORS] for k in range(0, len(peers), DONORS)]
-
-
-async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bool) -> bytes:
-    """The manifest that ``holder`` gives; empty if it has none or is gone."""
-    ask = AskGradient(round=entry.round, tied=tied).pack()
-    try:
-        return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
-    except Refused:  # it is at another step, and well
-        return b""
-    except NetworkError as e:
-        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step + 1}: {e}")
-        return b""
-
-
-async def _take(
-    ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
-) -> MeanGradient:
-    """Download and verify the gradient. Raises ProtocolError for another one than ``entry``'s, and NetworkError."""
-    n_params = ctx.compute.n_params
-    pieces = await _pieces(downloader, packed, range(0, n_params, PIECE), donors)
-    gradient = await ctx.compute.room(n_params)
-    for begin, piece in pieces.items():
-        into = gradient[begin : begin + PIECE]
-        into.copy_(_decoded(ctx, entry, piece, len(into)))
-    return await verified(ctx, entry, gradient)
-
-
-async def _take_tied(
-    ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
-) -> TiedPart:
-    """Download and verify what is tied. Raises as ``_take`` does."""
-    pieces = await _pieces(downloader, packed, [*_tied_pieces(ctx, entry)], donors)
-    values = await ctx.compute.offload(_tied_values, ctx, entry, pieces)
-    if await ctx.compute.offload(content, values) != entry.tied:
-        raise ProtocolError("what is tied in the gradient is not what its holders attest")
-    image = StateImage({_name(k): piece for k, piece in pieces.items()}, Channel.AVERAGE)
-    await image.name(ctx)
-    return TiedPart(entry, values, image)
-
-
-def _tied_values(ctx: Context, entry: RoundEntry, pieces: dict[int, Tensor]) -> Tensor:
-    """What is tied, fp32 [T], from the encoded ``pieces`` that hold it."""
-    assert ctx.plan.tied is not None, "nobody else asks"
-    decoded = {k: _decoded(ctx, entry, pieces[k], size) for k, size in _tied_pieces(ctx, entry).items()}
-    return torch.cat(
-        [
-            decoded[k][max(begin, k) - k : min(end, k + PIECE) - k]
-            for begin, end in ctx.plan.tied.ranges_of(entry.stage)
-            for k in range(begin // PIECE * PIECE, end, PIECE)
-        ]
-    )
-
-
-async def _pieces(
-    downloader: Downloader, packed: bytes, begins: Sequence[int], donors: list[PeerId]
-) -> dict[int, Tensor]:
-    """Download a gradient's encoded pieces that begin there. Raises ProtocolError for others, and NetworkError."""
-    manifest = Manifest.unpack(packed)
-    manifest.check(5 * PIECE * len(begins) + HEADERS)
-    if {(n, d, len(shape)) for n, d, shape in manifest.tensors} != {(_name(k), "uint8", 1) for k in begins}:
-        raise ProtocolError("the pieces of a gradient that no stage has")
-    partial = PartialDownload.of(blake3(packed).digest(), manifest)
-    await downloader.fetch(partial, donors)
-    return {int(name): piece for name, piece in partial.state().items()}
-
-
-def _decoded(ctx: Context, entry: RoundEntry, piece: Tensor, numbers: int) -> Tensor:
-    codec = travels_as(entry, ctx.plan.gradients)
-    return decode(Encoded(codec.value, (numbers,), [piece.numpy().data]), copy=False)
-
-
-async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
-    """``gradient`` as a MeanGradient. Raises ProtocolError if it is not ``entry``'s."""
-    if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
-        s.content for s in entry.shards
-    ):
-        raise ProtocolError("the gradient's content is not what its holders attest")
-    if await tied_content(ctx, entry.stage, gradient) != entry.tied:
-        raise ProtocolError("what is tied in the gradient is not what its holders attest")
-    return MeanGradient(entry, gradient)
-
-
-async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
-    """``RoundEntry.tied`` of ``stage`` with this ``gradient``."""
-    tied = ctx.plan.tied
-    if tied is None or stage not in tied.stages:
-        return b""
-    return await ctx.compute.offload(lambda: content(tied.part(gradient, stage)))
-
-
-async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for ``work``, which depends on ``holders``, and probe them meanwhile. Raises PeerUnreachable once none
-    answers."""
-    task, there = asyncio.ensure_future(work), list(holders)
-
-    async def that_answer() -> list[PeerId]:
-        answers = await asyncio.gather(*(ctx.detector.probe(p, entry.lineage, entry.step, brief=True) for p in there))
-        return [p for p, answer in zip(there, answers, strict=True) if answer is not None]
-
-    try:
-        attempts = itertools.count()
-        while there and not task.done():
-            attempt = next(attempts)
-            await asyncio.wait({task}, timeout=max(ctx.detector.suspicion_s(p, attempt) for p in there))
-            answered = None if task.done() else await unless_done(task, that_answer())
-            there = there if answered is None else answered
-        if not task.done():
-            raise PeerUnreachable(f"{', '.join(p[-6:] for p in holders)}: no answer to a probe")
-        return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def _name(begin: int) -> str:
-    """Name of the piece that begins there; names sort as the pieces do."""
-    return f"{begin:016}"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from muletrain.errors import MuletrainError
 from muletrain.events import AveragingFailed, RoundGivenUp
 from muletrain.policy.deadline import backoff_s
+from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient, tied_content
+from muletrain.runtime.averaging.messages import RoundEntry
+from muletrain.runtime.averaging.rounds import Round, RoundFailed
 from muletrain.runtime.microbatch.position import Behind
 from muletrain.runtime.step.company import LeftOut
-from muletrain.runtime.step.gradient_log import MeanGradient, fetch_gradient, tied_content
-from muletrain.runtime.step.messages import RoundEntry
-from muletrain.runtime.step.record import same_facts
-from muletrain.runtime.step.rounds import Round, RoundFailed
+from muletrain.runtime.step.record_builder import same_facts
 from muletrain.runtime.step.state import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.averaging.messages import ShardFacts
     from muletrain.runtime.core.waiting import Waits
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.agreement import RoundAgreement
     from muletrain.runtime.step.company import Company
     from muletrain.runtime.step.exchange import Exchange
-    from muletrain.runtime.step.messages import Seal, ShardFacts
+    from muletrain.runtime.step.messages import Seal
     from muletrain.runtime.step.reruns import Deadlines, Reruns
     from muletrain.runtime.step.state import StepState
     from muletrain.runtime.transfer.blocks import Downloader

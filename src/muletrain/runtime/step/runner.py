@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from muletrain.network.base import PeerId
     from muletrain.policy.fork_choice import Chain
+    from muletrain.runtime.averaging.messages import Reduced, Shard
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.leaving import Departure
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.exchange import Rivals
     from muletrain.runtime.step.gradient_log import GradientLog
-    from muletrain.runtime.step.messages import Reduced, Shard
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.step.reduction import Trainers
     from muletrain.runtime.transfer.blocks import Downloader

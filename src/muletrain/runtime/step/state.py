@@ -6,18 +6,19 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
-from muletrain.runtime.step.averaging import Averager
-from muletrain.runtime.step.record import RecordBuilder
+from muletrain.runtime.averaging.averager import Averager
+from muletrain.runtime.step.record_builder import RecordBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.network.base import PeerId
+    from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
+    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.step.gradient_log import MeanGradient, TiedPart
-    from muletrain.runtime.step.messages import RoundEntry, Seal, TiedEntry
-    from muletrain.runtime.step.record import Attested
+    from muletrain.runtime.step.messages import Seal, TiedEntry
+    from muletrain.runtime.step.record_builder import Attested
 
 MAX_ATTEMPTS = 20
 """Rounds tried for one step before the peer gives up with an error."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.optim.tied import product
 from muletrain.policy.deadline import backoff_s
-from muletrain.runtime.step.gradient_log import fetch_tied
+from muletrain.runtime.averaging.mean_gradient import fetch_tied
 from muletrain.runtime.step.messages import TiedEntry
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.runtime.averaging.mean_gradient import MeanGradient
+    from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.step.gradient_log import MeanGradient
-    from muletrain.runtime.step.messages import RoundEntry
     from muletrain.runtime.step.state import StepState
     from muletrain.runtime.transfer.blocks import Downloader
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.network.conditions import Conditions
+from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.microbatch.messages import Backward, Forward
 from muletrain.runtime.pool.messages import AccumulatorChunk, Give, Output, WeightsChunk
-from muletrain.runtime.step.messages import Reduced, Shard
 from muletrain.sim.fleet.hollow import PARAMS
 from muletrain.wire.codec import IDS
 from muletrain.wire.frame import frame_size

@@ -85,7 +85,7 @@ class Endings:
             self._to_all(p, partial(self._sum, step=step))
 
     def _to_all(self, p: int, then: Callable[[int], None]) -> None:
-        """Send a shard to each replica, itself included, in the order of ``runtime.step.averaging``."""
+        """Send a shard to each replica, itself included, in the order of ``runtime.averaging.averager``."""
         here = self._replicas(p)
         k = here.index(p)
         shard = self._cost.stages[self._stages[p]].averaged_bytes / len(here)

@@ -7,10 +7,11 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError
+from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Done, Forward, Gap, Lost, TrainerDone
-from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Reduced, RoundEntry, Seal, Shard, ShardFacts
+from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Seal
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
 

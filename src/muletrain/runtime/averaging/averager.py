@@ -22,8 +22,8 @@ from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import chunk_ranges, shard_ranges
-from muletrain.runtime.step.messages import Reduced, Shard, ShardFacts
-from muletrain.runtime.step.rounds import Attendance, Round, RoundFailed
+from muletrain.runtime.averaging.messages import Reduced, Shard, ShardFacts
+from muletrain.runtime.averaging.rounds import Attendance, Round, RoundFailed
 from muletrain.wire.codec import decode, encode, encoded_size
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import Channel, PeerId
+    from muletrain.runtime.averaging.rounds import Holders
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.step.rounds import Holders
     from muletrain.wire.codec import Encoded
 
 NORM_TOLERANCE = 1e-3

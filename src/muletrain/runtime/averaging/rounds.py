@@ -80,7 +80,7 @@ class Holders(Protocol):
 
 
 class Traffic(Protocol):
-    """The chunks of a round that are under way (``step.averaging``)."""
+    """The chunks of a round that are under way (``averaging.averager``)."""
 
     def owing(self) -> Mapping[PeerId, int]:
         """Members whose chunks we wait for. 2: a chunk of its own accumulator, so the delay is its own. 1: a reduced
