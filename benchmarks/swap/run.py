@@ -86,11 +86,13 @@ def child(case: str, steps: int, tokens: int, folder: Path) -> None:
         most = 1 if case == "one by one" else microbatches
         compute = SwappedCompute(SPEC, SPEC.cut(1), 0, setup, Swap(Offer(budget()), folder, most, most))
         compute.arithmetic.loader.prefetch = case != "no prefetch"
+    cpu_s = time.process_time()
     took_s = sorted(asyncio.run(train(compute, steps, microbatches)))
     swapped = isinstance(compute, SwappedCompute)
     figures = {
         "tokens_per_s": tokens / took_s[len(took_s) // 2],
         "step_s": took_s,
+        "cpu_s": (time.process_time() - cpu_s) / (steps + 1),
         "apply_s": compute.counters.apply_s / (steps + 1),
         "recompute_s": compute.counters.recompute_s / (steps + 1),
         "wait_s": compute.traffic.wait_s / (steps + 1) if swapped else 0.0,
@@ -198,6 +200,7 @@ def show(results: dict[str, object], tokens: list[int]) -> None:
         "case",
         "tokens/s",
         "of resident",
+        "of its CPU time",
         "waits",
         "update",
         "recomputes",
@@ -215,9 +218,10 @@ def show(results: dict[str, object], tokens: list[int]) -> None:
                 continue
             share = found["tokens_per_s"] / resident.get("tokens_per_s", float("nan"))
             step_s = found["step_s"][len(found["step_s"]) // 2]
+            cpu = resident.get("cpu_s", float("nan")) / found["cpu_s"]
             times = (f"{found[name] / step_s:.0%}" for name in ("wait_s", "apply_s", "recompute_s"))
             peak = "-" if found["peak_bytes"] is None else f"{found['peak_bytes'] / budget():.2f}"
-            table.add_row(str(count), case, f"{found['tokens_per_s']:,.0f}", f"{share:.2f}", *times, peak)
+            table.add_row(str(count), case, f"{found['tokens_per_s']:,.0f}", f"{share:.2f}", f"{cpu:.2f}", *times, peak)
     Console().print(table)
     Console().print(f"the disk reads {float(str(results['disk_bytes_per_s'])) / 1e6:,.0f} MB/s past the page cache")
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 WINDOW = 1 << 18
 """Numbers of a region that are read or written at a time (1 MiB), so that no more of it has to be in memory."""
 PAGE = mmap.PAGESIZE
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED_BYTES = -1, -3, 1 << 17
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 22
 """Settings of glibc, and the smallest block that is given back at once [bytes]."""
 LOCK = "swap-lock"
 """Name of the file by whose lock a folder is in use."""
@@ -195,14 +195,21 @@ def _remove_if_left(lock: Path) -> None:
         shutil.rmtree(lock.parent, ignore_errors=True)
 
 
-def return_memory_at_once() -> None:
-    """Have the C library give freed tensors back to the kernel. glibc keeps freed blocks of up to 32 MiB in a heap for
-    each thread, where they pile up: a stage that was to use 137 MB used 291 MB. Elsewhere nothing changes."""
+def keep_freed_memory_small() -> None:
+    """Have the C library keep freed blocks of less than ``KEPT_BYTES`` only, until ``return_freed_memory``. glibc keeps up
+    to 32 MiB in a heap for each thread, where they pile up: a stage that was to use 137 MB used 291 MB. To return every
+    block at once costs a third more time than the computation itself (page faults; benchmarks/swap). Elsewhere nothing
+    changes."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, 0)
-        libc.malloc_trim(0)
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Have the C library give all freed memory back to the kernel."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _size(numbers: int) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from muletrain.compute.executor import InlineExecutor
-from muletrain.compute.swap.backing import WINDOW
+from muletrain.compute.swap.backing import WINDOW, return_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -110,6 +110,8 @@ class Loader:
 
     def get(self, k: int, then: int | None = None) -> list[Tensor]:
         """Sub-model ``k`` computes next: returns its parameters. ``then`` is loaded meanwhile."""
+        if self._device.type == "cpu":
+            return_freed_memory()  # of the last sub-model: the next one's blocks have other sizes
         if k not in self._held:
             begin = time.perf_counter()
             if k not in self._coming:

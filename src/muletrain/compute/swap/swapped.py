@@ -19,7 +19,7 @@ from muletrain.compute.block import block_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
-from muletrain.compute.swap.backing import WINDOW, Disk, Memory, return_memory_at_once
+from muletrain.compute.swap.backing import WINDOW, Disk, Memory, keep_freed_memory_small
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.rounds import Rounds
@@ -114,7 +114,7 @@ class SwappedCompute:
             Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
         )
         if setup.device.type == "cpu":
-            return_memory_at_once()
+            keep_freed_memory_small()
         self._failure: BaseException | None = None
         """Why the accumulator lacks something, until it is emptied."""
         try:
