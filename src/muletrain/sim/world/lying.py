@@ -42,13 +42,14 @@ LIES = (
     "hurry",
     "fast",
     "forged",
+    "seals",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
 to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
 ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
-microbatches that it should give out are under way, that it has sealed again, that it needed no time, and whose
-microbatches are whose."""
+microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
+microbatches are whose, and whether it seals: it never does."""
 
 
 class Liar:
@@ -81,21 +82,28 @@ class Liar:
             await asyncio.sleep(1.5)
         if isinstance(message, Seal):
             self._sealed = message
+            if self.how == "seals":
+                return 0
         return await self._network.send(peer, self._instead(frame), **how)
 
     def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
         async def hear(sender: PeerId, frame: Frame) -> None:
             if self.how == "hurry" and isinstance(frame.message, Seal) and self._sealed is not None:
-                ahead = self._sealed.model_copy(update={"attempt": frame.message.attempt + 1})
-                if ahead.step == frame.message.step:
-                    for peer in {*frame.message.members} - {self._network.peer_id}:
-                        with contextlib.suppress(NetworkError):
-                            await self._network.send(peer, ahead.frame(), channel=ahead.CHANNEL, timeout_s=10.0)
+                await self._seal_ahead(frame.message)
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
             await handler(sender, frame)
 
         self._network.receive(hear, *kinds, **how)
+
+    async def _seal_ahead(self, seal: Seal) -> None:
+        """Seal again, later than ``seal``, as some of the members hear."""
+        assert self._sealed is not None
+        ahead = self._sealed.model_copy(update={"attempt": seal.attempt + self._rng.choice([1, 1, 3])})
+        others = [m for m in seal.members if m != self._network.peer_id] if ahead.step == seal.step else []
+        for peer in self._rng.sample(others, self._rng.randint(0, len(others))):
+            with contextlib.suppress(NetworkError):
+                await self._network.send(peer, ahead.frame(), channel=ahead.CHANNEL, timeout_s=10.0)
 
     async def _forge(self, message: Forward, tensors: list[Encoded]) -> None:
         """Give everyone what came, as if it were its own."""
@@ -220,6 +228,8 @@ class Liar:
         return answer.pack()
 
     def _seal(self, payload: bytes, told: bytes) -> bytes:
+        if self.how == "seals":
+            return b""
         return self._alone(Seal.unpack(told)).pack() if self.how == "views" and told else told
 
     def _snapshot(self, payload: bytes, told: bytes) -> bytes:
