@@ -201,8 +201,26 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-1c")} == {"finished"}
     longest = max(t for t, text in outcome.timeline if "step_applied" in text)
-    assert longest < (60.0 if how == "work" else 20.0)
+    assert longest < (80.0 if how in ("work", "seals") else 20.0)
     assert [t for t, text in outcome.timeline if "checkpoint_written" in text]
+
+
+@pytest.mark.parametrize(("seed", "liar"), [(1, "peer-1a"), (5, "peer-1a"), (5, "peer-1c")])
+def test_a_member_that_seals_again_and_again_ends_no_run(seed: int, liar: str) -> None:
+    """Some of the others hear that it has sealed again, and blame each other. All ended after 1,500 s."""
+    lies = Fault(0.3, "lie", (liar,), FOR_EVER_S, how="hurry")
+    outcome = play(Scenario(seed, (2, 3), 2, 4, 8, 0.02, (lies,), checkpoint_every=1))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 30.0
+
+
+def test_a_replica_that_answers_but_never_seals_is_left_out_of_many_steps() -> None:
+    """All ended after 360 s."""
+    lies = Fault(0.3, "lie", ("peer-1a",), FOR_EVER_S, how="seals")
+    outcome = play(Scenario(3, (2, 3), 2, 8, 8, 0.02, (lies,)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 90.0, "only one step waits for it"
+    assert len(said(outcome, "replica_apart")) == 2
 
 
 def test_a_trainer_that_gives_out_other_text_is_refused_by_who_has_the_data() -> None:

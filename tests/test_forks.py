@@ -17,7 +17,7 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
 
 pytestmark = pytest.mark.timeout(400)
@@ -94,6 +94,23 @@ def test_a_side_that_meets_one_that_has_finished_takes_its_result() -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(set(outcome.lineages.values())) == 1
     assert set(outcome.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize(("replicas", "liar"), [(3, "peer-0a"), (4, "peer-0d")])
+def test_in_a_run_of_one_stage_one_member_alone_lures_nobody_into_a_longer_history(replicas: int, liar: str) -> None:
+    """Others took its state, with other weights than a single process's."""
+    lies = Fault(0.3, "lie", (liar,), FOR_EVER_S, how="history")
+    outcome = play(Scenario(0, (replicas,), 2, 6, 4, 0.02, (lies,)))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert went_over(outcome) == {}
+
+
+def test_in_a_run_of_one_stage_one_peer_alone_gives_way_to_two_that_did_fewer_steps() -> None:
+    slow = Fault(0.0, "slow", ("peer-0a",), 100.0)
+    outcome = play(Scenario(16, (3,), 3, 24, 4, 0.01, (slow, Fault(1.0, "partition", ("peer-0b",), 6.0))))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert went_over(outcome).keys() == {"peer-0b"}
+    assert len(set(outcome.lineages.values())) == 1
 
 
 @pytest.mark.parametrize("kind", ["partition", "blackhole"])

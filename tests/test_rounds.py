@@ -336,6 +336,13 @@ def test_a_member_that_counts_on_one_only_does_not_part_the_others() -> None:
     assert counted_on("a", ["b", "c", "d"], views) == ("a", "b", "c")
 
 
+def test_one_alone_that_names_others_lures_nobody_away() -> None:
+    """b says that it goes on with c, which counts on nobody."""
+    views = {"b": GroupView(1, ("b", "c")), "c": GroupView(1, ("c",))}
+    assert not yields("d", ("d", "e"), views)
+    assert yields("d", ("d", "e"), views | {"c": GroupView(1, ("b", "c"))})
+
+
 def test_somebody_always_goes_on() -> None:
     """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its
     mind."""

@@ -29,16 +29,13 @@ def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) 
     must not part them."""
     others = sorted(set(reached) - {me})
 
-    def counts_on(a: str, b: str) -> bool:
-        return a == me or a not in views or views[a].attempt == 0 or b in views[a].members
-
     def unsure(peer: str) -> bool:
         return not (peer in views and views[peer].attempt > 0 and me in views[peer].members)
 
     def chosen(order: Iterable[str]) -> tuple[str, ...]:
         found = [me]
         for peer in order:
-            if all(counts_on(peer, other) and counts_on(other, peer) for other in found):
+            if all(_counts_on(peer, other, views) and _counts_on(other, peer, views) for other in found):
                 found.append(peer)
         return tuple(sorted(found))
 
@@ -46,8 +43,16 @@ def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) 
 
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, GroupView]) -> bool:
-    """Does ``me``, in company ``own``, leave the step to others that go on without it?"""
-    ours = -len(own), min(own)
-    return any(
-        v.attempt > 0 and me not in v.members and (-len(v.members), min(v.members)) < ours for v in views.values()
-    )
+    """Does ``me``, in company ``own``, leave the step to others that go on without it? Members of a view that do not
+    count on its owner go on without it: what one says of others lures nobody away."""
+
+    def company(owner: str) -> list[str]:
+        return [p for p in views[owner].members if p == owner or _counts_on(p, owner, views)]
+
+    companies = (company(owner) for owner, v in views.items() if v.attempt > 0 and me not in v.members)
+    return any((-len(c), min(c)) < (-len(own), min(own)) for c in companies)
+
+
+def _counts_on(a: str, b: str, views: Mapping[str, GroupView]) -> bool:
+    """Does ``a`` count on ``b``, as far as we know?"""
+    return a not in views or views[a].attempt == 0 or b in views[a].members

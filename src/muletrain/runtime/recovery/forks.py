@@ -5,6 +5,9 @@ peer that hears of another lineage tells the sender its history, and both judge 
 (``policy.fork_choice``). Peers of the side that gives way drop their accumulators and take the state of the other
 side's replicas, one by one, as newcomers do.
 
+In a run of one stage, one peer alone could make up any history. So there a history that one peer holds gives way to one
+that several hold, however long it is.
+
 No stage may be lost on the way, even if the answer of the rule changes in between: a peer goes over only while every
 stage of the other side has a peer that promises to stay for the moment. If neither side covers every stage, both stand
 still at the step at which they parted. Then the state of each stage is right in either history, and the peers that give
@@ -114,16 +117,14 @@ class Forks:
             return
         self._ctx.detector.mark_down(peer, f"its history differs from this peer's since step {fork}")
         stalled = self._stalled()
-        if not gives_way(own, other, stalled=stalled):
-            return
-        stages, trainer = await self._side(fork, other, promise=False)
-        if position.chain != own:
+        theirs = await self._stay(own, other, stalled=stalled, promise=False)
+        if theirs is None or position.chain != own:
             return
         message = f"the others have another history since step {fork}, and theirs stays"
-        if stages >= self._all and trainer:
+        if self._whole(theirs):
             position.interrupt(GivesWay(message))
             return
-        lacks_us = self._ctx.roster.own.stage not in stages
+        lacks_us = self._ctx.roster.own.stage not in {p.stage for p in theirs.values()}
         # of two stalled sides, one takes the name of the other
         if stalled and lacks_us and own.step == other.step and gives_way(own, other, stalled=False):
             position.interrupt(GivesWay(message, renamed=other))
@@ -145,15 +146,35 @@ class Forks:
             return False
         # some peers may not be at this step yet
         before = own.step - 1 if own.at(own.step - 1) is not None else own.step
-        stages, trainer = await self._side(before, own, promise=False)
-        if not (stages | {self._ctx.roster.own.stage} >= every and trainer):
+        side = await self._side(before, own, promise=False)
+        if not self._whole(side, self._ctx.roster.own.stage):
             return False
         self.met(peer, own.step)
         return True
 
-    async def _side(self, step: int, chain: Chain, *, promise: bool) -> tuple[set[int], bool]:
-        """Returns the stages for which ``chain``, as it was at ``step``, has a peer that stays, and whether one of
-        them, or we, train. Promises bind, so they are asked for last."""
+    async def _stay(self, own: Chain, other: Chain, *, stalled: bool, promise: bool) -> dict[PeerId, Stay] | None:
+        """Returns the peers of ``other`` if its history stays, not ``own``."""
+        fork, stays = forked_at(own, other), gives_way(own, other, stalled=stalled)
+        if fork is None or own.over or not (stays or self._one_stage):
+            return None
+        theirs = await self._side(fork, other, promise=promise)
+        if self._one_stage:
+            before = fork - 1 if own.at(fork - 1) is not None else fork  # some of us may not be at the fork yet
+            ours = (await self._side(before, own, promise=False)).keys() - theirs.keys()
+            stays = stays if (not ours) == (len(theirs) <= 1) else not ours
+        return theirs if stays else None
+
+    @property
+    def _one_stage(self) -> bool:
+        return self._ctx.plan.stages == 1
+
+    def _whole(self, side: dict[PeerId, Stay], *own: int) -> bool:
+        """Has ``side``, perhaps with us at our ``own`` stage, every stage and a trainer?"""
+        trainer = self._ctx.roster.own.trainer or any(p.trainer for p in side.values())
+        return {*own, *(p.stage for p in side.values())} >= self._all and trainer
+
+    async def _side(self, step: int, chain: Chain, *, promise: bool) -> dict[PeerId, Stay]:
+        """Returns the peers that stay in ``chain``, as it was at ``step``. Promises bind, so they are asked for last."""
         ctx, lineage = self._ctx, chain.at(step)
         assert lineage is not None  # callers have looked
         ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
@@ -169,8 +190,9 @@ class Forks:
                 return answer if answer.stays else None
             return None
 
-        answers = [a for a in await asyncio.gather(*map(stays, ctx.roster.everyone())) if a is not None]
-        return {a.stage for a in answers}, ctx.roster.own.trainer or any(a.trainer for a in answers)
+        peers = ctx.roster.everyone()
+        answers = zip(peers, await asyncio.gather(*map(stays, peers)), strict=True)
+        return {peer: answer for peer, answer in answers if answer is not None}
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
         ask, own, position = AskStay.unpack(payload), self._ctx.roster.own, self._position
@@ -188,18 +210,16 @@ class Forks:
         stalled = self._stalled()
 
         def acceptable(offer: Snapshot) -> bool:
-            return gives_way(own, offer.chain, stalled=stalled)
+            return gives_way(own, offer.chain, stalled=stalled or self._one_stage)
 
         async def confirm(offer: Snapshot) -> None:
             """Look a last time before our own state is given up."""
             self._going = True
-            fork = forked_at(own, offer.chain)
-            assert fork is not None  # acceptable
-            stages, trainer = await self._side(fork, offer.chain, promise=True)
+            theirs = await self._stay(own, offer.chain, stalled=stalled, promise=True)
             if ctx.clock.now() < self._promised:
                 raise Stays("another peer counts on this one")
-            if not (stages >= self._all and trainer):
-                raise Stays("not every stage of the others can be reached")
+            if theirs is None or not self._whole(theirs):
+                raise Stays("the others' history does not stay, or not every stage of it can be reached")
 
         try:
             snapshot = await self._receiver.fetch(acceptable, after=own.step, rounds=ROUNDS, confirm=confirm)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.reruns import Deadlines, Reruns
     from muletrain.runtime.step.state import StepState
 
+OVERDUE_S = 60.0
+"""Shortest time until a replica that answers, but does not seal, is left out [s]."""
+
 
 class RoundAgreement:
     """The agreement of one step; each step has a new one."""
@@ -47,11 +50,12 @@ class RoundAgreement:
         self._ledger = state.work.ledger
 
     def next_attempt(self) -> int:
-        """Number of our next attempt: after our last one, and not below the others' attempts. It begins at 1 if we leave
-        out a replica, which must know that from our first seal on."""
+        """Number of our next attempt: after our last one, and not below those of the members that we count on. It begins
+        at 1 if we leave out a replica, which must know that from our first seal on."""
         roster, announced = self._ctx.roster, self._state.announced
         first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
-        return max(first if announced is None else announced.attempt + 1, self._state.latest_attempt())
+        latest = self._state.latest_attempt(self._company.members())
+        return max(first if announced is None else announced.attempt + 1, latest)
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
         """Announce our accumulator (computed with ``weights``) and hear the others'. None if another attempt must follow:
@@ -105,12 +109,13 @@ class RoundAgreement:
         ctx, state, me = self._ctx, self._state, self._ctx.net.peer_id
         seal = await self._seal(attempt, weights)
         others = [m for m in seal.members if m != me]
+        aside = {m for m in others if state.stands_aside(m)}  # our seal calls them back
 
-        def missing() -> bool:
-            return any(m not in state.seals or state.seals[m].attempt < attempt for m in others)
+        def missing() -> list[PeerId]:
+            return [m for m in others if m not in state.seals or state.seals[m].attempt < attempt]
 
         def lost() -> bool:
-            gone = (state.is_committed(m) or state.stands_aside(m) for m in others)
+            gone = (state.is_committed(m) or (m not in aside and state.stands_aside(m)) for m in others)
             return not all(map(ctx.roster.is_alive, seal.members)) or any(gone)
 
         def outdated() -> bool:
@@ -120,8 +125,9 @@ class RoundAgreement:
             """Others made another attempt and still go on without us. The missing members may have yielded to them."""
             return self._company.yields(seal.members, after=attempt)
 
+        due_s = ctx.clock.now() + max(OVERDUE_S, self._deadlines.step.seconds())
         await self._waits.until(
-            lambda: lost() or outdated() or passed_over() or not missing(),
+            lambda: lost() or outdated() or passed_over() or not missing() or ctx.clock.now() >= due_s,
             self._deadlines.seal,
             "the stage's replicas to seal",
             self._exchange.ask_replicas,
@@ -130,6 +136,9 @@ class RoundAgreement:
         self._company.lost(m for m in seal.members if not ctx.roster.is_alive(m))
         if lost() or outdated():  # sets of different attempts do not fit together
             self._company.outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
+            return None
+        if late := missing():
+            self._company.overdue(late)
             return None
         seals = {m: seal if m == me else state.seals[m] for m in seal.members}
         self._company.compare(seals)
@@ -173,21 +182,20 @@ class RoundAgreement:
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     async def look_on(self) -> None:
-        """Abstain while others run our part again. Ends when they are lost; waiting raises when they hold a round."""
-        announced = self._state.announced
+        """Abstain while others run our part again. Ends when they are lost, or count on us again; waiting raises when
+        they hold a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
-        assert announced is not None  # others were compared with it
 
         async def ask() -> None:
             await self._exchange.ask_everyone()
             await self._exchange.ask_replicas()
 
         await self._waits.until(
-            lambda: not self._company.yields(announced.members),
+            lambda: not self._company.yields(self._company.members()),
             Deadline(5.0, 5.0),
             "replicas that go on without this peer",
             ask,

@@ -67,13 +67,14 @@ class Company:
         """Replicas whose weights differ from most."""
 
     def members(self) -> tuple[PeerId, ...]:
-        """The members that a round of ours would have now, ourselves included."""
-        state, roster = self._state, self._ctx.roster
-
-        def counts(peer: PeerId) -> bool:
-            return self.averages(peer) and not state.is_committed(peer) and not state.stands_aside(peer)
-
-        return counted_on(self._ctx.net.peer_id, filter(counts, roster.stage(roster.own.stage)), self.views())
+        """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
+        microbatches, we count on replicas that stand aside, and on one that hurries: it may not be the one that lies."""
+        state, me, views = self._state, self._ctx.net.peer_id, self.views()
+        sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
+        able = [m for m in sound if not state.is_committed(m)]
+        found = counted_on(me, [m for m in able if self.averages(m) and not state.stands_aside(m)], views)
+        whole = len(state.work.ledger.accumulated) == self._ctx.plan.microbatches
+        return found if whole or len(found) > 1 else counted_on(me, able, views)
 
     def without(self, left_out: Collection[PeerId] = ()) -> tuple[PeerId, ...]:
         """Replicas that a round of ours would not have, or that are ``left_out``: live ones first, since messages have
@@ -84,13 +85,18 @@ class Company:
 
     def averages(self, peer: PeerId) -> bool:
         """Do we trust ``peer`` enough to average with it?"""
+        return self._sound(peer) and not self._hurries(peer)
+
+    def _sound(self, peer: PeerId) -> bool:
         trusted = self._lost[peer] < MAX_LOST and self._untrue[peer] < MAX_UNTRUE
-        return trusted and not self._hurries(peer) and not self.is_apart(peer) and peer not in self._differing
+        return trusted and not self.is_apart(peer) and peer not in self._differing
 
     def _hurries(self, peer: PeerId) -> bool:
-        """Does ``peer`` end attempts by later ones, so that none succeeds? Another replica's word makes half as many do."""
+        """Is ``peer`` the one that ends most attempts by later ones, so that none succeeds? Another replica's word makes
+        half as many do. One that lies may have others hurry, too, but it cannot hurry less than they."""
         left_out = any(peer not in s.members for m, s in self._state.seals.items() if m != peer)
-        return self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
+        most = max(self._outran, key=lambda m: (self._outran[m], m), default=None)
+        return peer == most and self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
 
     def is_apart(self, peer: PeerId) -> bool:
         """Is ``peer`` left out because its chunks did not arrive in earlier rounds?"""
@@ -138,6 +144,10 @@ class Company:
     def outran(self, members: Iterable[PeerId]) -> None:
         """``members`` made a later attempt while we waited for this one."""
         self._outran.update(members)
+
+    def overdue(self, members: Iterable[PeerId]) -> None:
+        """``members`` answer, but did not do their part for long: leave them out for many steps."""
+        self.silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def silent(self, owing: Mapping[PeerId, int]) -> None:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds they are left out for

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.messages import Seal, TiedEntry
     from muletrain.runtime.step.record_builder import Attested
 
-MAX_ATTEMPTS = 20
+MAX_ATTEMPTS = 40
 """Rounds tried for one step before the peer gives up with an error."""
-MAX_NUMBER = 50 * MAX_ATTEMPTS
+MAX_NUMBER = 25 * MAX_ATTEMPTS
 """Attempts that a seal may be ahead of the latest one we know."""
-MAX_VIEWS = 4 * MAX_ATTEMPTS
+MAX_VIEWS = 2 * MAX_ATTEMPTS
 """Sets of members remembered for each replica in a step."""
 
 

@@ -7,10 +7,12 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import NetworkError
+from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Done, Forward, Gap, Lost, TrainerDone
+from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Seal
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
 from muletrain.wire.codec import encode_raw
@@ -43,13 +45,15 @@ LIES = (
     "hurry",
     "fast",
     "forged",
+    "seals",
+    "history",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
 to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
 ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
-microbatches that it should give out are under way, that it has sealed again, that it needed no time, and whose
-microbatches are whose."""
+microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
+microbatches are whose, whether it seals (it never does), and how it came to its step: by a longer history, alone."""
 
 
 class Liar:
@@ -64,6 +68,8 @@ class Liar:
         """Its own last seal."""
         self._kept = set[int]()
         """Microbatches whose answers it withheld."""
+        self._past: dict[int, bytes] = {}
+        """The lineages of its steps."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
@@ -81,22 +87,45 @@ class Liar:
         if self.how == "fast" and isinstance(message, Backward | Done):
             await asyncio.sleep(1.5)
         if isinstance(message, Seal):
+            self._past[message.step] = message.lineage
+            if self.how == "history":
+                await self._boast(peer)
             self._sealed = message
+            if self.how == "seals":
+                return 0
         return await self._network.send(peer, self._instead(frame), **how)
 
     def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
         async def hear(sender: PeerId, frame: Frame) -> None:
             if self.how == "hurry" and isinstance(frame.message, Seal) and self._sealed is not None:
-                ahead = self._sealed.model_copy(update={"attempt": frame.message.attempt + 1})
-                if ahead.step == frame.message.step:
-                    for peer in {*frame.message.members} - {self._network.peer_id}:
-                        with contextlib.suppress(NetworkError):
-                            await self._network.send(peer, ahead.frame(), channel=ahead.CHANNEL, timeout_s=10.0)
+                await self._seal_ahead(frame.message)
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
             await handler(sender, frame)
 
         self._network.receive(hear, *kinds, **how)
+
+    def _invented(self) -> Chain:
+        """A history that parts from the others' at its step, and is longer."""
+        step = max(self._past)
+        known = (
+            *(lineage for at, lineage in sorted(self._past.items()) if at < step),
+            bytes(8) + self._rng.randbytes(24),
+        )
+        return Chain(step + 4, (*known, *(bytes([k]) * 32 for k in range(4))))
+
+    async def _boast(self, peer: PeerId) -> None:
+        with contextlib.suppress(NetworkError):
+            await self._network.call(peer, History.KIND, History.of(self._invented()).pack(), timeout_s=10.0)
+
+    async def _seal_ahead(self, seal: Seal) -> None:
+        """Seal again, later than ``seal``, as some of the members hear."""
+        assert self._sealed is not None
+        ahead = self._sealed.model_copy(update={"attempt": seal.attempt + self._rng.choice([1, 1, 3])})
+        others = [m for m in seal.members if m != self._network.peer_id] if ahead.step == seal.step else []
+        for peer in self._rng.sample(others, self._rng.randint(0, len(others))):
+            with contextlib.suppress(NetworkError):
+                await self._network.send(peer, ahead.frame(), channel=ahead.CHANNEL, timeout_s=10.0)
 
     async def _forge(self, message: Forward, tensors: list[Encoded]) -> None:
         """Give everyone what came, as if it were its own."""
@@ -115,6 +144,8 @@ class Liar:
             AskManifest.KIND: self._block,
             AskBlocks.KIND: self._block,
             Introduce.KIND: self._others,
+            History.KIND: self._history,
+            AskStay.KIND: self._stays,
         }
 
         async def answer(sender: PeerId, payload: bytes) -> bytes:
@@ -221,9 +252,21 @@ class Liar:
         return answer.pack()
 
     def _seal(self, payload: bytes, told: bytes) -> bytes:
+        if self.how == "seals":
+            return b""
         return self._alone(Seal.unpack(told)).pack() if self.how == "views" and told else told
 
+    def _history(self, payload: bytes, told: bytes) -> bytes:
+        return History.of(self._invented()).pack() if self.how == "history" and self._past else told
+
+    def _stays(self, payload: bytes, told: bytes) -> bytes:
+        return Stay.unpack(told).model_copy(update={"stays": True}).pack() if self.how == "history" else told
+
     def _snapshot(self, payload: bytes, told: bytes) -> bytes:
+        if self.how == "history" and self._past:
+            chain = self._invented()
+            lie = {"step": chain.step, "lineage": chain.lineages[-1], "past": chain.lineages[:-1]}
+            return Snapshot.unpack(told).model_copy(update=lie).pack()
         if self.how != "copies" or self._rng.random() < 0.5:
             return told
         return Snapshot.unpack(told).model_copy(update={"digest": self._rng.randbytes(32)}).pack()

@@ -189,7 +189,9 @@ class Witness:
             f.kind == "hang" and stages[stage_of(f.who[0])] > 1 for f in faults
         ):  # the last one is waited for
             self._not_held_up()
-        if any(f.kind in DISTURBING or f.how == "hurry" for f in self._scenario.faults):  # it is left out of steps
+        if any(
+            f.kind in DISTURBING or f.how in ("hurry", "history") for f in self._scenario.faults
+        ):  # left out of steps
             return
         whole = self._scenario.microbatches
         for (step, stage, _), counted in self._counted.items():

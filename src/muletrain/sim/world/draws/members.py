@@ -83,8 +83,6 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
         return None
     stage, how = rng.choice(stages), rng.choice(LIES)
     liar, other = rng.sample(replicas(s, stage), 2)
-    if how == "hurry":  # not always borne yet (docs/trust.md); tests/test_forged_rounds.py plays one world
-        return None
     if how == "forged" and (s.share or liar in {p for p, _ in s.members[: s.trainers]}):
         return None  # peers without data believe a trainer
     if how in ("work", "idle", "fast"):  # deadlines that other faults have stretched hold it up for longer
