@@ -530,6 +530,17 @@ def rendezvous_of(
     )
 
 
+def test_the_machines_that_wait_are_servers_and_clients() -> None:
+    async def waiting() -> list[int]:
+        own = rendezvous_of(MemoryHub().join("a"), [1, 1], expected=4)
+        own.seat("a", introduction("a"))
+        own.add("c", introduction("c"), Welcome(config="", stage=1, data=bytes(32), tokenizer_size=0, client=True))
+        own.seat("b", introduction("b"))
+        return own.machines()
+
+    assert asyncio.run(waiting()) == [1, 2]
+
+
 def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
     async def trainers(limit: int | None) -> tuple[list[str], list[str]]:
         said: list[Event] = []
