@@ -26,7 +26,7 @@ class GroupView(NamedTuple):
 def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) -> tuple[str, ...]:
     """Returns the members that ``me``, who reaches ``reached``, counts on next; sorted. Those that count on ``me`` come
     first, unless that makes the company smaller: a member that tells each of the others that it counts on nobody else
-    must not part them."""
+    must not part them. Nor must one that few know yet, and whose id comes first: it may have accumulated nothing."""
     others = sorted(set(reached) - {me})
 
     def counts_on(a: str, b: str) -> bool:
@@ -42,12 +42,20 @@ def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) 
                 found.append(peer)
         return tuple(sorted(found))
 
-    return max(chosen(sorted(others, key=unsure)), chosen(others), key=len)
+    found = max(chosen(sorted(others, key=unsure)), chosen(others), key=len)
+    left_out = [p for p in others if p not in found]
+    return max([found, *(chosen([p, *(o for o in others if o != p)]) for p in left_out)], key=len)
 
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, GroupView]) -> bool:
-    """Does ``me``, in company ``own``, leave the step to others that go on without it?"""
+    """Does ``me``, in company ``own``, leave the step to others that go on without it? What a newcomer announces, with
+    which its members do not count, is no company: they may hold most of the microbatches together with ``me``."""
     ours = -len(own), min(own)
+
+    def goes_on(peer: str, view: GroupView) -> bool:
+        others = (views[other] for other in view.members if other in views)
+        return view.attempt > 0 and all(peer in other.members or other.attempt == 0 for other in others)
+
     return any(
-        v.attempt > 0 and me not in v.members and (-len(v.members), min(v.members)) < ours for v in views.values()
+        me not in v.members and (-len(v.members), min(v.members)) < ours and goes_on(p, v) for p, v in views.items()
     )
