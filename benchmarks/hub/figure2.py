@@ -1,6 +1,6 @@
 """HYBRID's figure 2: time of a batch on 6 V100 and 10 RTX 2080, of which a share is unreliable, by how often these
 disconnect, on fleets drawn at random. See README.md. ``python figure2.py [--shares 0.3 0.6] [--rates 0.1 0.5 0.9]
-[--draws 4]`` writes figure2.json."""
+[--draws 3]`` writes figure2.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shares", type=float, nargs="*", default=[0.6, 0.3])
     parser.add_argument("--rates", type=float, nargs="*", default=[0.9, 0.5, 0.1])
-    parser.add_argument("--draws", type=int, default=4)
+    parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--steps", type=float, default=5.0)
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--microbatch", type=int, default=8)
