@@ -207,12 +207,13 @@ def test_the_same_seed_gives_the_same_messages(tmp_path: Path) -> None:
     assert outcomes[0] == outcomes[1]
 
 
-HUB = KIND.format("lab", 2) + KIND.format("spot", 4) + "reliable = false\n"
+HUB_CLIENT = KIND.replace("{}", "spot", 1) + "reliable = false\n"
+HUB = KIND.format("lab", 2) + HUB_CLIENT.format(4)
 
 
-def hub_played(tmp_path: Path, text: str, seconds: float, *, crowded: bool = False, **told: Any) -> Outcome:
+def hub_played(tmp_path: Path, text: str, seconds: float, *run: str, crowded: bool = False, **told: Any) -> Outcome:
     """``crowded``: all clients begin at stage 0."""
-    fleet, config, scene = staged(tmp_path, text, "train.microbatch=4", "hub.clients=0")
+    fleet, config, scene = staged(tmp_path, text, "train.microbatch=4", "hub.clients=0", *run)
     planned = as_hub(scene, strategy_of(config))
     if crowded:
         planned = replace(planned, clients=dict.fromkeys(planned.clients, 0))
@@ -250,6 +251,23 @@ def test_clients_of_a_played_hub_do_their_share(tmp_path: Path) -> None:
     assert sorted((*parts[0], *parts[1])) == ["spot-2", "spot-3", "spot-4", "spot-5"]
     for of_stage in parts:
         assert max(of_stage.values()) < 1.3 * min(of_stage.values())
+
+
+def test_a_server_with_clients_gets_more_than_one_without(tmp_path: Path) -> None:
+    """Three equal machines at one stage, one of them the client of one server: half of the microbatches for each server
+    would take half a step longer."""
+    alone = hub_played(tmp_path, KIND.format("lab", 3), 120.0, "fleet.stages=1")
+    helped = hub_played(tmp_path, KIND.format("lab", 2) + HUB_CLIENT.format(1), 120.0, "fleet.stages=1")
+    assert alone.failure is helped.failure is None
+    assert helped.steps > 0.9 * alone.steps
+
+
+def test_clients_begin_where_servers_are_few(tmp_path: Path) -> None:
+    """Three servers of two stages, and three clients: equal stages have three machines each."""
+    _, config, scene = staged(tmp_path, KIND.format("lab", 3) + HUB_CLIENT.format(3), "hub.clients=0")
+    planned = as_hub(scene, strategy_of(config))
+    assert sorted(planned.stages.values()) == [0, 1, 1]
+    assert sorted(planned.clients.values()) == [0, 0, 1]
 
 
 def test_clients_whose_weights_always_come_too_late_take_them_more_rarely(

@@ -130,7 +130,7 @@ def test_who_joins_becomes_a_client_and_with_reliable_a_server(
     status = {"peers": [{"clients": 0}]}
     while sum(p["clients"] for p in status["peers"]) < 2:  # announced now and then
         status = json.loads(output(started("e", "status", ticket, "--json")))
-    assert [p["clients"] for p in status["peers"]] == [1, 1], "who came late helps the other stage"
+    # of which stage depends on how fast servers and clients are, which share cores here
     late.send_signal(signal.SIGINT)
     assert "left in order" in output(late)
     output(started("a", "stop"))
@@ -166,29 +166,69 @@ def test_a_client_goes_where_it_is_needed_most(
 
 
 @pytest.mark.parametrize(
-    ("work", "speeds", "fits", "drawn", "to"),
+    ("work", "speeds", "together", "fits", "drawn", "to"),
     [
-        ([1.0, 1.0], [8.0, 2.0], [0, 1], 0.0, 1),
-        ([1.0, 1.0], [8.0, 2.0], [0, 1], 0.37, 1),
-        ([1.0, 1.0], [8.0, 2.0], [0, 1], 0.38, None),
-        ([1.0, 3.0], [8.0, 12.0], [0, 1], 0.0, 1),
-        ([1.0, 4.0], [2.0, 8.0], [0, 1], 0.0, None),
-        ([1.0, 1.0], [8.0, 7.0], [0, 1], 0.0, None),
-        ([1.0, 1.0], [8.0, 2.0], [0], 0.0, None),
-        ([1.0, 1.0, 2.0], [8.0, 0.0, 0.0], [0, 1, 2], 0.0, 2),
+        ([1.0, 1.0], [8.0, 2.0], 8.0, [0, 1], 0.0, 1),
+        ([1.0, 1.0], [8.0, 2.0], 8.0, [0, 1], 0.37, 1),
+        ([1.0, 1.0], [8.0, 2.0], 8.0, [0, 1], 0.38, None),
+        ([1.0, 1.0], [8.0, 2.0], 4.0, [0, 1], 0.74, 1),
+        ([1.0, 1.0], [8.0, 2.0], 4.0, [0, 1], 0.76, None),
+        ([1.0, 1.0], [8.0, 5.0], 8.0, [0, 1], 0.0, None),
+        ([1.0, 1.0], [8.0, 5.0], 4.0, [0, 1], 0.0, 1),
+        ([1.0, 3.0], [8.0, 12.0], 8.0, [0, 1], 0.0, 1),
+        ([1.0, 4.0], [2.0, 8.0], 2.0, [0, 1], 0.0, None),
+        ([1.0, 1.0], [8.0, 7.0], 8.0, [0, 1], 0.0, None),
+        ([1.0, 1.0], [8.0, 2.0], 8.0, [0], 0.0, None),
+        ([1.0, 1.0, 2.0], [8.0, 0.0, 0.0], 8.0, [0, 1, 2], 0.0, 2),
     ],
 )
 def test_of_four_clients_of_stage_0_so_many_move_as_make_it_as_fast_as_the_slowest_one(
-    work: list[float], speeds: list[float], fits: list[int], drawn: float, to: int | None
+    work: list[float], speeds: list[float], together: float, fits: list[int], drawn: float, to: int | None
 ) -> None:
-    assert stage_to_move_to(work, speeds, 0, 4, fits, drawn) == to
+    """``together``: speed of the four; servers do the rest."""
+    assert stage_to_move_to(work, speeds, 0, 4, together, fits, drawn) == to
+
+
+def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks many times in a long step, and all who would move do so at its end."""
+
+    class Stays:
+        moved, version, looks = False, 7, 0
+
+        def move(self) -> None:
+            raise AssertionError
+
+        async def run(self) -> None:
+            await asyncio.sleep(0.1)  # many looks
+            self.version = 8
+            await asyncio.sleep(0.05)
+
+    class Here:
+        async def servers(self) -> dict[int, tuple[str, ...]]:
+            return {0: ("a",)}
+
+        async def make(self, stage: int, servers: object) -> Stays:
+            return Stays()
+
+    async def helpers(net: object, asked: tuple[str, ...]) -> Helpers:
+        looks.append(asked)
+        return Helpers(4, 8.0, 1.0)
+
+    looks, drawn, rng = list[object](), list[float](), random.Random(1)
+    monkeypatch.setattr(rng, "random", lambda: drawn.append(0.9) or 0.9)
+    monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(servers, "helpers_of", helpers)
+    net: Any = None
+    asyncio.run(Roaming(hub, Here(), net, LoopClock(), [1.0], [0], 0, rng).run())
+    assert len(looks) > 4
+    assert len(drawn) == 2, "one for each version of the weights"
 
 
 def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stage 1 has done nothing at the first look, and is as fast as ours later; or it never does anything."""
 
     class Mover:
-        moved = False
+        moved, version = False, 0
 
         def move(self) -> None:
             self.moved = True
@@ -211,7 +251,7 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
         of_b = iter([1e-9, *[later] * 9])
 
         async def helpers(net: object, asked: tuple[str, ...], of_b: Iterator[float] = of_b) -> Helpers:
-            return Helpers(4, 8.0 if asked == ("a",) else next(of_b))
+            return Helpers(4, 8.0 if asked == ("a",) else next(of_b), 0.0)
 
         monkeypatch.setattr(servers, "helpers_of", helpers)
         made.clear()

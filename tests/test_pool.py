@@ -71,6 +71,28 @@ def test_measured_speed_counts_more_than_what_a_worker_says_of_itself() -> None:
     assert pool.speed() == pytest.approx(1.0 + 1 / 3), "it is remembered while the weights change"
 
 
+def test_forward_and_backward_weigh_as_in_a_microbatch() -> None:
+    """A backward that takes 4.5 times as long as a forward, whose outputs it computes again: 5.5 s for a cost of three,
+    whichever of them came more often of late."""
+    pool = pool_of(a=1.0)
+    for k, what in enumerate((Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD)):
+        pool.put_part(Part(what, 0, k, 0, 1), 10.0 * k, A)
+        assert pool.done(A, taken(pool, A, 10.0 * k).number, 10.0 * k + (1.0 if what is Pass.FORWARD else 4.5))
+    assert pool.speed() == pytest.approx(3 / 5.5)
+
+
+def test_what_shares_passes_now_is_told_from_what_will() -> None:
+    pool = pool_of(a=1.0, b=2.0)
+    assert (pool.speed(), pool.own_speed(), pool.sharing_speed()) == (3.0, 0.0, 3.0)
+    pool.put_part(part := Part(Pass.FORWARD, 0, 7, 0, 1), 0.0, OWN)
+    assert pool.done(OWN, taken(pool, OWN).number, 0.5)
+    assert not pool.wants(part)
+    assert (pool.own_speed(), pool.sharing_speed()) == (2.0, 5.0)
+    pool.rest(1.0)
+    pool.ready(B, 1, 2.0)
+    assert (pool.speed(), pool.sharing_speed()) == (3.0, 4.0), "one still takes the weights"
+
+
 def test_a_backward_goes_to_the_worker_that_has_its_forward_until_that_one_is_gone() -> None:
     pool = pool_of(a=1.0, b=1.0)
     part = Part(Pass.BACKWARD, 0, 0, 0, 2)

@@ -24,7 +24,7 @@ from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
 from muletrain.runs.join.admission import RunInfo
 from muletrain.runs.join.client import JoinClient, find_admitter
-from muletrain.runs.join.messages import READY_EVERY_S, Ready
+from muletrain.runs.join.messages import READY_EVERY_S, Ready, Welcome
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
@@ -67,6 +67,17 @@ def test_the_founder_does_not_begin_with_a_guest_that_left() -> None:
         assert await asyncio.wait_for(asyncio.gather(*waiting), READY_EVERY_S) == [genesis] * 3
 
     virtually(scenario(), 1000.0)
+
+
+def test_the_machines_that_wait_are_servers_and_clients() -> None:
+    async def waiting() -> list[int]:
+        own = rendezvous_of(MemoryHub().join("a"), [1, 1], expected=4)
+        own.seat("a", introduction("a"))
+        own.add("c", introduction("c"), Welcome(config="", stage=1, data=bytes(32), tokenizer_size=0, client=True))
+        own.seat("b", introduction("b"))
+        return own.machines()
+
+    assert asyncio.run(waiting()) == [1, 2]
 
 
 def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:

@@ -343,6 +343,14 @@ def test_one_alone_that_names_others_lures_nobody_away() -> None:
     assert yields("d", ("d", "e"), views | {"c": GroupView(1, ("b", "c"))})
 
 
+def test_a_newcomer_that_few_know_does_not_part_the_others() -> None:
+    """a came after c and d had announced, and has not heard of d. What it announces is no company."""
+    views = {"a": GroupView(1, ("a", "b", "d")), "c": GroupView(1, ("b", "c", "d")), "d": GroupView(1, ("b", "c", "d"))}
+    assert counted_on("b", ["a", "c", "d"], views) == ("b", "c", "d")
+    assert not yields("c", ("b", "c", "d"), views)
+    assert yields("c", ("b", "c", "d"), views | {"d": GroupView(2, ("a", "b", "d"))}), "it counts on the newcomer now"
+
+
 def test_somebody_always_goes_on() -> None:
     """A chain a-b-c-d in which only neighbours reach each other: rounds of announcements until nobody changes its
     mind."""

@@ -63,6 +63,14 @@ def test_where_everyone_is_in_place_nobody_moves(listed: Listed, rule: str) -> N
     assert made(listed).assign(view) == ()
 
 
+def test_servers_of_a_hub_stay_where_peers_of_a_swarm_move() -> None:
+    loads = {p: Load(own.stage, 1.0, {0: 9.0, 1: 9.0}, name=p) for p, own in THERE.items()}
+    loads |= {f"{n}": Load(0, 1.0, {0: 9.0, 1: 9.0}, name=f"{n}") for n in range(4)}
+    view = View(loads, WORK, (1.0, 1.0), horizon_s=600.0)
+    assert made(find("swarm")).assign(view)
+    assert made(find("hub")).assign(view) == ()
+
+
 @RUNNING
 def test_a_microbatch_goes_to_peers_that_are_there_in_one_lane(listed: Listed) -> None:
     strategy = made(listed)

@@ -414,13 +414,13 @@ def test_of_a_round_only_those_that_resumed_count(made: Made) -> None:
 def test_each_took_its_share_of_the_time(made: Made) -> None:
     (swapped,) = made.swapped(1)
 
-    async def shares() -> list[int]:
+    async def shares() -> list[float]:
         await asyncio.gather(*(through([swapped], Microbatch(0, i)) for i in range(3)))
-        return [swapped.together(Microbatch(0, i)) for i in range(4)]
+        return [swapped.busy_s(Microbatch(0, i), 6.0) for i in range(4)]
 
-    assert run(shares()) == [3, 3, 3, 1]
+    assert run(shares()) == [2.0, 2.0, 2.0, 6.0]
     swapped.discard(Microbatch(0, 0))
-    assert swapped.together(Microbatch(0, 0)) == 1
+    assert swapped.busy_s(Microbatch(0, 0), 6.0) == 6.0
 
 
 def test_what_a_step_left_behind_is_cleared(made: Made) -> None:

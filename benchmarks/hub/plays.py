@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -134,6 +135,17 @@ def compared(
         rows.append({"strategy": strategy, "rate": rate} | found)
         print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """By strategy, over all draws: seconds of a step (None: on some draw none ended), and goodput."""
+    found = {}
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        own = [row for row in rows if row["strategy"] == strategy]
+        steps_s = [row.get("step_s") for row in own]
+        mean_s = None if None in steps_s else round(fmean(steps_s), 1)
+        found[strategy] = {"step_s": mean_s, "goodput": round(fmean(row.get("goodput", 0.0) for row in own), 3)}
+    return found
 
 
 def write(name: str, rows: object) -> None:

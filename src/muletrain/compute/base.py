@@ -114,9 +114,9 @@ class Compute(Protocol):
         [B, T], and d loss / d inputs (None if it is also stage 0, and for a held-out microbatch). Accumulates as ``backward`` does."""
         ...
 
-    def together(self, mb: Microbatch) -> int:
-        """Returns how many microbatches the last call for ``mb``, which has returned, was computed with; itself
-        included. Each took its share of the time."""
+    def busy_s(self, mb: Microbatch, took_s: float) -> float:
+        """Returns for how long the last call for ``mb``, which took ``took_s`` and has returned, kept this stage busy:
+        of microbatches that are computed together each has its share."""
         ...
 
     def discard(self, mb: Microbatch) -> None:

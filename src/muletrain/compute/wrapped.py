@@ -26,8 +26,8 @@ class WrappedCompute:
         self.delayed, self.jobs, self.parts = inner.delayed, inner.jobs, inner.parts
         self.inner = inner
 
-    def together(self, mb: Microbatch) -> int:
-        return self.inner.together(mb)
+    def busy_s(self, mb: Microbatch, took_s: float) -> float:
+        return self.inner.busy_s(mb, took_s)
 
     def discard(self, mb: Microbatch) -> None:
         self.inner.discard(mb)

@@ -124,6 +124,14 @@ class Pool:
         """Returns how many forward passes of a sequence the workers beside the server's own device do in a second."""
         return sum(w.speed for name, w in self._workers.items() if name != OWN and not w.late)
 
+    def own_speed(self) -> float:
+        """Returns the same of the server's own device; 0: it is unknown, or does not share passes."""
+        return own.speed if self._shares(OWN, own := self._workers[OWN]) else 0.0
+
+    def sharing_speed(self) -> float:
+        """Returns the same of all that share passes now."""
+        return sum(w.speed for name, w in self._workers.items() if self._shares(name, w))
+
     def _slowest(self) -> float:
         """Returns the speed of the slowest worker that was measured; 0: none was."""
         return min((w.speed for w in self._workers.values() if w.measured), default=0.0)
@@ -274,10 +282,8 @@ class Pool:
                 own_turn = worker != OWN or now - uncut.since >= LEFT_S or not self._others_take(uncut=uncut)
                 if not own_turn or self._has_part_of(uncut, self._workers[worker]):
                     continue
-                unknown = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
-                share = (
-                    0.0 if unknown else self._share_of(worker, uncut)
-                )  # one that may be very slow begins with little
+                may_be_slow = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
+                share = 0.0 if may_be_slow else self._share_of(worker, uncut)
                 left = uncut.end - uncut.next
                 part = Part(uncut.what, uncut.step, uncut.index, uncut.next, min(left, max(1, round(left * share))))
                 self._open[part] = _Open()
@@ -289,17 +295,14 @@ class Pool:
 
     def _has_part_of(self, uncut: _Uncut, worker: Worker) -> bool:
         """Has ``worker`` a part of that pass? Then the rest is for others: a pass ends with its last part."""
-        wanted = uncut.what, uncut.step, uncut.index
-        return any(self._givings[number].part[:3] == wanted for number in worker.out)
+        return any(self._givings[n].part[:3] == (uncut.what, uncut.step, uncut.index) for n in worker.out)
 
     def _share_of(self, worker: str, uncut: _Uncut) -> float:
         """Returns the share of ``worker`` in the speed of all that share the rest of a pass; of equal ones if the speed
         of any is unknown."""
-        speeds = {
-            n: w.speed
-            for n, w in self._workers.items()
-            if n == worker or (self._shares(n, w) and not self._has_part_of(uncut, w))
-        }
+        workers = self._workers.items()
+        shares = (n for n, w in workers if n == worker or (self._shares(n, w) and not self._has_part_of(uncut, w)))
+        speeds = {n: self._workers[n].speed for n in shares}
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
 
     def _shares(self, name: str, worker: Worker) -> bool:
@@ -325,8 +328,7 @@ class Pool:
     def done(self, worker: str, number: int, now: float) -> bool:
         """``worker`` brings a giving back. Returns False if it does not count: another worker was first, the part is no
         longer wanted, or there is no such giving."""
-        giving = self._back(worker, number)
-        if giving is None:
+        if (giving := self._back(worker, number)) is None:
             return False
         self._workers[worker].came_back(giving.part, giving.since, now)
         self._close(giving.part)

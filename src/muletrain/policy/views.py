@@ -26,7 +26,7 @@ class GroupView(NamedTuple):
 def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) -> tuple[str, ...]:
     """Returns the members that ``me``, who reaches ``reached``, counts on next; sorted. Those that count on ``me`` come
     first, unless that makes the company smaller: a member that tells each of the others that it counts on nobody else
-    must not part them."""
+    must not part them. Nor must one that few know yet, and whose id comes first: it may have accumulated nothing."""
     others = sorted(set(reached) - {me})
 
     def unsure(peer: str) -> bool:
@@ -39,7 +39,9 @@ def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) 
                 found.append(peer)
         return tuple(sorted(found))
 
-    return max(chosen(sorted(others, key=unsure)), chosen(others), key=len)
+    found = max(chosen(sorted(others, key=unsure)), chosen(others), key=len)
+    left_out = [p for p in others if p not in found]
+    return max([found, *(chosen([p, *(o for o in others if o != p)]) for p in left_out)], key=len)
 
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, GroupView]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import Usual
 
 if TYPE_CHECKING:
-    from muletrain.policy.passes import Part
+    from muletrain.policy.passes import Part, Pass
 
 LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
 """A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
@@ -26,27 +26,37 @@ class Worker:
         self.reserved: deque[Part] = deque()
         """Parts that it should compute, because it has their forward."""
         self.late = False
-        self._unit_s = Usual(unmeasured_s=math.inf, floor_s=0.0, times=1.0)
+        self._unit_s: dict[Pass, Usual] = {}
+        """Seconds for a forward pass of a sequence, as each kind of pass says: where outputs are computed again, a backward
+        takes longer than its cost says."""
         self._free_at = -math.inf
         """When its last part came back."""
-        self.measured = False
 
     @property
     def ready(self) -> bool:
         return self.room > 0
 
     @property
+    def measured(self) -> bool:
+        return bool(self._unit_s)
+
+    @property
     def speed(self) -> float:
         """Forward passes of a sequence per second."""
-        return 1 / self._unit_s.seconds() if self.measured else self.hint
+        return 1 / self._usual_s() if self.measured else self.hint
+
+    def _usual_s(self) -> float:
+        """Returns the seconds for a forward pass of a sequence: kinds of passes weigh as they do in a microbatch."""
+        return sum(p.cost * unit_s.seconds() for p, unit_s in self._unit_s.items()) / sum(p.cost for p in self._unit_s)
 
     def due_s(self, cost: int, slowest: float) -> float:
         """Seconds until it should have brought back parts of so much ``cost``. ``slowest``: speed of the slowest worker
         that was measured; 0: none was."""
         if self.measured:
-            return max(FLOOR_S, LATE * self._unit_s.seconds() * cost)
+            return max(FLOOR_S, LATE * self._usual_s() * cost)
         return max(FLOOR_S, LATE * LATE * cost / slowest) if slowest else UNMEASURED_S
 
     def came_back(self, part: Part, since: float, now: float) -> None:
-        self._unit_s.measured(max(1e-6, now - max(since, self._free_at)) / part.cost)
-        self.measured, self._free_at = True, now
+        unit_s = self._unit_s.setdefault(part.what, Usual(unmeasured_s=math.inf, floor_s=0.0, times=1.0))
+        unit_s.measured(max(1e-6, now - max(since, self._free_at)) / part.cost)
+        self._free_at = now

@@ -231,8 +231,8 @@ class SwappedCompute:
         else:
             checks.check_activation_shape(inputs, self._spec, self._setup.sequences)
 
-    def together(self, mb: Microbatch) -> int:
-        return self._together.get(mb, 1)
+    def busy_s(self, mb: Microbatch, took_s: float) -> float:
+        return took_s / self._together.get(mb, 1)
 
     def discard(self, mb: Microbatch) -> None:
         self._together.pop(mb, None)

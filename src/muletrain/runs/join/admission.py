@@ -60,8 +60,8 @@ class Participants(Protocol):
         """Add a newcomer to ``welcome.stage``. Returns the welcome with its name and what else it needs."""
         ...
 
-    def clients(self) -> list[int]:
-        """Return how many clients wait for the beginning, by stage."""
+    def machines(self) -> list[int]:
+        """Return how many servers and clients wait for the beginning, by stage."""
         ...
 
     def remove(self, peer: PeerId) -> bool:
@@ -114,7 +114,7 @@ class Admission:
 
     def _admit_client(self, peer: PeerId, request: JoinRequest) -> Welcome:
         """A client takes nobody's place, and needs no tokenizer. Raises AdmissionError or CapacityError."""
-        stage = self.seating.choose_for_client(request, self.participants.clients())
+        stage = self.seating.choose_for_client(request, self.participants.machines())
         welcome = Welcome(config=self.info.config, stage=stage, data=self.info.data, tokenizer_size=0, client=True)
         return self.participants.add(peer, request, welcome.model_copy(update={"name": request.name}))
 
@@ -161,7 +161,7 @@ class LiveMembers:
         taken = {m.name for m in self._roster.members() if not again or self._roster.is_alive(m.id)}
         return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
 
-    def clients(self) -> list[int]:
+    def machines(self) -> list[int]:
         return [0] * self._roster.genesis.stages  # their servers know them, and they ask these
 
     def remove(self, peer: PeerId) -> bool:

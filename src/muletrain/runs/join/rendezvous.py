@@ -106,8 +106,9 @@ class Rendezvous:
         guests = self._guests.values()
         return [[g.request.device for g in guests if g.welcome.stage == s] for s in range(self.seating.stages)]
 
-    def clients(self) -> list[int]:
-        return [sum(stage == s for stage in self._clients.values()) for s in range(self.seating.stages)]
+    def machines(self) -> list[int]:
+        stages = [*self._clients.values(), *(guest.welcome.stage for guest in self._guests.values())]
+        return [stages.count(s) for s in range(self.seating.stages)]
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
         if welcome.client:

@@ -47,7 +47,7 @@ class Seating:
         return newcomer.client and self.strategy.pooled and not self.strategy.has_place(newcomer.name)
 
     def choose_for_client(self, client: JoinRequest, speeds: Sequence[float]) -> int:
-        """The stage that ``client`` asks for, its planned one, or the one that it helps most. ``speeds``: of the clients
+        """The stage that ``client`` asks for, its planned one, or the one that it helps most. ``speeds``: of the machines
         of each stage together, in any unit. Raises as ``choose``."""
         stage = self.helpers.get(client.name) if client.stage is None else client.stage
         if stage is None:

@@ -308,8 +308,8 @@ class StageServer:
         return loss, await self._encode_gradient(job, inputs_gradient)
 
     def _took_s(self, job: _Job) -> float:
-        """Its share of the time since its turn began."""
-        return (self.ctx.clock.now() - job.begun) / self.ctx.compute.together(job.microbatch)
+        """For how long it kept this peer busy since its turn began."""
+        return self.ctx.compute.busy_s(job.microbatch, self.ctx.clock.now() - job.begun)
 
     def _count(self, job: _Job, accumulation: _Accumulation) -> None:
         took = self._took_s(job)

@@ -85,10 +85,6 @@ class Calls:
     def end(self, call: Call) -> None:
         del self._calls[call.key]
 
-    def begun(self) -> int:
-        """Returns how many of them are being computed."""
-        return sum(call.begun for call in self._calls.values())
-
     def of(self, part: Part) -> Call | None:
         """Returns the call that waits for ``part``; None: none does."""
         return self._calls.get((part.what, part.step, part.index))

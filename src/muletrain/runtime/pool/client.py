@@ -118,6 +118,11 @@ class Client:
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
         net.serve(AreYouThere.KIND, self._on_question)
 
+    @property
+    def version(self) -> int:
+        """See ``servers.Worker``."""
+        return self._version
+
     def stop(self) -> None:
         """Leave in order."""
         self._ended = True
@@ -182,8 +187,9 @@ class Client:
 
     def _heard(self, state: Enlisted | Begun) -> None:
         """Take in what our server says of its weights, unless it is older than what we know."""
-        if isinstance(state, Enlisted) and state.servers:
+        if isinstance(state, Enlisted) and state.servers and state.servers != self._servers.known:
             self._servers.known = state.servers
+            self._weights.ask_again()  # who serves another stage now does not answer
         if state.version > self._version:
             self._version, self._wanted = state.version, state.weights
             self._changed()
@@ -265,7 +271,7 @@ class Client:
         def wanted() -> bool:
             return self._wanted == digest and not (self._dismissed or self._ended)
 
-        values = await self._weights.fetch(digest, self._servers.known, wanted)
+        values = await self._weights.fetch(digest, lambda: self._servers.known, wanted)
         if not wanted():
             return
         if values is None:

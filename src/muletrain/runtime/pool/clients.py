@@ -204,6 +204,7 @@ class Clients:
             servers=servers,
             clients=len(self._clients),
             speed=self._desk.pool.speed(),
+            own=self._desk.pool.own_speed(),
         )
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:

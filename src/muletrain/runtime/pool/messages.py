@@ -44,7 +44,8 @@ class Enlist(Message):
 
 class Enlisted(Message):
     """The answer. ``weights``: digest of the current ones, the ``version``-th of this server; ``servers``: all of the
-    stage; ``clients``: of this server; ``speed``: of all of them [forward passes of a sequence per second]."""
+    stage; ``clients``: of this server; ``speed``: of all of them [forward passes of a sequence per second]; ``own``: of
+    the server's device."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
@@ -52,6 +53,7 @@ class Enlisted(Message):
     servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()]
     clients: Natural
     speed: Speed
+    own: Speed
 
 
 class GetState(Message):

@@ -26,6 +26,8 @@ class PooledCompute(WrappedCompute):
     def __init__(self, desk: PartsDesk) -> None:
         super().__init__(desk.inner)
         self._desk = desk
+        self._costs: dict[Microbatch, int] = {}
+        """Of the last pass of each microbatch, in forward passes of a sequence."""
 
     @property
     def clients(self) -> Clients:
@@ -37,13 +39,13 @@ class PooledCompute(WrappedCompute):
         if mb.heldout:  # clients compute what is trained with
             return await self.inner.forward(mb, inputs, turn)
         call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs)
-        return Result(await self._desk.computed(call))
+        return Result(await self._computed(call))
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         if self._desk.kept_sequences(mb) != len(grad):
             raise MuletrainError(f"no forward of microbatch {mb.step}/{mb.index} is kept")
         call = Call(mb, Pass.BACKWARD, turn, accumulate, sequences=len(grad))
-        output = await self._desk.computed(call, grad)
+        output = await self._computed(call, grad)
         return None if self.stage == 0 else Result(output)
 
     async def loss_backward(
@@ -52,14 +54,22 @@ class PooledCompute(WrappedCompute):
         if mb.heldout:
             return await self.inner.loss_backward(mb, inputs, targets, turn, accumulate=False)
         call = Call(mb, Pass.LOSS, turn, accumulate, sequences=len(inputs), inputs=inputs, targets=targets)
-        output = await self._desk.computed(call)
+        output = await self._computed(call)
         return call.loss, None if self.stage == 0 else Result(output)
 
-    def together(self, mb: Microbatch) -> int:
-        """Workers compute parts of several microbatches at once, so that each takes only its share of the time."""
-        return 1 + self._desk.calls.begun()
+    async def _computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
+        output = await self._desk.computed(call, grad)
+        self._costs[call.mb] = call.what.cost * call.sequences
+        return output
+
+    def busy_s(self, mb: Microbatch, took_s: float) -> float:
+        """By the speed of all workers: they compute parts of several microbatches at once, and one that is alone waits for
+        the slowest of its parts. By the time that a pass takes, a server with clients would look as slow as one without."""
+        cost, speed = self._costs.pop(mb, 0), self._desk.pool.sharing_speed()
+        return cost / speed if cost and speed else took_s
 
     def discard(self, mb: Microbatch) -> None:
+        self._costs.pop(mb, None)
         self._desk.discard(mb)
 
     # The accumulator and the step -----------------------------------------------------------------------------------

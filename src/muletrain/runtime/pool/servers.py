@@ -29,7 +29,9 @@ OTHERS_S = 0.5
 ASKED = 4
 """Servers of each stage that are asked how fast their clients are."""
 UNMEASURED = 1e-9
-"""Speed of a client at least, so that one counts before it is measured."""
+"""Speed of a machine at least, so that one counts before it is measured."""
+IDLE = 1e5 * UNMEASURED
+"""Clients that are slower together have done no work yet."""
 
 COMPARE_S = 10.0
 """Seconds between two looks whether another server of the stage needs a client more, at least."""
@@ -42,15 +44,17 @@ class NoServer(MuletrainError):
 
 
 class Helpers(NamedTuple):
-    """The clients of one stage together. ``speed``: forward passes of a sequence per second."""
+    """The clients of one stage together. ``speed``: forward passes of a sequence per second; ``own``: of the devices of
+    the servers themselves."""
 
     clients: int
     speed: float
+    own: float
 
 
 async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
-    """Returns how many clients the ``servers`` of a stage have, and how fast these are. In a large fleet some are asked,
-    for all."""
+    """Returns how many clients the ``servers`` of a stage have, and how fast all of these are. In a large fleet some are
+    asked, for all."""
 
     async def ask(server: PeerId) -> Enlisted | None:
         try:
@@ -61,7 +65,10 @@ async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
     found = [state for state in await asyncio.gather(*map(ask, servers[:ASKED])) if state is not None]
     times = len(servers) / max(1, len(found))
     clients = sum(state.clients for state in found)
-    return Helpers(round(times * clients), times * (sum(state.speed for state in found) + UNMEASURED * clients))
+    speed, own = sum(state.speed for state in found), sum(state.own for state in found)
+    return Helpers(
+        round(times * clients), times * (speed + UNMEASURED * clients), times * own + UNMEASURED * len(servers)
+    )
 
 
 class StageServers:
@@ -134,6 +141,7 @@ class Rule(Protocol):
         speeds: Sequence[float],
         stage: int,
         clients: int,
+        together: float,
         fits: Collection[int],
         drawn: float,
     ) -> int | None: ...
@@ -143,6 +151,11 @@ class Worker(Protocol):
     """Works at one stage (``client``)."""
 
     moved: bool
+
+    @property
+    def version(self) -> int:
+        """Of its server's weights."""
+        ...
 
     def move(self) -> None: ...
 
@@ -187,7 +200,7 @@ class Roaming:
         while True:
             servers = await self._home.servers()
             if stage is None:
-                stage = self._rule.stage_to_help(self._work, (await self._strengths(servers))[0], self._fits)
+                stage = self._rule.stage_to_help(self._work, self._speeds(await self._helpers(servers)), self._fits)
                 assert stage is not None  # who has no memory for any stage is no client
             client = await self._home.make(stage, servers)
             looking = asyncio.create_task(self._look_elsewhere(stage, client))
@@ -201,30 +214,29 @@ class Roaming:
 
     async def _look_elsewhere(self, stage: int, client: Worker) -> int | None:
         """Returns the stage that needs ``client`` more, once there is one, and lets it move. None: there is none."""
-        unmeasured = set[int]()
+        unmeasured, version, drawn = set[int](), -1, 0.0
         with contextlib.suppress(NoServer):  # then the client itself has none
             while not self._stays:
                 await self._clock.sleep(LOOK_EVERY_S)
-                speeds, clients = await self._strengths(await self._home.servers())
-                before, unmeasured = (
-                    unmeasured,
-                    {s for s, n in enumerate(clients) if n and _idle(speeds[s], self._work[s])},
-                )
+                helpers, before = await self._helpers(await self._home.servers()), unmeasured
+                unmeasured = {s for s, h in enumerate(helpers) if h.clients and h.speed < IDLE}
                 if unmeasured - before:  # they may still fetch the weights
                     continue
-                drawn = self._draw.random()
-                to = self._rule.stage_to_move_to(self._work, speeds, stage, clients[stage], self._fits, drawn)
+                if client.version != version:  # all who decide to move in a step do so at its end, at once
+                    version, drawn = client.version, self._draw.random()
+                ours, speeds = helpers[stage], self._speeds(helpers)
+                to = self._rule.stage_to_move_to(
+                    self._work, speeds, stage, ours.clients, ours.speed * self._work[stage], self._fits, drawn
+                )
                 if to is not None:
                     client.move()
                     return to
         return None
 
-    async def _strengths(self, servers: Mapping[int, Sequence[PeerId]]) -> tuple[list[float], list[int]]:
-        """Returns how much work the clients of each stage do in a second, and how many these are."""
-        helpers = [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._work))]
-        return [h.speed * w for h, w in zip(helpers, self._work, strict=True)], [h.clients for h in helpers]
+    async def _helpers(self, servers: Mapping[int, Sequence[PeerId]]) -> list[Helpers]:
+        """Returns the clients of each stage."""
+        return [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._work))]
 
-
-def _idle(speed: float, work: float) -> bool:
-    """Has no client of a stage done any work yet?"""
-    return speed < 1e5 * UNMEASURED * work
+    def _speeds(self, helpers: Sequence[Helpers]) -> list[float]:
+        """Returns how much work the servers and clients of each stage do in a second."""
+        return [(h.speed + h.own) * work for h, work in zip(helpers, self._work, strict=True)]

@@ -118,12 +118,16 @@ class WeightsDownload:
         self._missed = True
         self.news.set()
 
-    async def fetch(self, digest: bytes, servers: tuple[PeerId, ...], wanted: Callable[[], bool]) -> Tensor | None:
+    async def fetch(
+        self, digest: bytes, known: Callable[[], tuple[PeerId, ...]], wanted: Callable[[], bool]
+    ) -> Tensor | None:
         """Returns the weights with this ``digest``, flat fp32 [P]; None: they did not come, or are not ``wanted`` any
-        more."""
+        more. ``known``: the servers of the stage."""
         coming = self._coming = _Coming(digest, self._compute.n_params, self._plan.chunk)
         try:
-            for turn in range(TRIES if servers else 0):
+            for turn in range(TRIES):
+                if not (servers := known()):
+                    break
                 self._missed = False
                 await self._ask(coming, servers[turn % len(servers) :] + servers[: turn % len(servers)])
                 while coming.left and wanted() and not self._missed:

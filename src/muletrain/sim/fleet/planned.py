@@ -40,13 +40,14 @@ def as_hub(setting: Setting, strategy: Strategy) -> Planned:
         raise CapacityError(
             "machines[0].reliable: a hub needs reliable machines as servers, and there are none; add one, or use strategy swarm"
         )
+    machines = list[float]()
     for stage, counts in enumerate(seated(replace(setting, kinds=tuple(able)))):
         stages.update({named(k): stage for k, n in enumerate(counts) for _ in range(n)})
-    speeds = [0.0] * len(setting.cut)
+        machines.append(sum(counts))
     for k, kind in enumerate(setting.kinds):
         for _ in range(0 if kind.reliable else kind.count):
-            chosen = stage_to_help([s.forward_flops for s in setting.cost.stages], speeds, kind.fits)
+            chosen = stage_to_help([s.forward_flops for s in setting.cost.stages], machines, kind.fits)
             assert chosen is not None  # a setting has no kinds that hold no stage
-            speeds[chosen] += 1.0
+            machines[chosen] += 1
             clients[named(k)] = chosen
     return Planned(strategy, kinds, stages, clients)

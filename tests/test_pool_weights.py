@@ -1,0 +1,61 @@
+"""How a client takes the weights of its stage."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from muletrain.clock import LoopClock
+from muletrain.compute.executor import InlineExecutor
+from muletrain.network.memory import MemoryHub
+from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.pool.client import Client
+from muletrain.runtime.pool.messages import Enlisted, GetWeights
+from muletrain.runtime.pool.weights import STALLED_S, WeightsUpload
+from muletrain.sim.fleet.hollow import HollowCompute, hollow_plan
+from muletrain.sim.loop import run_virtually
+from muletrain.strategies import strategy_of
+
+from .test_fidelities import HUB, staged
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from muletrain.network.base import Frame
+
+
+def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_path: Path) -> None:
+    """Of the two servers that a client knows one does not answer. The other one says that it serves alone, and gives the
+    rest at once."""
+    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
+    plan, took_s = hollow_plan(scene, config, strategy_of(config), trace=False), list[float]()
+
+    async def scenario() -> None:
+        hub, clock, tasks = MemoryHub(), LoopClock(), Tasks(InlineExecutor())
+        net, there, elsewhere = (hub.join(name) for name in ("client", "there", "elsewhere"))
+        compute = HollowCompute(0, plan.stages, clock, 0.0, delayed=False)
+        upload = WeightsUpload(compute, plan.chunk, there, tasks)
+        digest = await compute.digest()
+        upload.begin(digest)
+
+        async def answered(sender: str, frame: Frame) -> None:
+            upload.on_asked(sender, GetWeights.parse(frame))
+
+        async def ignored(sender: str, frame: Frame) -> None:
+            pass
+
+        there.receive(answered, (GetWeights.KIND,))
+        elsewhere.receive(ignored, (GetWeights.KIND,))
+        client = Client(net, clock, tasks, compute, plan, bytes(32), "client", ("there", "elsewhere"))
+        fetching = asyncio.create_task(client._weights.fetch(digest, lambda: client._servers.known, lambda: True))
+        await clock.sleep(1.0)
+        assert not fetching.done()
+        client._heard(Enlisted(weights=digest, version=0, servers=("there",), clients=1, speed=0.0, own=0.0))
+        assert await fetching is not None
+        took_s.append(clock.now())
+        await tasks.close()
+
+    problems: list[str] = []
+    run_virtually(scenario(), 1000.0, problems)
+    assert problems == []
+    assert took_s[0] < STALLED_S / 10
