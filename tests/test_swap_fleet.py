@@ -113,6 +113,7 @@ def test_the_command_swaps_with_no_further_option_and_its_report_tells(tmp_path:
     assert json.loads((run / "checkpoints" / "step-00000011" / "manifest.json").read_text())["step"] == 11
 
 
+@pytest.mark.slow
 def test_one_dies_in_the_middle_of_a_step_and_another_joins(tmp_path: Path) -> None:
     """Three peers swap; one is killed while gradients are averaged, and a newcomer takes the state, swaps it and computes:
     every tensor is within 1e-5 of one process."""
