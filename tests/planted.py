@@ -29,7 +29,7 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
 from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
-from muletrain.runtime.step import agreement, audit, record
+from muletrain.runtime.step import agreement, audit, record_builder
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.record import StepRecord
@@ -135,7 +135,7 @@ def gaps_ignored(patch: pytest.MonkeyPatch) -> None:
 
 def one_holder_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attested, "complete", lambda self, live, attesting: True)
-    patch.setattr(record, "held_by_most", lambda rounds, voters: rounds)
+    patch.setattr(record_builder, "held_by_most", lambda rounds, voters: rounds)
 
 
 def attests_before_it_holds(patch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.step.messages import Abstain, Seal
+from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
 
@@ -129,6 +129,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Reduced(round=digest, step=0, chunk=index, square_norm=1.0, finite=True).frame([chunk]),
         RoundEntry(**entry).frame(),
         Abstain(**at, attempt=1).frame(),
+        TiedEntry(**at, rounds=(bytes(32), bytes(32)), product=1.0).frame(),
         Away().frame(),
         Back(**at).frame(),
         Suspected(**at, peer="second").frame(),

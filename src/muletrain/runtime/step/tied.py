@@ -36,6 +36,8 @@ class TiedSum:
         tied, self._own = ctx.plan.tied, ctx.roster.own.stage
         self._tied = tied if tied is not None and self._own in tied.stages else None
         self._working: asyncio.Task[None] | None = None
+        self._stated: tuple[RoundEntry, RoundEntry] | None = None
+        """Our round and theirs, whose product we stated."""
         self._failed = 0
 
     @property
@@ -51,31 +53,32 @@ class TiedSum:
         """Is everything here that the update needs? Once there is a record."""
         if self._tied is None:
             return True
-        theirs, other = self._theirs, self._state.other
-        return theirs is not None and other is not None and other.entry.round == theirs.round
+        theirs = self._theirs
+        return theirs is not None and self._has(theirs)
+
+    def _has(self, theirs: RoundEntry) -> bool:
+        other = self._state.other
+        return other is not None and _same(other.entry, theirs)
 
     def look_around(self) -> None:
         """Get on with it whenever something changed."""
         own, theirs = self._state.gradient, self._theirs
         if own is None or theirs is None or (self._working is not None and not self._working.done()):
             return
-        if self._state.tied is None or self._state.tied.rounds != self._rounds(own, theirs):
+        if self._stated is None or not all(map(_same, self._stated, (own.entry, theirs))):
             self._working = self._ctx.spawn(self._work(own, theirs), "tied parameters")
-
-    def _rounds(self, own: MeanGradient, theirs: RoundEntry) -> tuple[bytes, bytes]:
-        first, second = sorted((own.entry, theirs), key=lambda entry: entry.stage)
-        return first.round, second.round
 
     async def _work(self, own: MeanGradient, theirs: RoundEntry) -> None:
         ctx, state = self._ctx, self._state
-        if not self.ready and not await self.take(theirs):
+        if not self._has(theirs) and not await self.take(theirs):
             self._failed += 1
             await ctx.clock.sleep(backoff_s(self._failed - 1, PAUSE_S, PAUSE_MAX_S))
-        elif state.other is not None and state.other.entry.round == theirs.round and self._tied is not None:
-            tied, values = self._tied, state.other.values
-            found = await ctx.compute.offload(lambda: product(tied.part(own.values, self._own), values))
-            rounds = self._rounds(own, theirs)
+        elif (other := state.other) is not None and (tied := self._tied) is not None:
+            found = await ctx.compute.offload(lambda: product(tied.part(own.values, self._own), other.values))
+            first, second = sorted((own.entry, theirs), key=lambda entry: entry.stage)
+            rounds = first.round, second.round
             state.tied = TiedEntry(lineage=state.lineage, step=state.step, rounds=rounds, product=found)
+            self._stated = own.entry, theirs
             state.builder.add_tied(ctx.net.peer_id, state.tied)
             ctx.spawn(ctx.tell(ctx.roster.everyone(), state.tied), "tied entry")
         ctx.news.touched()
@@ -108,3 +111,8 @@ class TiedSum:
         """End the step."""
         if self._working is not None:
             self._working.cancel()
+
+
+def _same(a: RoundEntry, b: RoundEntry) -> bool:
+    """Do both name the same round, with the same content for what is tied?"""
+    return (a.round, a.tied) == (b.round, b.tied)
