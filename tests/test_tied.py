@@ -103,7 +103,8 @@ def test_the_product_does_not_depend_on_who_adds() -> None:
     torch.set_num_threads(2)
     assert found == tied.product(a, b)
     torch.set_num_threads(threads)
-    assert tied.product(torch.tensor([float("inf"), 1.0]), torch.ones(2)) == 0.0
+    a[0] = float("inf")
+    assert tied.product(a, b) == 0.0, "all parts that are not finite have the same content"
 
 
 def test_a_part_is_found_in_pieces_and_added_in_windows() -> None:
@@ -180,6 +181,69 @@ def test_another_product_is_another_history() -> None:
     assert told.record() is None, "one may lie"
     assert told.claim("c", claimed, right.hash, 1.0)
     assert told.record() == right
+
+
+def test_stages_that_are_both_split_go_on() -> None:
+    """Each stage's replicas hold different rounds. Those whose round does not count state no product for those that do."""
+    world = Alive(("a1", "a2"), ("b1", "b2"))
+    builder = world.builder()
+    builder.tied = (0, 1)
+    held = [
+        entry(stage, name, (name,), round=bytes([k]) * 32)
+        for k, (stage, name) in enumerate([(0, "a1"), (0, "a2"), (1, "b1"), (1, "b2")])
+    ]
+    for each in held:
+        builder.add(each)
+    builder.record()
+    world.now_s += UNDECIDED_S
+    assert builder.record() is None
+    x, z = builder.round_of(0), builder.round_of(1)
+    assert x is not None
+    assert z is not None
+    for own in held:
+        rounds = (own.round, z.round) if own.stage == 0 else (x.round, own.round)
+        builder.add_tied(own.holder, product_of(1.0, rounds))
+    assert builder.record() is not None
+
+
+def test_what_is_equal_makes_one_history() -> None:
+    """-0.0 is equal to 0.0, and not the same bytes."""
+    hashes = set()
+    for order in ("ab", "ba"):
+        builder = Alive(("a",), ("b",)).builder()
+        builder.tied = (0, 1)
+        for each in (entries := [entry(0, "a"), entry(1, "b")]):
+            builder.add(each)
+        for peer in order:
+            rounds = entries[0].round, entries[1].round
+            builder.add_tied(peer, product_of(0.0 if peer == "a" else -0.0, rounds))
+        found = builder.record()
+        assert found is not None
+        hashes.add(found.hash)
+    assert len(hashes) == 1
+
+
+def test_a_product_larger_than_the_norms_allow_does_not_count() -> None:
+    builder = Alive(("a",), ("b",)).builder()
+    builder.tied = (0, 1)
+    for each in (entries := [entry(0, "a"), entry(1, "b")]):
+        builder.add(each)
+    rounds = entries[0].round, entries[1].round
+    builder.add_tied("a", product_of(1.0, rounds))
+    builder.add_tied("b", product_of(-1e100, rounds))
+    builder.record()
+    cast("Any", builder.clock).now = lambda: UNDECIDED_S
+    found = builder.record()
+    assert found is not None
+    assert found.product == 1.0
+
+
+def test_one_that_claims_another_content_of_what_is_tied_misleads_nobody() -> None:
+    told = Alive(("me",), ("b", "c")).builder()
+    told.tied = (0, 1)
+    right = (entry(0, "me", tied=bytes(32)), entry(1, "b", tied=bytes(32)))
+    record = cast("Any", told)._of(right, 1.0)
+    assert not told.claim("b", (right[0], entry(1, "b", tied=b"x" * 32)), record.hash, 1.0)
 
 
 # Worlds ---------------------------------------------------------------------------------------------------------------

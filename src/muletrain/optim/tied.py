@@ -58,10 +58,11 @@ def content(part: Tensor) -> bytes:
 
 
 def product(a: Tensor, b: Tensor) -> float:
-    """The inner product of two parts fp32 [T], the same bits on every machine; what is not finite counts as 0.
+    """The inner product of two parts fp32 [T], the same bits on every machine; 0 unless all of it is finite.
 
     The products are exact in fp64, and are added by halves, so that no library chooses the order of the sum."""
-    return math.fsum(map(_product, torch.split(a, PIECE), torch.split(b, PIECE)))
+    pieces = [_product(*pair) for pair in zip(torch.split(a, PIECE), torch.split(b, PIECE), strict=True)]
+    return math.fsum(pieces) if all(map(math.isfinite, pieces)) else 0.0
 
 
 def _product(a: Tensor, b: Tensor) -> float:
@@ -70,5 +71,4 @@ def _product(a: Tensor, b: Tensor) -> float:
     while len(sums) > 1:
         half = len(sums) // 2
         sums = sums[:half] + sums[half:]
-    value = float(sums[0])
-    return value if math.isfinite(value) else 0.0
+    return float(sums[0])

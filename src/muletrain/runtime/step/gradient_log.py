@@ -9,7 +9,7 @@ they yield to the traffic of the step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muletrain.network.base import Channel
@@ -80,6 +80,8 @@ class GradientLog:
         past = self._past
         if past and past[-1].builder.step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()
+        if other is not None:  # only its copy for sending is still needed
+            other = replace(other, values=other.values.new_empty(0))
         past.append(_Past(builder, builder.agreed(), gradient.entry, gradient, other))
         self._current = {False: [], True: []}
         now = self._ctx.clock.now()

@@ -50,6 +50,8 @@ class StageEntry:
     stop: bool
     leaves: tuple[str, ...] = ()
     expelled: tuple[str, ...] = ()
+    tied: bytes = b""
+    """See ``RoundEntry.tied``."""
 
     @property
     def square_norm(self) -> float:
@@ -83,6 +85,7 @@ class StepRecord:
                 e.stop,
                 list(e.leaves),
                 list(e.expelled),
+                e.tied,
             ]
             for e in self.stages
         ]

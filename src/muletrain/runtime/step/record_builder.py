@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -46,6 +47,10 @@ class Attested:
         return not any(m in live and m not in attesting for m in lacking)
 
 
+_PRODUCT = -1
+"""Stands among stages for the product of tied parameters."""
+SLACK = 1 + 1e-3
+"""Factor by which rounding may make a product larger than the norms allow."""
 UNDECIDED_S = 5.0
 """Seconds before a round counts that less than half attest to: other attestations may still come."""
 
@@ -103,6 +108,10 @@ class RecordBuilder:
     """Stages whose voters have all attested without a majority, and since when."""
     _products: dict[str, TiedEntry] = field(default_factory=dict)
     """What replicas of the ``tied`` stages state, the last word of each."""
+    _told: int = 0
+    """Products heard so far."""
+    _counted: tuple[object, float | None] = (None, None)
+    """What was known when the product that counts was computed, and that product."""
     _product: float = 0.0
     """Of the ``_agreed`` rounds."""
     _agreed: tuple[RoundEntry, ...] = ()
@@ -145,6 +154,7 @@ class RecordBuilder:
         if (entry.step, entry.lineage) != (self.step, self.lineage):
             raise ProtocolError(f"product of step {entry.step} for step {self.step}, or of another lineage")
         self._products[peer] = entry
+        self._told += 1
 
     def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
         """``peer`` says that it applied the record of ``entries`` and ``product``. False if its hash shows another history. Raises
@@ -257,19 +267,37 @@ class RecordBuilder:
         chosen = [k.facts for stage in range(self.stages) if (k := self._choice(stage)) is not None]
         if len(chosen) < self.stages:
             return None
-        product = self._counting_product(tuple(chosen[stage].round for stage in self.tied)) if self.tied else 0.0
+        product = self._counting_product([chosen[stage] for stage in self.tied]) if self.tied else 0.0
         return None if product is None else (tuple(chosen), product)
 
-    def _counting_product(self, rounds: tuple[bytes, ...]) -> float | None:
-        """The product that counts for ``rounds``, if any. Honest peers all state the same one."""
-        votes = {peer: entry.product for peer, entry in self._products.items() if entry.rounds == rounds}
-        voters = {p for s in self.tied for p in self.live.stage(s) if p not in self._abstaining[s]}
+    def _counting_product(self, chosen: list[RoundEntry]) -> float | None:
+        """The product that counts for two ``chosen`` rounds, if any. Honest peers all state the same one, but those that
+        attest to another round of their stage state none for these."""
+        live = [self.live.stage(e.stage) for e in chosen]
+        known = [(e.round, self.known[e.stage], len(self._abstaining[e.stage])) for e in chosen]
+        if self._counted[0] != (seen := (self._told, known, live)) or _PRODUCT in self._undecided:
+            self._counted = seen, self._vote(chosen, {p for each in live for p in each})
+        return self._counted[1]
+
+    def _vote(self, chosen: list[RoundEntry], live: set[str]) -> float | None:
+        rounds, norms = (
+            tuple(e.round for e in chosen),
+            [math.sqrt(sum(s.square_norm for s in e.shards)) for e in chosen],
+        )
+        finite = all(s.finite for e in chosen for s in e.shards)
+        most = SLACK * math.prod(norms) if finite else math.inf  # Cauchy-Schwarz: no honest product is larger
+        stated = {peer: entry.product for peer, entry in self._products.items() if entry.rounds == rounds}
+        votes = {peer: product for peer, product in stated.items() if abs(product) <= most}
+        elsewhere = {m for e in chosen for k in self.rounds(e.stage) if not same_facts(k.facts, e) for m in k.holders}
+        elsewhere -= {m for e in chosen for m in self.holders(e)}
+        voters = live - elsewhere - {m for e in chosen for m in self._abstaining[e.stage]}
         product, count = min(Counter(votes.values()).items(), key=lambda item: (-item[1], item[0]), default=(0.0, 0))
+        product += 0.0  # -0.0 is equal to it, and hashes differ
         if 2 * count > len(voters | votes.keys()):
             return product
-        if not votes or not voters <= votes.keys():
-            self._undecided.pop(-1, None)
-        elif self.clock.now() - self._undecided.setdefault(-1, self.clock.now()) >= UNDECIDED_S:
+        if not votes or not voters <= stated.keys():
+            self._undecided.pop(_PRODUCT, None)
+        elif self.clock.now() - self._undecided.setdefault(_PRODUCT, self.clock.now()) >= UNDECIDED_S:
             return product
         return None
 
@@ -287,7 +315,7 @@ class RecordBuilder:
         return next((c.entries, c.record.product) for c in self._claims.values() if c.record.hash == most)
 
     def _of(self, entries: tuple[RoundEntry, ...], product: float) -> StepRecord:
-        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled) for e in entries)
+        stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled, e.tied) for e in entries)
         return StepRecord(self.step, self.previous, tuple(stages), product)
 
 

@@ -128,6 +128,7 @@ class StepRunner:
         )
         record = builder.record()
         assert record is not None  # until returned
+        builder.settle()
         self._ctx.meter.stats.averaging_s += self._ctx.clock.now() - begin
         await self.apply(record, gradient.values)
         return record
@@ -144,7 +145,7 @@ class StepRunner:
         record = state.builder.record()
         if record is None or not await self._reduction.take(state.builder.agreed()[roster.own.stage]):
             return None
-        if not await self._tied.take_agreed():
+        if not await self._tied.take_agreed() or state.builder.record() != record:
             return None
         assert state.gradient is not None  # taken
         await self.apply(record, state.gradient.values)
@@ -189,6 +190,7 @@ class StepRunner:
     async def _quiesce(self, work: InFlightStep) -> None:
         """End ``work`` and empty its accumulator. Nothing that still runs may end in another step's accumulator."""
         self._position.away = True
+        self._tied.close()
         work.end()
         await self._reruns.drained(work)
         self._ctx.compute.clear(work.step)
