@@ -24,7 +24,7 @@ from muletrain.sim.loop import run_virtually
 from muletrain.sim.world import reference
 from muletrain.sim.world.injection import Injection
 from muletrain.sim.world.play import LIMIT_S
-from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import LEFT, Outcome, readable
 from muletrain.sim.world.witness import Witness
 from muletrain.sim.world.world import World
@@ -293,3 +293,17 @@ def test_a_folder_that_cannot_be_written_to_is_shared_with_nobody(tmp_path: Path
     one, other = (Folder(tmp_path / "file" / "checkpoints", keep=1) for _ in range(2))
     assert one.name != other.name
     assert one.name == one.name
+
+
+def test_a_stage_is_adopted_though_a_peer_waits_for_its_disk(tmp_path: Path) -> None:
+    """What it knows of checkpoints is told at once, so it can be counted on, and questions do not pile up."""
+    faults = (
+        Fault(0.0, "cut", ("peer-2b", "peer-1a"), for_s=FOR_EVER_S),
+        Fault(1.50264415269619, "leave", ("peer-1b",)),
+        Fault(2.4937183723920953, "disk", ("peer-2a",), for_s=FOR_EVER_S, how="slow"),
+        Fault(2.9897849847922475, "stop", ("peer-0a",)),
+        Fault(3.177217576895033, "kill", ("peer-1c",)),
+        Fault(3.7544189936738244, "kill", ("peer-1a",)),
+    )
+    world = Scenario(9290, (1, 3, 2), 6, 4, 6, 0.1, faults, relays=True, checkpoint_every=1, apart=True, disk_s=0.01)
+    run(world, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import safetensors
 import safetensors.torch
 
-from muletrain.errors import CheckpointError
+from muletrain.errors import CheckpointError, DeadlineExceeded
 from muletrain.events import PartNotKept
 from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from muletrain.runtime.checkpoint.roles import Book, Roles
     from muletrain.runtime.members.context import Context
 
+READ_S = 0.3
+"""Seconds that a look at the place may take before others are told what was known of it. They wait for little longer."""
+
 
 class PartReplicas:
     """Owns the book's list of parts in the place."""
@@ -27,6 +31,7 @@ class PartReplicas:
     def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
         self._tidied = False
+        self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
 
     @property
     def name(self) -> str:
@@ -77,14 +82,28 @@ class PartReplicas:
 
     async def readable(self) -> dict[Key, dict[int, PartFacts]]:
         """The parts of all checkpoints in the place."""
-        parts, complete = self._book.parts, self._book.complete
+        complete = self._book.complete
         if self._ctx.tasks.closed:
-            return dict(parts)
+            return dict(self._book.parts)
         with suppress(OSError):  # the store cannot be reached now: use its last answer
             found = await self._place.disk.call(self._place.complete)
             complete.clear()
             complete.update(found)
+        return self._known()
+
+    def _known(self) -> dict[Key, dict[int, PartFacts]]:
+        parts, complete = self._book.parts, self._book.complete
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
+
+    async def readable_soon(self) -> dict[Key, dict[int, PartFacts]]:
+        """The same, or what was known before if the disk takes longer: who asks must not wait for it. One look is under
+        way at a time, however many ask."""
+        if self._looking is None or self._looking.done():
+            self._looking = self._ctx.spawn(self.readable(), "look at checkpoints")
+        try:
+            return await self._ctx.clock.deadline(asyncio.shield(self._looking), READ_S, "the checkpoints' place")
+        except DeadlineExceeded:
+            return self._known()
 
     async def publish(self, opened: OpenCheckpoint) -> str:
         """Complete a checkpoint whose parts are all here. Returns where it is. Raises PartsGone, or CheckpointError if it

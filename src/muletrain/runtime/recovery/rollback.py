@@ -217,7 +217,7 @@ class Rollback:
             )
         parts = [
             HeldPart(step=key.step, lineage=key.lineage, stage=s, digest=facts.digest)
-            for key, parts in sorted((await self._replicas.readable()).items(), reverse=True)
+            for key, parts in sorted((await self._replicas.readable_soon()).items(), reverse=True)
             for s, facts in parts.items()
         ]
         targets = tuple(s for s in range(ctx.plan.stages) if s != stage and self._machine.fits(s))
