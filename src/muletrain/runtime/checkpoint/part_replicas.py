@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 READ_S = 0.3
-"""Seconds that a look at the place may take before others are told what was known of it. They wait for little longer."""
+"""Seconds that a look at the place may take. After that, others are told what was known before."""
 
 
 class PartReplicas:

@@ -82,6 +82,7 @@ class PooledCompute(WrappedCompute):
         turn.begins()
         self._desk.end_step(update.step)
         self._desk.close()
+        self._costs = {mb: cost for mb, cost in self._costs.items() if mb.step > update.step}
         await self.inner.apply(gradient, update)
         self.clients.report(update.step + 1)
 

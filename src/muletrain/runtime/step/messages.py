@@ -37,8 +37,8 @@ class Seal(Message):
 
 
 class TiedEntry(Message):
-    """The sender holds what both rounds' gradients hold for the parameters that their stages share; ``product`` is the
-    inner product, which the global norm needs."""
+    """The sender knows what the gradients of both ``rounds`` hold for the parameters that their stages share.
+    ``product`` is the inner product of the two, which the global norm needs (``optim.tied``)."""
 
     KIND: ClassVar[str] = "tied_entry"
     lineage: Digest
