@@ -33,6 +33,7 @@ from muletrain.model.traced.stage import TABLES
 from muletrain.optim.flat import FlatLayout
 from muletrain.optim.norms import square_norm
 from muletrain.optim.rules import make_rule
+from tests.small_stages import SPEC, data, run, through
 
 from .traced_models import chain_of, new_model
 
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-SPEC = ModelSpec.from_config(
-    ModelConfig(layers=4, width=32, heads=4, kv_heads=2, ffn=48, vocab=61, context=16, dropout=0.2)
-)
 STEPS, MICROBATCHES, SEQUENCES = 20, 3, 2
 CLIP = 0.3
 ADAMW = OptimizerConfig(lr=0.01, warmup=2, clip=CLIP)
@@ -88,27 +86,6 @@ def made(tmp_path: Path) -> Iterator[Made]:
     yield opened
     for compute in opened.opened:
         compute.close()
-
-
-def run(work: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(work, 100))
-
-
-def data(mb: Microbatch, spec: ModelSpec = SPEC) -> tuple[torch.Tensor, torch.Tensor]:
-    draws = torch.Generator().manual_seed(1000 * mb.step + mb.index)
-    ids = torch.randint(0, spec.vocab, (SEQUENCES, spec.context + 1), generator=draws)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-async def through(stages: list[Any], mb: Microbatch, *, accumulate: bool = True) -> float:
-    x, targets = data(mb)
-    for stage in stages[:-1]:
-        x = await (await stage.forward(mb, x))
-    loss, grad = await stages[-1].loss_backward(mb, x, targets, accumulate=accumulate)
-    for stage in reversed(stages[:-1]):
-        grad = await stage.backward(mb, await grad, accumulate=accumulate)
-    assert grad is None
-    return float(loss)
 
 
 async def train(stages: list[Any], steps: int = STEPS) -> tuple[list[float], int]:
