@@ -5,8 +5,7 @@
 - Agreeing on a step: ``cover`` (which accumulators count), ``views`` (which replicas reduce together), ``shards``,
   ``outliers``.
 - Membership: ``assignment`` (who serves which stage), ``rebalance`` (who moves).
-- Recovery: ``complete_checkpoint`` (where a rollback goes), ``fork_choice`` (which history stays), ``keeping`` (who
-  keeps copies of checkpoint parts).
+- Recovery: ``checkpoints`` (where a rollback goes, who keeps copies of parts), ``fork_choice`` (which history stays).
 - Hub: ``pool`` (which worker computes which ``passes`` of which sequences).
 - Time: ``deadline``, ``debts``, ``recent``. ``chaos``: the language of injected faults.
 """
