@@ -23,7 +23,7 @@ from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
-from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting

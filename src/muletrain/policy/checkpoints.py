@@ -5,8 +5,8 @@ It is a pure function of what the reachable peers report, so peers that ask the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 import hashlib
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
