@@ -1,5 +1,5 @@
 """Tables by peer stay small with ``Recent``: in a long run machines come and go without end. ``Debts`` keeps one of what
-each peer has cost lately."""
+each peer has cost lately; a ``Bucket`` limits what all cost together."""
 
 from __future__ import annotations
 
@@ -37,3 +37,18 @@ class Debts:
         owed = self.owed(peer, now) + cost
         self._owed[peer] = owed, now
         return owed
+
+
+class Bucket:
+    """A token bucket: ``most`` at once, and ``per_s`` more each second. Times are the caller's [s]."""
+
+    def __init__(self, most: float, per_s: float) -> None:
+        self._most, self._per_s, self._left, self._at = most, per_s, most, 0.0
+
+    def take(self, now: float) -> bool:
+        """Take one. False: none is left."""
+        self._left, self._at = min(self._most, self._left + (now - self._at) * self._per_s), now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

@@ -25,23 +25,18 @@ from muletrain.runtime.peer.messages import Report
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
+    from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.peer.peer_host import PeerHost
+    from muletrain.runtime.step.record import StepRecord
     from muletrain.strategies.base import StandIn
-
 
 REPORTS, REPORTS_A_STEP = 256, 4
 """Reports of one peer that are accepted at first, and for each step that we applied: it may be ahead of us, and steps
 after a rollback are done again."""
 SHOWN_DOWN = 8
 """Peers that do not answer which 'muletrain status' shows; in a long run many go."""
-
-
-if TYPE_CHECKING:
-    from muletrain.network.base import PeerId
-    from muletrain.runtime.members.context import Context
-    from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.peer.peer_host import PeerHost
-    from muletrain.runtime.step.record import StepRecord
 
 
 class Reporting:
