@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from muletrain.events import EventTail, StepDone
-from muletrain.runs.fleet import LocalFleet, failures
+from muletrain.events import EventTail, Note, StepDone
+from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.spec import WorkerSpec
@@ -91,7 +91,11 @@ def run_fleet(
             poll()
             time.sleep(0.02)
         poll()
-        failed = failures([e for e in events if e.peer not in lost])
+        failed = [
+            f"{e.peer}: {e.message}"
+            for e in events
+            if e.peer not in lost and isinstance(e, Note) and e.level == "error"
+        ]
         assert not failed, failed
         codes = {name: code for name, code in fleet.exit_codes().items() if name not in lost}
         assert set(codes.values()) == {0}, codes

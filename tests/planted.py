@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +14,11 @@ from muletrain.compute.weights import StageWeights
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.averaging.rounds import RoundFailed
-from muletrain.runtime.checkpoint.own_part import OwnPart
-from muletrain.runtime.checkpoint.part_exchange import PartExchange
-from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.core import waiting
 from muletrain.runtime.core.tasks import Tasks
-from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch import trainer
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
-from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.peer.reporting import Reporting
@@ -31,22 +26,30 @@ from muletrain.runtime.recovery import forks as lineages
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step import agreement, audit, record_builder
 from muletrain.runtime.step.exchange import Exchange
-from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.record_builder import Attested
 from muletrain.runtime.step.reruns import Reruns
 from muletrain.runtime.step.runner import StepRunner
-from muletrain.runtime.transfer.tokens import Sharing
-from muletrain.sim.world import reference
 from muletrain.wire.codec import decode
+from tests.planted_state import (
+    a_device_is_never_late,
+    a_disk_that_is_full_ends_its_peer,
+    damages_what_it_writes,
+    forgets_moments,
+    forgets_no_part,
+    keeps_all_gradients,
+    removes_nothing,
+    room_for_one_more,
+    shared_tokens_are_read_from_the_end,
+    the_beginning_is_near_enough,
+    without_moments,
+    writes_the_weights_of_before,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pytest
-    from torch import Tensor
-
-    from muletrain.runtime.checkpoint.store import Key
 
 
 def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
@@ -168,51 +171,6 @@ def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GradientCrossCheck, "gradient", gradient)
 
 
-def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
-    right, before = OwnPart.write, {}
-
-    async def write(self: OwnPart, key: Any, state: dict[str, Any]) -> None:
-        own = id(self)
-        stale, before[own] = before.get(own, state), {k: v.clone() for k, v in state.items()}
-        await right(self, key, stale)
-
-    patch.setattr(OwnPart, "write", write)
-
-
-def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
-    right = CheckpointStore.write_part
-
-    def write_part(self: CheckpointStore, key: Any, stage: int, buffers: Any) -> None:
-        damaged = bytearray(b"".join(buffers))
-        damaged[-1] ^= 1
-        right(self, key, stage, [memoryview(damaged)])
-
-    patch.setattr(CheckpointStore, "write_part", write_part)
-
-
-def removes_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CheckpointStore, "prune", lambda self, newest: None)
-
-
-def forgets_moments(patch: pytest.MonkeyPatch) -> None:
-    right = StageWeights.load_state
-
-    def load(self: StageWeights, state: dict[str, Any]) -> None:
-        right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
-
-    patch.setattr(StageWeights, "load_state", load)
-
-
-def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
-    right = GradientLog.__init__
-    patch.setattr(GradientLog, "__init__", lambda self, ctx, limit: right(self, ctx, 1 << 60))
-
-
-def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
-    """Writers begin a part while their last one is under way."""
-    patch.setattr(OwnPart, "busy", lambda self: None)
-
-
 def sums_losses(patch: pytest.MonkeyPatch) -> None:
     right = Reporting.applied
 
@@ -265,25 +223,6 @@ def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatc
     patch.setattr(TorchCompute, "apply", apply)
 
 
-def without_moments(patch: pytest.MonkeyPatch) -> None:
-    right = PartExchange.base
-
-    async def base(self: PartExchange, key: Key, digest: bytes) -> dict[str, Tensor]:
-        state = await right(self, key, digest)
-        return {n: t if n.startswith("model/") else torch.zeros_like(t) for n, t in state.items()}
-
-    patch.setattr(PartExchange, "base", base)
-
-
-def the_beginning_is_near_enough(patch: pytest.MonkeyPatch) -> None:
-    """Peers begin with the first weights, at the checkpoint's step."""
-
-    async def base(self: PartExchange, key: Key, digest: bytes) -> dict[str, Tensor]:
-        return await self._ctx.compute.state()
-
-    patch.setattr(PartExchange, "base", base)
-
-
 def newcomers_round(patch: pytest.MonkeyPatch) -> None:
     """In the last bit of what they are given."""
     right = StageWeights.load_state
@@ -309,16 +248,6 @@ def a_replica_rounds(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(TorchCompute, "__init__", init)
     patch.setattr(TorchCompute, "apply", apply)
-
-
-def room_for_one_more(patch: pytest.MonkeyPatch) -> None:
-    right = reference.facts_of
-
-    def facts_of(scenario: Any) -> reference.Facts:
-        facts = right(scenario)
-        return replace(facts, plan=replace(facts.plan, capacity=scenario.capacity + 1))
-
-    patch.setattr(reference, "facts_of", facts_of)
 
 
 def a_death_takes_its_replicas_along(patch: pytest.MonkeyPatch) -> None:
@@ -353,10 +282,6 @@ def counts_what_it_gave_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reporting, "applied", applied)
 
 
-def a_device_is_never_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Watchdog, "look", lambda self, seconds: None)
-
-
 def anyone_speaks_for_anyone(patch: pytest.MonkeyPatch) -> None:
     """One round entry is the word of all its members."""
 
@@ -366,27 +291,6 @@ def anyone_speaks_for_anyone(patch: pytest.MonkeyPatch) -> None:
         self._ctx.news.touched()
 
     patch.setattr(Exchange, "on_entry", on_entry)
-
-
-def a_disk_that_is_full_ends_its_peer(patch: pytest.MonkeyPatch) -> None:
-    right = CheckpointStore.write_part
-
-    def write_part(self: CheckpointStore, key: Any, stage: int, buffers: Any) -> None:
-        try:
-            right(self, key, stage, buffers)
-        except OSError as e:
-            raise ValueError("nobody expected this") from e
-
-    patch.setattr(CheckpointStore, "write_part", write_part)
-
-
-def shared_tokens_are_read_from_the_end(patch: pytest.MonkeyPatch) -> None:
-    right = Sharing.__init__
-
-    def init(self: Sharing, shared: Any, data: Any, tokenizer: Any, vocab: int, source_of: Any, **more: Any) -> None:
-        right(self, shared, data, tokenizer, vocab, lambda tokens: source_of(tokens[::-1]), **more)
-
-    patch.setattr(Sharing, "__init__", init)
 
 
 def waits_have_no_end(patch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from muletrain.cli.show.view import RunView
 from muletrain.errors import ProtocolError
 from muletrain.events import SteppedBack
 from muletrain.policy.assignment import Load, View
-from muletrain.policy.complete_checkpoint import newest_complete
-from muletrain.policy.keeping import keepers
+from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
 from muletrain.runtime.recovery.messages import StepBack

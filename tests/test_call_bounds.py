@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from muletrain.errors import MuletrainError, Refused
-from muletrain.network import quota
+from muletrain.network import answers
+from muletrain.network.answers import Quota
 from muletrain.network.delivery import Delivery
 from muletrain.network.memory import MemoryHub, MemoryNetwork
-from muletrain.network.quota import Quota
 from muletrain.network.relay import DIALS, PIPES_EACH, Relay
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle
@@ -60,8 +60,8 @@ def test_answers_to_one_member_are_paced_beyond_a_first_amount_and_others_are_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(quota, "BURST", 1 << 20)
-        monkeypatch.setattr(quota, "PER_S", 1 << 20)
+        monkeypatch.setattr(answers, "BURST", 1 << 20)
+        monkeypatch.setattr(answers, "PER_S", 1 << 20)
         hub = MemoryHub()
         a, b, c = (hub.join(n) for n in "abc")
 
@@ -92,15 +92,15 @@ def test_one_member_has_a_bounded_number_of_calls_answered_at_once() -> None:
             await done.wait()
             return b""
 
-        calls = [asyncio.create_task(limited.answer("a", slow, b"", free=False)) for _ in range(quota.AT_ONCE)]
+        calls = [asyncio.create_task(limited.answer("a", slow, b"", free=False)) for _ in range(answers.AT_ONCE)]
         await asyncio.sleep(0)
         with pytest.raises(MuletrainError, match="calls of yours"):
             await limited.answer("a", slow, b"", free=False)
         other = asyncio.create_task(limited.answer("b", slow, b"", free=False))
         done.set()
         await asyncio.gather(*calls, other)
-        again = [limited.answer("a", slow, b"", free=False) for _ in range(quota.AT_ONCE)]
-        assert await asyncio.gather(*again) == [b""] * quota.AT_ONCE, "none of the first ones counts any more"
+        again = [limited.answer("a", slow, b"", free=False) for _ in range(answers.AT_ONCE)]
+        assert await asyncio.gather(*again) == [b""] * answers.AT_ONCE, "none of the first ones counts any more"
 
     run(scenario)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from muletrain.compute.estimate import stash_bytes
 from muletrain.config.schema import Precision
 from muletrain.errors import ProtocolError
 from tests.small_stages import IDS, MB, SEQUENCES, SPEC, Fleet, X, data, fleet, run, through
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["fleet"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +32,6 @@ from tests.small_stages import (
     train,
     weights,
 )
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["fleet"]
 

@@ -62,22 +62,22 @@ def shown(renderable: Any, width: int = 120) -> str:
 
 def test_progress_speed_and_time_left() -> None:
     view = fold([started(), done(1), done(2, seconds=1.0)])
-    assert (view.step, view.tokens, view.seconds) == (2, 4000, 3.0)
-    assert view.tokens_per_s == pytest.approx(4000 / 3)
-    assert view.seconds_left == pytest.approx(8 * 1.5)
+    assert (view.step, view.pace.tokens, view.pace.seconds) == (2, 4000, 3.0)
+    assert view.pace.tokens_per_s == pytest.approx(4000 / 3)
+    assert view.pace.seconds_left(view.steps) == pytest.approx(8 * 1.5)
 
 
 def test_the_loss_is_smoothed_without_a_bias_at_the_start() -> None:
-    assert fold([done(1, loss=6.0)]).loss == pytest.approx(6.0)
-    assert 4.0 < fold([done(1, loss=6.0), done(2, loss=4.0)]).loss < 5.0
-    assert fold([done(1, loss=6.0), done(2, loss=math.nan)]).loss == pytest.approx(6.0)
-    assert math.isnan(fold([]).loss)
+    assert fold([done(1, loss=6.0)]).pace.loss == pytest.approx(6.0)
+    assert 4.0 < fold([done(1, loss=6.0), done(2, loss=4.0)]).pace.loss < 5.0
+    assert fold([done(1, loss=6.0), done(2, loss=math.nan)]).pace.loss == pytest.approx(6.0)
+    assert math.isnan(fold([]).pace.loss)
 
 
 def test_a_step_counts_once_and_another_history_of_it_is_news() -> None:
     view = RunView()
     assert [view.fold(e) for e in (done(1), done(1), done(1, lineage="other"))] == [True, False, True]
-    assert view.tokens == 2000
+    assert view.pace.tokens == 2000
 
 
 def back(step: int, to: int) -> ev.SteppedBack:
@@ -88,10 +88,10 @@ def test_steps_that_were_taken_back_count_once_and_the_time_without_a_stage_coun
     """Steps 1 to 3, then 40 s without stage 1, then 2 again: two steps in the 6 + 40 + 2 s since the start."""
     again = dataclasses.replace(done(2, lineage="new"), t=100.0 + 3 + 40 + 2)
     view = fold([started(), *(dataclasses.replace(done(s), t=97.0 + 2 * s) for s in (1, 2, 3)), back(3, 1), again])
-    assert (view.step, view.tokens) == (2, 4000)
-    assert view.seconds == pytest.approx(6 + 40 + 2)
+    assert (view.step, view.pace.tokens) == (2, 4000)
+    assert view.pace.seconds == pytest.approx(6 + 40 + 2)
     assert shown(final_report(view, None, [], {})).startswith("\n2 of 10 steps, 4,000 tokens in 48.0 s: 83 tokens/s")
-    assert view.tokens_per_s == pytest.approx(1000), "what is left is done at the speed of the steps"
+    assert view.pace.tokens_per_s == pytest.approx(1000), "what is left is done at the speed of the steps"
 
 
 def test_a_step_back_is_told_from_where_the_run_was() -> None:

@@ -21,13 +21,14 @@ from muletrain.cli import main
 from muletrain.cli.actions import examine as cli_doctor
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, Refused
+from muletrain.policy.recent import Bucket
 from muletrain.runs.doctor import examination as doctor
 from muletrain.runs.doctor import machine_checks as doctor_machine
 from muletrain.runs.doctor import network_checks as doctor_network
 from muletrain.runs.doctor.examination import Check, Part, Question, Verdict, ask
 from muletrain.runs.join.removal import serve_members
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.measure.vicinity import BURST, Seen, _Dials, seen_by, serve_sight, sights
+from muletrain.runs.measure.vicinity import BURST, PER_S, Seen, seen_by, serve_sight, sights
 from tests.daemons import OWNER, SECRET, world
 
 PART = Part("part", 1.0, {"first": "mend the first", "second": "mend the second", "third": "mend the third"})
@@ -217,11 +218,9 @@ def test_members_say_how_they_see_us_and_strangers_nothing() -> None:
 
 
 def test_a_member_connects_back_a_few_times_only() -> None:
-    now = 0.0
-    dials = _Dials(lambda: now)
-    assert [dials.allowed() for _ in range(int(BURST) + 2)] == [True] * int(BURST) + [False] * 2
-    now += 1.0
-    assert [dials.allowed() for _ in range(3)] == [True, True, False]
+    dials = Bucket(BURST, PER_S)
+    assert [dials.take(7.0) for _ in range(int(BURST) + 2)] == [True] * int(BURST) + [False] * 2
+    assert [dials.take(8.0) for _ in range(3)] == [True, True, False]
 
 
 @pytest.mark.parametrize(("verdict", "code"), [(Verdict.MISSING, 1), (Verdict.WARNING, 0)])

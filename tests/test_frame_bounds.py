@@ -15,8 +15,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, ProtocolError
 from muletrain.network.memory import MemoryHub
 from muletrain.network.relay import MAX_REQUEST
-from muletrain.policy.debts import Debts
-from muletrain.policy.recent import MOST, Recent
+from muletrain.policy.recent import MOST, Debts, Recent
 from muletrain.runs.measure.probing import MOST as MOST_ECHOED
 from muletrain.runs.measure.probing import PIECES, Echo, Prober
 from muletrain.runtime.averaging.averager import KEPT_BYTES, Limits

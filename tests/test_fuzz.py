@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 import re
 import subprocess
 import sys
-import time
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from muletrain.cli.actions.fuzzing import _play, _processes
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Busy
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.runner import StepRunner
-from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
 from muletrain.sim.world import draws, reference
-from muletrain.sim.world.draws import large
 from muletrain.sim.world.draws.basic import draw
-from muletrain.sim.world.links import Links
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.world.shrink import as_code, shrunk
-from muletrain.sim.world.verdict import Outcome, readable
-from tests import planted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from muletrain.sim.world.verdict import readable
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(800)
@@ -76,47 +62,6 @@ def test_thirty_seeds_keep_every_promise() -> None:
     assert len(summary["kinds"]) > 10
 
 
-def test_each_kind_is_drawn_in_twenty_of_a_thousand_seeds() -> None:
-    drawn = Counter(kind for seed in range(1000) for kind in draws.draw(seed).kinds)
-    assert {kind for kind in (*draws.KINDS, *large.KINDS) if drawn[kind] < 20} == set()
-
-
-def test_what_breaks_a_promise_is_made_smaller_until_nothing_can_be_left_out() -> None:
-    """Here: a cut of ``peer-1a`` with two microbatches at least."""
-    needed = Fault(1.5, "cut", ("peer-1a",), 3.0)
-    whole = replace(
-        Scenario(1, (2, 3), 2, 9, 8, 0.1, (Fault(0.3, "slow", ("peer-0a",), 9.0), needed)), stalls=0.1, keep=2
-    )
-    smallest = shrunk(whole, lambda s: any(f.who == ("peer-1a",) for f in s.faults) and s.microbatches > 1)
-    assert as_code(smallest) == "Scenario(1, (1, 1), 2, 1, 2, 0.0, (Fault(1.5, 'cut', ('peer-1a',), for_s=0.8),))"
-
-
-def test_who_kills_it_leaves_no_process_behind() -> None:
-    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seeds", "1000", "--jobs", "1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as fuzz:
-        children: list[str] = []
-        for _ in range(600):
-            children = Path(f"/proc/{fuzz.pid}/task/{fuzz.pid}/children").read_text().split()
-            if children:
-                break
-            time.sleep(0.05)
-        time.sleep(1.0)
-        fuzz.kill()
-    assert children
-    for _ in range(600):
-        if not any(_runs(child) for child in children):
-            return
-        time.sleep(0.05)
-    raise AssertionError("they are still there")
-
-
-def _runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_who_is_behind_gets_what_it_misses_while_the_others_do_not_count_on_it() -> None:
     """After a partition one peer lacks a gradient. Its donors mark it down, since it is still at the step before."""
     assert play(draws.draw(911)).violations == []
@@ -126,64 +71,6 @@ def test_a_donor_whose_blocks_do_not_come_gives_way_to_another() -> None:
     """Between two replicas only small frames pass, so each answers the other's probes; the third has the gradient, too."""
     faults = Fault(3.8, "join", ("peer-2j0",)), Fault(5.2, "small", ("peer-1a", "peer-1b"), FOR_EVER_S, limit=2000)
     assert play(Scenario(1117, (3, 3, 1), 2, 2, 9, 0.1, faults, disk_s=0.01)).violations == []
-
-
-@pytest.mark.slow
-def test_a_seed_replays_its_run_exactly() -> None:
-    """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays
-    is a matter of hashes."""
-    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seed", str(FORKED), "--json"]
-    alone = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
-    with _processes(1) as pool:
-        _, later = pool.map(_play, [4, FORKED])
-    assert any("lineage_left" in line for line in alone["timeline"])
-    assert later == alone
-
-
-def test_a_world_sends_the_same_bits_at_the_same_times_whatever_was_played_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[tuple[float, str, str, bytes]] = []
-    damaged = Links.damage
-
-    def noted(self: Links, sender: str, receiver: str, packed: bytes) -> bytes:
-        sent.append((asyncio.get_running_loop().time(), sender, receiver, packed))
-        return damaged(self, sender, receiver, packed)
-
-    monkeypatch.setattr(Links, "damage", noted)
-    scenario = SCENARIOS[0]
-    play(scenario)
-    first = sent[:]
-    play(FALSE_GRADIENTS[1])
-    sent.clear()
-    play(scenario)
-    assert len(sent) > 100
-    assert sent == first
-
-
-def test_what_nobody_awaited_is_a_broken_promise_of_the_seed_in_which_it_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A failed task that holds on to itself is forgotten by the garbage collector only, whenever that comes."""
-
-    async def fails() -> None:
-        itself = asyncio.current_task()
-        raise ValueError(f"{itself is not None}")
-
-    async def world() -> None:
-        await asyncio.wait({asyncio.create_task(fails())})
-
-    def played(scenario: Scenario) -> Outcome:
-        outcome = Outcome(scenario)
-        run_virtually(world(), 2.0, outcome.violations)
-        return outcome
-
-    monkeypatch.setattr("muletrain.sim.world.play.play", played)
-    gc.disable()
-    try:
-        assert len(_play(0)["violations"]) == 1
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, *AGREEMENT, *FALSE_GRADIENTS], ids=str)
@@ -403,86 +290,6 @@ def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_s
     assert outcome.violations == [], "\n".join(readable(outcome))
     applied = [re.search(r"step=(\d) stage=\d skipped=(\w+)", text) for _, text in outcome.timeline]
     assert {(int(found[1]), found[2]) for found in applied if found} == {(1, "True"), (2, "True"), (3, "False")}
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        planted.retry_accumulates_again,
-        planted.part_of_the_record,
-        planted.stale_weights,
-        planted.lost_trainer,
-        planted.reused_round,
-        planted.accumulator_kept,
-        planted.gaps_ignored,
-    ],
-)
-def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    assert any(play(scenario).violations for scenario in SCENARIOS)
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        planted.one_holder_is_enough,
-        planted.attests_before_it_holds,
-    ],
-)
-def test_a_planted_bug_in_the_agreement_is_caught(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    assert any(play(scenario).violations for scenario in AGREEMENT)
-
-
-@pytest.mark.parametrize(
-    ("plant", "scenario", "text"),
-    [
-        (
-            planted.accumulator_kept_over_a_migration,
-            Scenario(10, (2, 2), 2, 4, 8, 0.01, (Fault(0.3, "move", ("peer-1b",)),)),
-            "other weights",
-        ),
-        (
-            planted.sides_stay_apart,
-            Scenario(11, (2, 2), 2, 30, 4, 0.01, (Fault(1.5, "partition", ("peer-0a", "peer-1a"), 3.0),)),
-            "two lineages",
-        ),
-    ],
-)
-def test_a_planted_bug_is_caught_where_it_shows(
-    plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    assert any(text in violation for violation in play(scenario).violations)
-
-
-@pytest.mark.parametrize(
-    "plant", [planted.nothing_stands_out, planted.what_is_left_out_is_kept, planted.no_second_opinion]
-)
-def test_a_planted_bug_lets_false_gradients_in(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    assert any(play(scenario).violations for scenario in FALSE_GRADIENTS)
-
-
-def test_time_jumps_and_waiting_for_nothing_is_a_hang() -> None:
-    async def sleeps() -> float:
-        await asyncio.sleep(3600)
-        return asyncio.get_running_loop().time()
-
-    assert run_virtually(sleeps(), 4000, []) == pytest.approx(3600)
-    with pytest.raises(Hang, match="virtual time"):
-        run_virtually(sleeps(), 100, [])
-
-    async def waits() -> None:
-        await asyncio.get_running_loop().create_future()
-
-    with pytest.raises(Hang, match="no timer"):
-        run_virtually(waits(), 100, [])
-    assert VirtualLoop(1.0).time() == 0.0
 
 
 @pytest.mark.parametrize("seed", [0, 3, 6])

@@ -10,7 +10,7 @@ import pytest
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.averaging.messages import RoundEntry
-from muletrain.runtime.microbatch.ledger import Ledger
+from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.step.messages import Entries
 from muletrain.runtime.step.record import StepRecord, round_id
 from muletrain.runtime.step.record_builder import UNDECIDED_S, RecordBuilder

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,244 +17,15 @@ import pytest
 import torch
 
 from muletrain.runs.join.ticket import Ticket
+from tests.connected import connected, firewall, namespaces, output, ticket_in, trained, wait_for
 from tests.fleet_run import checkpoint_weights
-from tests.namespaces import Switch
 from tests.reference import train_plainly
 from tests.test_equivalence import EXACT, facts_of, relative_difference
 from tests.whole_model import hugging_face_folder
 
+machines = pytest.fixture(connected)
+
 TINY = ["--set", "model.width=64", "--set", "model.heads=2", "--set", "model.context=32"]
-
-namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
-    reason="needs root and iproute2 to make network namespaces",
-)
-PYTHON = "python -c"
-ONLY_TCP = "7,40 0 0 12,21 4 0 2054,21 0 2 2048,48 0 0 23,21 1 0 6,6 0 0 2,6 0 0 0"
-"""Classic BPF: ethertype ARP, or IPv4 whose protocol is TCP: 0 (pass), else 2 (drop)."""
-
-NO_SYN = "10,40 0 0 12,21 0 6 2048,48 0 0 23,21 0 4 6,177 0 0 14,80 0 0 27,84 0 0 18,21 1 0 2,6 0 0 0,6 0 0 2"
-"""Classic BPF: IPv4, TCP, SYN without ACK: 2 (drop), else 0 (pass)."""
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs a muletrain command on machine 'a', 'b' or 'c' (one switch between them that passes TCP alone, no other
-    route), in a folder of its own, with caches and temporary files of its own. ``PYTHON`` as the first argument: that
-    code instead."""
-    started: list[subprocess.Popen[str]] = []
-    scratch: dict[str, str] = {}
-    switch = Switch("abc")
-
-    def on(machine: str, *arguments: str) -> subprocess.Popen[str]:
-        (tmp_path / machine).mkdir(exist_ok=True)
-        run = ["-c", *arguments[1:]] if arguments[0] == PYTHON else ["-m", "muletrain.cli.main", *arguments]
-        process = subprocess.Popen(
-            [*switch.inside(machine), sys.executable, *run],
-            cwd=tmp_path / machine,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "TMPDIR": scratch[machine], "XDG_CACHE_HOME": f"{scratch[machine]}/cache"},
-        )
-        started.append(process)
-        return process
-
-    with switch:
-        for m in "abc":
-            scratch[m] = tempfile.mkdtemp(prefix="mule-")  # sockets need short paths
-            only_tcp(switch.namespace, f"to-{m}")
-        try:
-            yield on
-        finally:
-            for process in started:  # their peers and daemons end with them
-                process.kill()
-                process.communicate()
-            for m in "abc":
-                wait_for(lambda m=m: not switch.running(m))
-            left = {m: [p.name for p in Path(folder).iterdir() if p.name != "cache"] for m, folder in scratch.items()}
-            for folder in scratch.values():
-                shutil.rmtree(folder)
-    assert not any(left.values()), left
-
-
-def only_tcp(namespace: str, device: str) -> None:
-    """Whatever else comes in there is dropped (and ARP, without which nobody finds anybody)."""
-    for command in (
-        ["qdisc", "add", "dev", device, "clsact"],
-        ["filter", "add", "dev", device, "ingress", "bpf", "da"],
-    ):
-        bytecode = ["bytecode", ONLY_TCP] if "filter" in command else []
-        done = subprocess.run(["tc", "-n", namespace, *command, *bytecode], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"this kernel cannot drop what is not TCP: {done.stderr}")
-
-
-def firewall(machine: str) -> None:
-    """The switch lets nobody connect to ``machine``; what it connects to itself may answer."""
-    namespace, device = f"mule-{os.getpid()}-s", f"to-{machine}"
-    command = ["filter", "add", "dev", device, "egress", "bpf", "da", "bytecode", NO_SYN]
-    subprocess.run(["tc", "-n", namespace, *command], check=True)
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.2)
-
-
-def ticket_in(folder: Path) -> str:
-    wait_for(lambda: list(folder.glob("runs/*/ticket")), 150)
-    return next(folder.glob("runs/*/ticket")).read_text()
-
-
-def output(process: subprocess.Popen[str], code: int = 0) -> str:
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == code, out
-    return out
-
-
-def trained(machine: Path, peer: str) -> int:
-    """Steps that the peer of that name applied."""
-    return sum(p.read_text().count('"step_applied"') for p in machine.glob(f"runs/*/{peer}.jsonl"))
-
-
-RECEIVER = """
-import socket, sys
-sockets = [socket.socket(socket.AF_INET, kind) for kind in (socket.SOCK_DGRAM, socket.SOCK_STREAM)]
-for s in sockets:
-    s.bind(("10.99.0.1", 7000))
-    s.settimeout(20)
-sockets[1].listen()
-print("listening", flush=True)
-print(sockets[1].accept()[0].recv(100).decode())
-sockets[0].settimeout(0)
-try:
-    print(sockets[0].recv(100).decode())
-except BlockingIOError:
-    print("nothing else")
-"""
-SENDER = """
-import socket
-udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-udp.sendto(b"by UDP", ("10.99.0.1", 7000))
-socket.create_connection(("10.99.0.1", 7000), timeout=20).sendall(b"by TCP")
-"""
-
-
-@namespaces
-def test_nothing_but_tcp_passes_between_the_machines(machines: Callable[..., subprocess.Popen[str]]) -> None:
-    receiver = machines("a", PYTHON, RECEIVER)
-    assert receiver.stdout is not None
-    assert receiver.stdout.readline() == "listening\n"
-    output(machines("b", PYTHON, SENDER))
-    assert output(receiver) == "by TCP\nnothing else\n"
-
-
-TAKER = """
-import socket, sys, time
-listening = socket.create_server(("0.0.0.0", 7000))
-print("listening", flush=True)
-taken, begin, size = listening.accept()[0], time.monotonic(), 0
-while got := taken.recv(1 << 16):
-    size += len(got)
-print(size, time.monotonic() - begin)
-"""
-GIVER = """
-import socket, sys
-to = socket.create_connection((sys.argv[1], 7000), timeout=20)
-to.sendall(bytes(3_000_000))
-"""
-
-
-@namespaces
-def test_a_shaped_link_has_its_rates_and_its_queue() -> None:
-    """3 MB up by 8 Mb/s, and by 16 Mb/s down: what waits is the router's, and nothing is lost before its queue is
-    full."""
-    with Switch("ab") as switch:
-        switch.shape("a", up_bytes_per_s=1e6, down_bytes_per_s=2e6, queue_s=2.0)
-
-        def start(machine: str, code: str, *arguments: str) -> subprocess.Popen[str]:
-            command = [*switch.inside(machine), sys.executable, "-c", code, *arguments]
-            return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-        for sender, receiver, expected_s in (("a", "b", 3.0), ("b", "a", 1.5)):
-            taker = start(receiver, TAKER)
-            assert taker.stdout is not None
-            taker.stdout.readline()
-            giver, waiting = start(sender, GIVER, switch.address(receiver)), [0]
-            while giver.poll() is None:
-                traffic = switch.traffic()["a"]
-                waiting.append(traffic.up_queue if sender == "a" else traffic.down_queue)
-            size, seconds = map(float, output(taker).split())
-            assert size == 3e6
-            assert seconds == pytest.approx(expected_s, rel=0.15)
-            assert 30_000 < max(waiting) < (2.1e6 if sender == "a" else 4.1e6)
-        after = switch.traffic()["a"]
-        assert after.lost == 0
-        assert after.sent > 3e6
-        assert after.received > 3e6
-    assert f"mule-{os.getpid()}" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout
-
-
-PEER = """
-import asyncio, os, sys, time
-from pathlib import Path
-from muletrain.network.base import Channel, Frame
-from muletrain.network.identity import Key
-from muletrain.network.libp2p import Libp2pNetwork
-from muletrain.wire.codec import encode_raw
-
-async def main(first=None):
-    owner = Key.of_seed(b"o" * 32)
-    net = await Libp2pNetwork.create(
-        run_id="run", secret=b"s" * 32, protocol="1", folder=Path.cwd(), listen="0.0.0.0", owner=owner.public if first else owner,
-        initial_peers=(first,) if first else (),
-    )
-    here, came = asyncio.get_running_loop().create_future(), []
-    async def echo(sender, payload):
-        here.done() or here.set_result(sender)
-        return payload
-    async def receive(sender, frame):
-        came.append(frame)
-    net.serve("echo", echo)
-    net.receive(receive)
-    if first is None:
-        print(net.addresses()[0], flush=True)
-        other, content, begin = await here, os.urandom(2_000_000), time.monotonic()
-        for _ in range(8):
-            await net.send(other, Frame("x", {}, [encode_raw(content)]), channel=Channel.BULK)
-        await net.call(other, "echo", b"", timeout_s=60)
-        await asyncio.sleep(5)
-        await net.close()
-        return
-    founder, longest, begin, calls = first.rpartition("/p2p/")[2], 0.0, time.monotonic(), 0
-    while len(came) < 8:
-        sent = time.monotonic()
-        await net.call(founder, "echo", b"x" * 200, timeout_s=60)
-        longest, calls = max(longest, time.monotonic() - sent), calls + 1
-        await asyncio.sleep(0.1)
-    print(calls, longest, time.monotonic() - begin)
-    await net.close()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-@namespaces
-@pytest.mark.slow
-def test_calls_come_between_the_packets_of_long_frames(machines: Callable[..., subprocess.Popen[str]]) -> None:
-    """16 MB go out by 35 Mb/s; probes of who sends them are answered all the same, as ``ShapedNetwork`` has it, too."""
-    limit = ["qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "35mbit", "burst", "64kb", "latency", "200ms"]
-    subprocess.run(["tc", "-n", f"mule-{os.getpid()}-a", *limit], check=True)
-    founder = machines("a", PYTHON, PEER)
-    assert founder.stdout is not None
-    address = re.sub(r"^/ip4/[^/]*", "/ip4/10.99.0.1", founder.stdout.readline().strip())
-    calls, longest, seconds = map(float, output(machines("b", PYTHON, PEER, address)).split())
-    assert seconds > 3, "the link is not as narrow as it is to be"
-    assert calls > 10
-    assert longest < 1, "a call waited for what was sent before it"
 
 
 @namespaces

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muletrain.policy.claims import claimant
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.trips import Trips
-from muletrain.policy.wiring import WAYS, Wiring
+from muletrain.policy.wiring import WAYS, Wiring, claimant
 
 
 def routed(times: dict[str, float], choices: int) -> Counter[str]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from muletrain.cli.actions import probe_peers as cli_peers
+from muletrain.cli.actions import examine as cli_peers
 from muletrain.cli.actions.session import Session
 from muletrain.cli.main import app
 from muletrain.cli.show.measured_fleet import fleet_tables

@@ -261,7 +261,7 @@ def test_plan_refuses_profiles_that_are_not_of_its_model_and_fleet(tmp_path: Pat
     )
     (tmp_path / "bad.json").write_text('{"version": 1}')
     said = cli("plan", "fleet.toml", *MODEL, "--profile", "bad.json", folder=tmp_path, code=2)
-    assert "not an output of 'muletrain profile --json'" in said
+    assert "not an output of 'muletrain profile MODEL --json'" in said
     (tmp_path / "p.json").write_text(right.model_dump_json())
     (tmp_path / "fleet.toml").write_text(FLEET + "tflops = 1.0\n")
     said = cli("plan", "fleet.toml", *MODEL, "--profile", "p.json", folder=tmp_path, code=2)

@@ -20,7 +20,7 @@ from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.stage_server import StageServer
-from muletrain.runtime.peer import early_frames as early
+from muletrain.runtime.peer import incoming
 from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
@@ -273,15 +273,15 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
 
 
 def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "LIMIT", 3)
-    kept = early.EarlyFrames(capacity=2)
+    monkeypatch.setattr(incoming, "LIMIT", 3)
+    kept = incoming.EarlyFrames(capacity=2)
     for step in (5, 4, 6, 7):
         kept.keep("a", Frame("seal", {"step": step}), step)
     kept.forget(before=5)
     kept.keep("b", Frame("seal", {"step": 8}), 8)
     assert [(sender, frame.header["step"]) for sender, frame in kept.take()] == [("a", 5), ("a", 6), ("b", 8)]
     assert kept.take() == []
-    monkeypatch.setattr(early, "BYTES", 100)
+    monkeypatch.setattr(incoming, "BYTES", 100)
     for step in (1, 2, 3):
         kept.keep("a", Frame("shard", {"step": step}, [encode_raw(bytes(60))]), step)
     kept.forget(before=2)
@@ -294,13 +294,13 @@ def test_of_frames_that_come_early_no_more_are_kept_than_there_is_room_for(monke
 
 
 def test_of_frames_that_come_early_one_sender_takes_no_room_from_others() -> None:
-    kept = early.EarlyFrames(capacity=2)
-    for step in range(early.LIMIT):
+    kept = incoming.EarlyFrames(capacity=2)
+    for step in range(incoming.LIMIT):
         kept.keep("a", Frame("gap", {"step": step}), step)
         kept.keep("a", Frame("forward", {"step": step}, [encode_raw(bytes(60))]), step)
     kept.keep("b", Frame("gap", {"step": 1}), 1)
     kept.keep("b", Frame("forward", {"step": 1}, [encode_raw(bytes(60))]), 1)
-    assert Counter(sender for sender, _ in kept.take()) == {"a": early.NOTICES + 2, "b": 2}
+    assert Counter(sender for sender, _ in kept.take()) == {"a": incoming.NOTICES + 2, "b": 2}
 
 
 # Who reduces with whom: pure --------------------------------------------------------------------------------------------

@@ -1,105 +1,34 @@
-"""``SwappedCompute`` against ``TorchCompute``: the same numbers in a fraction of the memory, whatever is cancelled, and
-a state that outlives the end of its process."""
+"""``SwappedCompute`` against ``TorchCompute``: the same numbers in a fraction of the memory, whatever is cancelled."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer, stage_memory
-from muletrain.compute.swap.backing import SPARE_BYTES, Disk, Memory, Region
 from muletrain.compute.swap.fit import swap_memory
-from muletrain.compute.swap.state import State
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import OptimizerConfig, Precision
 from muletrain.errors import CapacityError, CheckpointError, ProtocolError
 from muletrain.model.spec import ModelSpec
-from muletrain.model.stage import Stage
 from muletrain.model.traced.stage import TABLES
-from muletrain.optim.flat import FlatLayout
-from muletrain.optim.norms import square_norm
-from muletrain.optim.rules import make_rule
 from tests.small_stages import SPEC, data, run, through
+from tests.swapped_stages import ADAMW, LAMB, MICROBATCHES, SEQUENCES, SETUP, STEPS, Made, stages_in, train
 
 from .traced_models import chain_of, new_model
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-STEPS, MICROBATCHES, SEQUENCES = 20, 3, 2
-CLIP = 0.3
-ADAMW = OptimizerConfig(lr=0.01, warmup=2, clip=CLIP)
-LAMB = OptimizerConfig(name="lamb", lr=0.01, warmup=2, clip=CLIP)
-SETUP = StageSetup(ADAMW, STEPS, seed=9, sequences=SEQUENCES)
+made = pytest.fixture(stages_in)
 LEAST = 1 << 23
-
-
-class Made:
-    """Stages of both kinds in one process, closed at the end of the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.opened = folder, list[Any]()
-
-    def resident(self, stages: int, spec: ModelSpec = SPEC, **changes: Any) -> list[TorchCompute]:
-        setup = replace(SETUP, **changes)
-        made = [TorchCompute(spec, spec.cut(stages), s, setup) for s in range(stages)]
-        self.opened += made
-        return made
-
-    def swapped(
-        self, stages: int, spec: ModelSpec = SPEC, *, budget: int = 0, disk: bool = True, most: int = 4, **changes: Any
-    ) -> list[SwappedCompute]:
-        """``budget`` [bytes]; 0: the least with which the stage can be swapped at all."""
-        setup = replace(SETUP, **changes)
-        made = []
-        for s in range(stages):
-            tokens, lamb = setup.sequences * spec.context, setup.optimizer.name == "lamb"
-            memory = swap_memory(
-                spec, spec.cut(stages), s, tokens, setup.precision, microbatches=most, lamb=lamb, disk=disk
-            )
-            folder = self.folder / f"swap-{len(self.opened)}-{s}" if disk else None
-            offer = Offer(budget or memory.least, None if disk else 1 << 30)
-            swap = Swap(offer, folder, most)
-            made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))
-        self.opened += made
-        return made
-
-
-@pytest.fixture
-def made(tmp_path: Path) -> Iterator[Made]:
-    opened = Made(tmp_path)
-    yield opened
-    for compute in opened.opened:
-        compute.close()
-
-
-async def train(stages: list[Any], steps: int = STEPS) -> tuple[list[float], int]:
-    """Losses, and the number of steps in which the norm of the whole gradient was clipped."""
-    losses, clipped = [], 0
-    for step in range(steps):
-        losses += await asyncio.gather(*(through(stages, Microbatch(step, i)) for i in range(MICROBATCHES)))
-        means = [await stage.gradient(step) / MICROBATCHES for stage in stages]
-        length = sum(square_norm(m) for m in means) ** 0.5
-        scale = min(1.0, CLIP / length)
-        clipped += scale < 1
-        for stage, mean in zip(stages, means, strict=True):
-            await stage.apply(mean, Update(step, scale, skip=False))
-    return losses, clipped
 
 
 async def states(stages: list[Any]) -> dict[str, torch.Tensor]:
@@ -251,9 +180,8 @@ def watch():
         peak = max(peak, anonymous() - base)
         time.sleep(0.0005)
 threading.Thread(target=watch, daemon=True).start()
-import tests.test_swap as t
-t.SPEC = spec
-t.data = lambda mb, of=None, made=t.data: made(mb, spec)
+import tests.small_stages
+tests.small_stages.SPEC = spec  # of the microbatches
 stages = made.resident(1, spec) if sys.argv[4] == "resident" else made.swapped(1, spec, budget=budget)
 async def steps():
     for step in range(2):
@@ -411,103 +339,3 @@ def test_what_a_step_left_behind_is_cleared(made: Made) -> None:
     assert torch.equal(run(swapped.gradient(0)), torch.full((swapped.n_params,), 2.0))
     assert run(through([swapped], Microbatch(0, 0), accumulate=False)) > 0
     assert torch.equal(run(swapped.gradient(0)), torch.full((swapped.n_params,), 2.0))
-
-
-# The state on a disk --------------------------------------------------------------------------------------------------
-
-DIE = """
-import os, sys, torch
-from pathlib import Path
-from tests.test_swap import *
-state, rule = opened(Path(sys.argv[1]), 1)
-if state.step is None:
-    state.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
-state.update(rule, torch.ones(state.layout.size), Update(state.step, 1.0, skip=False))
-print(state.step, state.digest().hex(), flush=True)
-writes = 0
-class Dying:
-    by_tensor = rule.by_tensor
-    def update(self, *tensors, **rest):
-        global writes
-        rule.update(*tensors, **rest)
-        writes += 1
-        if writes == 2:
-            os.kill(os.getpid(), 9)
-state.update(Dying(), torch.ones(state.layout.size), Update(state.step, 1.0, skip=False))
-"""
-BIG = replace(SPEC, width=256, ffn=512, vocab=128)
-
-
-def opened(folder: Path, total: int) -> tuple[State, Any]:
-    layout = FlatLayout.of(Stage(BIG, 0, BIG.cut(1)).shapes())
-    return State(layout, Disk(folder)), make_rule(ADAMW, STEPS, layout, torch.device("cpu"), moments=False)
-
-
-def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_whole(tmp_path: Path) -> None:
-    """Killed by the kernel after two of several windows were written; again and again, it goes on where it was."""
-    assert FlatLayout.of(Stage(BIG, 0, BIG.cut(1)).shapes()).size > 6 << 18
-    for steps in (1, 2, 3):
-        died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], capture_output=True, text=True, timeout=100)
-        assert died.returncode == -signal.SIGKILL, died.stderr
-        step, digest = died.stdout.split()
-        state, rule = opened(tmp_path, STEPS)
-        assert (state.step, int(step), state.digest().hex()) == (steps, steps, digest)
-    plain, rule = State(state.layout, Memory(pinned=False)), rule
-    plain.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
-    for step in range(3):
-        plain.update(rule, torch.ones(state.layout.size), Update(step, 1.0, skip=False))
-    assert plain.digest() == state.digest()
-
-
-def test_what_killed_processes_left_is_removed_and_counts_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Folders whose lock nobody holds go; a living neighbour's and a stranger's stay; our own files are written again."""
-    neighbour, *killed = [Disk(tmp_path / name) for name in ("alive", "dead", "own")]
-    for folder in killed:
-        folder.named("model-0", 1 << 20)
-        folder._lock.close()  # as the end of its process does
-    (tmp_path / "stranger").mkdir()
-    disk = Disk(tmp_path / "own")
-    assert {path.name for path in tmp_path.iterdir()} == {"own", "alive", "stranger"}
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
-    disk.check(4 << 20)
-    with pytest.raises(CapacityError, match="are needed"):
-        disk.check(5 << 20)
-    for left in (disk, neighbour):
-        left.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"stranger"}
-
-
-def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, and
-    the copies for a checkpoint and a newcomer."""
-    sizes, region = list[int](), Memory.region
-
-    def counted(memory: Memory, numbers: int) -> Region:
-        sizes.append(4 * numbers)
-        return region(memory, numbers)
-
-    monkeypatch.setattr(Memory, "region", counted)
-    swapped = made.swapped(1, disk=False, most=MICROBATCHES)
-    run(train(swapped, 2))
-    tokens = SEQUENCES * SPEC.context
-    need = swap_memory(SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=MICROBATCHES, lamb=False, disk=False)
-    beside = 4 * 2 * swapped[0].n_params + 2 * need.state
-    assert 0.98 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
-    assert need.between > 0.02 * need.on_host, "it would be seen"
-
-
-def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
-    (swapped,) = made.swapped(1)
-    run(train([swapped], 1))
-    state = run(swapped.state())
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.name for path in files} == {
-        "counts",
-        "swap-lock",
-        *(f"{k}-{v}" for k in ("model", "moment1", "moment2") for v in "01"),
-    }
-    swapped.close()
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    assert all(bool(torch.isfinite(t).all()) for t in state.values()), "a copy outlives it"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from muletrain.policy.claims import claimant
+from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.world.play import play

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,6 @@ from muletrain.clock import LoopClock
 from muletrain.policy.deadline import Deadline, Pulse
 from muletrain.runtime.core.waiting import MAX_SILENCE, News, Waits, unless_done
 from tests.virtual import virtually
-
-if TYPE_CHECKING:
-    pass
 
 
 class _Waiter:

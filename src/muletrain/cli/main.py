@@ -13,17 +13,12 @@ from typing import Annotated
 import typer
 
 from muletrain import __version__
-from muletrain.cli.commands.configuration import config
-from muletrain.cli.commands.doctor import doctor
-from muletrain.cli.commands.join import join
 from muletrain.cli.commands.plan_command import plan
-from muletrain.cli.commands.profiling import profile
+from muletrain.cli.commands.prepare import config, doctor, profile, trace
 from muletrain.cli.commands.proofs import fuzz, reproduce
-from muletrain.cli.commands.run import run
 from muletrain.cli.commands.simulate import calibrate, fleet, rebalance
-from muletrain.cli.commands.start import start
 from muletrain.cli.commands.steer import kick, status, stop, ticket
-from muletrain.cli.commands.tracing import trace
+from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.errors import MuletrainError, no_room
 

@@ -50,3 +50,32 @@ class Threads:
         """Drop the jobs that wait. A job that runs ends by itself."""
         for thread in (self.compute, self.updates, self.aside, self.copies):
             thread.shutdown(wait=False, cancel_futures=True)
+
+
+class ThreadedCompute:
+    """What a ``Compute`` on this machine's threads does the same way, resident or swapped."""
+
+    threads: Threads
+
+    async def gather(self, step: int) -> None:
+        """Everything is here."""
+
+    async def end(self, *, over: bool) -> None:
+        """No other machine is told."""
+
+    async def offload(self, fn: Callable[..., R], *args: object) -> R:
+        return await self.threads.run(self.threads.aside, fn, *args)
+
+    async def _compute(self, fn: Callable[..., R], *args: object) -> R:
+        return await self.threads.run(self.threads.compute, fn, *args)
+
+    async def _read(self, fn: Callable[[], R]) -> R:
+        """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""
+        await self._compute(passed)
+        if self.threads.updates is not self.threads.compute:
+            await self.threads.run(self.threads.updates, passed)
+        return await self.offload(fn)
+
+
+def passed() -> None:
+    """A job that is done when those before it are."""

@@ -12,7 +12,7 @@ sequences, T tokens, D width, P parameters.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
 from muletrain.compute.stash import Stash
-from muletrain.compute.threads import Threads
+from muletrain.compute.threads import ThreadedCompute, Threads, passed
 from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from muletrain.optim.sketch import Sketch
     from muletrain.planning.partition import Cut
 
-R = TypeVar("R")
 
-
-class TorchCompute:
+class TorchCompute(ThreadedCompute):
     """The ``Compute`` protocol on torch. ``source`` gives initial weights by name (a checkpoint), default: drawn from
     the seed.
 
@@ -153,9 +151,6 @@ class TorchCompute:
     def add(self, step: int, gradient: Tensor) -> None:
         self._changed = self.threads.submit(self.threads.compute, self.arithmetic.add, gradient, step)
 
-    async def gather(self, step: int) -> None:
-        """Everything is here."""
-
     def clear(self, step: int) -> None:
         self._changed = self.threads.submit(self.threads.compute, self.arithmetic.clear, step)
 
@@ -187,7 +182,7 @@ class TorchCompute:
         checks.check_gradient_shape(gradient, (self.n_params,))
         async with self._slot(turn, brief=self.delayed):
             if self.delayed:
-                await self._compute(_passed)  # a ``clear`` that waits would empty what the update computes in
+                await self._compute(passed)  # a ``clear`` that waits would empty what the update computes in
             await self.threads.run(self.threads.updates, self.arithmetic.apply, gradient, update)
 
     # The state ------------------------------------------------------------------------------------------------------
@@ -209,27 +204,6 @@ class TorchCompute:
     async def load_state(self, state: dict[str, Tensor]) -> None:
         await self._compute(self.arithmetic.load_state, state)
 
-    async def _read(self, fn: Callable[[], R]) -> R:
-        """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""
-        await self._compute(_passed)
-        await self.threads.run(self.threads.updates, _passed)
-        return await self.offload(fn)
-
-    # Threads --------------------------------------------------------------------------------------------------------
-
-    async def offload(self, fn: Callable[..., R], *args: object) -> R:
-        return await self.threads.run(self.threads.aside, fn, *args)
-
-    async def _compute(self, fn: Callable[..., R], *args: object) -> R:
-        return await self.threads.run(self.threads.compute, fn, *args)
-
-    async def end(self, *, over: bool) -> None:
-        """No other machine is told."""
-
     def close(self) -> None:
         self.threads.close()
         self._stash.clear()
-
-
-def _passed() -> None:
-    """A job that is done when those before it are."""

@@ -18,7 +18,7 @@ from muletrain.config.trusted import trust
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pydantic.fields import FieldInfo
@@ -32,6 +32,7 @@ __all__ = [
     "load_toml",
     "load_toml_located",
     "located",
+    "read_output",
 ]
 
 T = TypeVar("T", bound=BaseModel)
@@ -51,6 +52,29 @@ def load_located(path: Path | None = None, overrides: Sequence[str] = ()) -> tup
     config, origins = _load(RunConfig, path, overrides)
     trust(config.model.factory, config.data.factory)
     return config, origins
+
+
+def read_output(
+    path: Path, kind: type[T], command: str, version: int, remark: Callable[[str], str] = lambda text: ""
+) -> T:
+    """What ``muletrain COMMAND --json`` wrote to a file: a ``kind`` of this ``version``. ``remark`` says what a file with
+    that text may be instead. Raises ConfigError."""
+    name, what = kind.__name__.lower(), f"'muletrain {command} --json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: cannot be read ({e}); {what} > {path}' writes a {name}") from None
+    try:
+        found = kind.model_validate_json(text)
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"])) or name
+        raise ConfigError(f"{path}: not an output of {what}'{remark(text)}: {where}: {first['msg']}") from None
+    if (theirs := getattr(found, "version", version)) != version:
+        raise ConfigError(
+            f"{path}: version {theirs} of the format, but this muletrain reads {version}; run {what}' again"
+        )
+    return found
 
 
 def load_toml(kind: type[T], path: Path | None, overrides: Sequence[str] = ()) -> T:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
+from muletrain.config.load import read_output
 from muletrain.config.section import Section
 from muletrain.errors import ConfigError
 
@@ -72,20 +73,4 @@ class Profile(Section):
 
 def read_profile(path: Path) -> Profile:
     """The profile in a file. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(
-            f"{path}: cannot be read ({e}); 'muletrain profile MODEL --json > {path}' writes a profile"
-        ) from None
-    try:
-        profile = Profile.model_validate_json(text)
-    except ValidationError as e:
-        first = e.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "profile"
-        raise ConfigError(f"{path}: not an output of 'muletrain profile --json': {where}: {first['msg']}") from None
-    if profile.version != VERSION:
-        raise ConfigError(
-            f"{path}: version {profile.version} of the format, but this muletrain reads {VERSION}; measure again"
-        )
-    return profile
+    return read_output(path, Profile, "profile MODEL", VERSION)

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -25,8 +25,15 @@ class EventError(MuletrainError):
     """A line that is no event: not JSON, unknown kind, or wrong fields."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+@dataclass_transform(frozen_default=True)
+class _Frozen:
+    """Makes every class that derives from it a frozen dataclass."""
+
+    def __init_subclass__(cls, *, kw_only: bool = False) -> None:
+        dataclass(frozen=True, kw_only=kw_only)(cls)
+
+
+class Event(_Frozen, kw_only=True):
     """Base of all events. ``kind`` is the class name in snake case."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
@@ -37,6 +44,7 @@ class Event:
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        super().__init_subclass__()
         if not abstract:
             KINDS[cls.kind] = cls
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from muletrain.events.event import Event, Number
@@ -12,7 +12,6 @@ TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averagin
 """Classes of traffic; 'relayed' is what a peer carries between two others."""
 
 
-@dataclass(frozen=True)
 class RunStarted(Event):
     """A process began its part of the run."""
 
@@ -33,7 +32,6 @@ class RunStarted(Event):
     """Names of the peers that begin, by id."""
 
 
-@dataclass(frozen=True)
 class PeerJoined(Event):
     """A peer began to serve a stage."""
 
@@ -52,7 +50,6 @@ class PeerJoined(Event):
     """Parts of its stage that take turns on the device; 0: the stage stays there."""
 
 
-@dataclass(frozen=True)
 class ClientBegan(Event):
     """A client began to compute for a stage."""
 
@@ -68,7 +65,6 @@ class ClientBegan(Event):
     """Product name of the device."""
 
 
-@dataclass(frozen=True)
 class ClientFinished(Event):
     """A client's process ended in order."""
 
@@ -76,14 +72,12 @@ class ClientFinished(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class Waiting(Event):
     """The run waits for what is missing, e.g. ['a peer for stage 1']."""
 
     missing: list[str]
 
 
-@dataclass(frozen=True)
 class ProbeProgress(Event):
     """Machines and links are being measured: ``done`` of ``total`` rounds, and the next one."""
 
@@ -92,7 +86,6 @@ class ProbeProgress(Event):
     what: str
 
 
-@dataclass(frozen=True)
 class FleetMeasured(Event):
     """The fleet file of the measured machines was written."""
 
@@ -103,21 +96,18 @@ class FleetMeasured(Event):
     """A sentence for each thing that could not be measured."""
 
 
-@dataclass(frozen=True)
 class ProbeFailed(Event):
     """Measuring failed."""
 
     reason: str
 
 
-@dataclass(frozen=True)
 class Admitted(Event):
     """This process admitted a peer."""
 
     peer_id: str
 
 
-@dataclass(frozen=True)
 class JoinRefused(Event):
     """A peer asked for admission and was refused."""
 
@@ -125,7 +115,6 @@ class JoinRefused(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class FrameRefused(Event):
     """A message arrived that no correct peer of this run would send."""
 
@@ -133,7 +122,6 @@ class FrameRefused(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class StepApplied(Event):
     """One peer applied a step. The seconds are of its compute slot; they add up to the step's wall time."""
 
@@ -157,7 +145,6 @@ class StepApplied(Event):
     """Bytes sent since the previous StepApplied, by receiving peer and class."""
 
 
-@dataclass(frozen=True)
 class StepDone(Event):
     """The fleet finished a step; one peer writes this."""
 
@@ -175,7 +162,6 @@ class StepDone(Event):
 PoolCount = Literal["parts", "late", "redone"]
 
 
-@dataclass(frozen=True)
 class PoolWorked(Event):
     """A server applied a step, for which clients had computed parts of microbatches since its last one."""
 
@@ -188,7 +174,6 @@ class PoolWorked(Event):
     were lost with it."""
 
 
-@dataclass(frozen=True)
 class SwapWorked(Event):
     """A peer applied a step with a swapped stage. Counts are since its last one."""
 
@@ -207,7 +192,6 @@ class SwapWorked(Event):
     """Time in which computing waited for weights, or for gradients to leave."""
 
 
-@dataclass(frozen=True)
 class MicrobatchTaken(Event):
     """A peer admitted a microbatch (with ``fleet.trace``)."""
 
@@ -216,7 +200,6 @@ class MicrobatchTaken(Event):
     stage: int
 
 
-@dataclass(frozen=True)
 class MicrobatchServed(Event):
     """A peer finished the backward of a microbatch (with ``fleet.trace``)."""
 
@@ -227,7 +210,6 @@ class MicrobatchServed(Event):
     """This peer's compute time on it."""
 
 
-@dataclass(frozen=True)
 class SlotWorked(Event):
     """A slot of a peer finished work at ``t`` (with ``fleet.trace``): one of ``timeline.SLOTS``."""
 
@@ -240,7 +222,6 @@ class SlotWorked(Event):
     """The microbatch; -1: the work belongs to the whole step."""
 
 
-@dataclass(frozen=True)
 class MicrobatchRerouted(Event):
     """A microbatch was sent to another peer of ``stage`` after the first choice failed."""
 
@@ -250,7 +231,6 @@ class MicrobatchRerouted(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class PeerSuspected(Event):
     """A peer gets no more work until it announces itself again."""
 
@@ -259,7 +239,6 @@ class PeerSuspected(Event):
     name: str = ""
 
 
-@dataclass(frozen=True)
 class MemberAdmitted(Event):
     """A peer that joins a running run, or moves to another stage, introduced itself."""
 
@@ -268,7 +247,6 @@ class MemberAdmitted(Event):
     stage: int
 
 
-@dataclass(frozen=True)
 class PeerLeft(Event):
     """A peer left in order after ``step``."""
 
@@ -277,7 +255,6 @@ class PeerLeft(Event):
     step: int
 
 
-@dataclass(frozen=True)
 class LineageLeft(Event):
     """A partition healed, and this peer switched from its side's history to the other one, with a replica's state."""
 
@@ -291,7 +268,6 @@ class LineageLeft(Event):
     to_lineage: str
 
 
-@dataclass(frozen=True)
 class PeerExpelled(Event):
     """The members expelled a peer, because two others computed another gradient for ``step``."""
 
@@ -300,7 +276,6 @@ class PeerExpelled(Event):
     step: int
 
 
-@dataclass(frozen=True)
 class MemberRemoved(Event):
     """The run's owner removed a peer for good."""
 
@@ -308,7 +283,6 @@ class MemberRemoved(Event):
     name: str
 
 
-@dataclass(frozen=True)
 class PeerBanned(Event):
     """This process ignores a peer for a while, because it kept sending malformed messages."""
 
@@ -316,7 +290,6 @@ class PeerBanned(Event):
     seconds: Number
 
 
-@dataclass(frozen=True)
 class CheckpointWritten(Event):
     """A complete checkpoint is on disk."""
 
@@ -326,7 +299,6 @@ class CheckpointWritten(Event):
     seconds: Number
 
 
-@dataclass(frozen=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be written; training continues."""
 
@@ -334,7 +306,6 @@ class CheckpointFailed(Event):
     reason: str
 
 
-@dataclass(frozen=True)
 class SteppedBack(Event):
     """Stages lost all their peers, so all processes restart from the newest complete checkpoint. Some steps are done
     again; the final weights are unchanged."""
@@ -349,7 +320,6 @@ class SteppedBack(Event):
     lineage: str
 
 
-@dataclass(frozen=True)
 class Evaluated(Event):
     """The model was evaluated on so many ``tokens`` of held-out text."""
 
@@ -365,7 +335,6 @@ class Evaluated(Event):
     """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""
 
 
-@dataclass(frozen=True)
 class Validated(Event):
     """The held-out loss was measured during training, after ``step`` updates; the fields are those of ``Evaluated``."""
 
@@ -375,7 +344,6 @@ class Validated(Event):
     tokens: int
 
 
-@dataclass(frozen=True)
 class FaultInjected(Event):
     """``--chaos`` injected a fault into a local fleet."""
 
@@ -391,7 +359,6 @@ class FaultInjected(Event):
     """Steps done before it."""
 
 
-@dataclass(frozen=True)
 class RunFinished(Event):
     """A process ended in order."""
 

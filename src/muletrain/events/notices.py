@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from muletrain.events.event import Event
@@ -11,7 +10,6 @@ from muletrain.units import plural
 Level = Literal["info", "warning", "error"]
 
 
-@dataclass(frozen=True)
 class Note(Event):
     """A sentence without a type of its own, for people only."""
 
@@ -33,7 +31,6 @@ class Notice(Event, abstract=True):
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class MicrobatchesRerun(Notice):
     """A stage computes microbatches again that are in none of its accumulators."""
 
@@ -46,7 +43,6 @@ class MicrobatchesRerun(Notice):
         return f"step {self.step}: stage {self.stage} computes {plural(self.microbatches, 'microbatch')} again"
 
 
-@dataclass(frozen=True)
 class ValidationLeftOut(Notice):
     """The held-out loss was to be measured, and was not. Training goes on."""
 
@@ -55,7 +51,6 @@ class ValidationLeftOut(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class OrphansTaken(Notice):
     """A trainer took over microbatches of ``owners``, trainers that stopped."""
 
@@ -68,7 +63,6 @@ class OrphansTaken(Notice):
         return f"step {self.step}: this trainer takes over {plural(self.microbatches, 'microbatch')} of {self.owners}"
 
 
-@dataclass(frozen=True)
 class AveragingFailed(Notice):
     """An attempt to average a step failed."""
 
@@ -78,7 +72,6 @@ class AveragingFailed(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class LeftBehind(Notice):
     """The other replicas average a step without this peer, which fetches their result."""
 
@@ -86,7 +79,6 @@ class LeftBehind(Notice):
     step: int
 
 
-@dataclass(frozen=True)
 class RoundGivenUp(Notice):
     """This peer's averaged gradient of a step will not count."""
 
@@ -94,7 +86,6 @@ class RoundGivenUp(Notice):
     step: int
 
 
-@dataclass(frozen=True)
 class ReplicaApart(Notice):
     """A replica answers calls, but its large messages do not arrive."""
 
@@ -108,7 +99,6 @@ class ReplicaApart(Notice):
         return f"step {self.step}: {self.name} answers, but its chunks do not arrive; averaging without it for {pause}"
 
 
-@dataclass(frozen=True)
 class WeightsDiffer(Notice):
     """A replica's weights differ from those of most replicas."""
 
@@ -117,7 +107,6 @@ class WeightsDiffer(Notice):
     name: str
 
 
-@dataclass(frozen=True)
 class GradientStandsOut(Notice):
     """A member's gradient is an outlier and left out of the step; ``who`` computes it again."""
 
@@ -127,7 +116,6 @@ class GradientStandsOut(Notice):
     who: str
 
 
-@dataclass(frozen=True)
 class ResultsDiffer(Notice):
     """A second peer got another result for a gradient that was an outlier."""
 
@@ -136,7 +124,6 @@ class ResultsDiffer(Notice):
     name: str
 
 
-@dataclass(frozen=True)
 class InputsNotFinite(Notice):
     """Inputs from other stages made this peer's gradient not finite."""
 
@@ -144,7 +131,6 @@ class InputsNotFinite(Notice):
     step: int
 
 
-@dataclass(frozen=True)
 class StepSkipped(Notice):
     """The gradient of a step is not finite, so the weights stay."""
 
@@ -155,7 +141,6 @@ class StepSkipped(Notice):
 # Coming, falling behind, leaving --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class StateMissed(Notice):
     """This peer fell behind, or has wrong weights."""
 
@@ -163,7 +148,6 @@ class StateMissed(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class StateKept(Notice):
     """Others have gone on without this peer, but no replica has a later state of its stage."""
 
@@ -171,7 +155,6 @@ class StateKept(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class GradientTaken(Notice):
     """This peer missed a step, and applied it later."""
 
@@ -180,7 +163,6 @@ class GradientTaken(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class TransferFailed(Notice):
     """``what`` (a state, a gradient, tokens, a part) could not be fetched from ``source`` ('': from several)."""
 
@@ -191,7 +173,6 @@ class TransferFailed(Notice):
     source: str = ""
 
 
-@dataclass(frozen=True)
 class PeerMoved(Notice):
     """A peer moves to another stage."""
 
@@ -202,7 +183,6 @@ class PeerMoved(Notice):
     target: int
 
 
-@dataclass(frozen=True)
 class MoveDecided(Notice):
     """This peer decided to move to stage ``target``."""
 
@@ -212,7 +192,6 @@ class MoveDecided(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class MoveRefused(Notice):
     """This peer has too little memory for the stage that it should move to."""
 
@@ -220,7 +199,6 @@ class MoveRefused(Notice):
     stage: int
 
 
-@dataclass(frozen=True)
 class LeavePutOff(Notice):
     """A peer cannot leave yet."""
 
@@ -229,7 +207,6 @@ class LeavePutOff(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class LeaveCancelled(Notice):
     """The other peers of its stage died while this one left, so it stays."""
 
@@ -237,7 +214,6 @@ class LeaveCancelled(Notice):
     stage: int
 
 
-@dataclass(frozen=True)
 class DeviceLate(Notice):
     """The device does not return from a job."""
 
@@ -245,7 +221,6 @@ class DeviceLate(Notice):
     job: str
 
 
-@dataclass(frozen=True)
 class DeviceBack(Notice):
     """The device returned from a late job."""
 
@@ -253,7 +228,6 @@ class DeviceBack(Notice):
     level = "info"
 
 
-@dataclass(frozen=True)
 class StageEmpty(Notice):
     """``stages`` lost all peers, and the run waits for a machine that joins or comes back."""
 
@@ -266,7 +240,6 @@ class StageEmpty(Notice):
         return f"{self.stages} lost all peers, {self.lacks}. The run waits for {plural(self.minutes, 'minute')}"
 
 
-@dataclass(frozen=True)
 class NoTrainer(Notice):
     """The run lost its last trainer, and waits for another one."""
 
@@ -280,7 +253,6 @@ class NoTrainer(Notice):
         )
 
 
-@dataclass(frozen=True)
 class LastTrainer(Notice):
     """Only one trainer is left."""
 
@@ -288,7 +260,6 @@ class LastTrainer(Notice):
     name: str
 
 
-@dataclass(frozen=True)
 class TrainerAdded(Notice):
     """A peer that fetched the run's tokens became a trainer."""
 
@@ -297,7 +268,6 @@ class TrainerAdded(Notice):
     name: str
 
 
-@dataclass(frozen=True)
 class SeatEmpty(Notice):
     """A planned pipeline lost the peer ``seat``. ``spares`` take its microbatches; '': there is no spare."""
 
@@ -314,7 +284,6 @@ class SeatEmpty(Notice):
         return f"{lacks}, and there is no spare: the stage's other peers share its microbatches, as in strategy swarm"
 
 
-@dataclass(frozen=True)
 class SeatFilled(Notice):
     """A planned peer took its seat again."""
 
@@ -325,7 +294,6 @@ class SeatFilled(Notice):
     seat: str
 
 
-@dataclass(frozen=True)
 class ForkKept(Notice):
     """This peer cannot switch to the history that wins."""
 
@@ -333,7 +301,6 @@ class ForkKept(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class DirectoryFailed(Notice):
     """The directory, or a peer that it named, did not answer."""
 
@@ -343,7 +310,6 @@ class DirectoryFailed(Notice):
     reason: str
 
 
-@dataclass(frozen=True)
 class PartNotKept(Notice):
     """This peer could not keep its copy of a checkpoint part."""
 
@@ -355,7 +321,6 @@ class PartNotKept(Notice):
 # Clients of a pool -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ClientEnlisted(Notice):
     """A client begins to work for this server."""
 
@@ -366,7 +331,6 @@ class ClientEnlisted(Notice):
     stage: int
 
 
-@dataclass(frozen=True)
 class ClientLost(Notice):
     """A client is gone. Gradients of ``parts`` that it had are computed again."""
 
@@ -380,7 +344,6 @@ class ClientLost(Notice):
         return f"client {self.name} is gone ({self.reason}); {plural(self.parts, 'part')} computed again"
 
 
-@dataclass(frozen=True)
 class ClientLate(Notice):
     """A client takes unusually long; others may compute what it has."""
 

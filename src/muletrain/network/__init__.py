@@ -1,6 +1,6 @@
 """Connections between peers.
 
-- ``base`` is the ``Network`` seam. ``delivery``, ``answers``, ``quota``, ``offences`` and ``pacing`` serve every
+- ``base`` is the ``Network`` seam. ``delivery``, ``answers``, ``offences`` and ``pacing`` serve every
   implementation.
 - ``libp2p`` is the real network over hivemind's ``daemon``: ``calls``, ``traffic`` (frames, over ``streams`` and
   ``intake``), the ``directory``, and ``relay`` with ``pipes`` and ``ways`` to peers that cannot be dialled.

@@ -92,7 +92,7 @@ class Network(Protocol):
 
     def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
         """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Each member
-        gets a quota of answers (``network.quota``); ``free``: not of these, because the handler bounds them."""
+        gets a quota of answers (``network.answers.Quota``); ``free``: not of these, because the handler bounds them."""
         ...
 
     async def send(

@@ -28,6 +28,7 @@ from muletrain.errors import AdmissionError
 from muletrain.network.identity import NONCE, derive, proof, same
 from muletrain.network.offences import Offences
 from muletrain.network.trust import MAX_KEPT, packed_chain, packed_renewal, read_chain, read_renewal, unpacked
+from muletrain.policy.recent import Bucket
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -96,7 +97,7 @@ class Gate:
         self._admissions = 0
         self._nonce_key = os.urandom(32)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._tokens, self._refilled = BURST, 0.0
+        self._hellos = Bucket(BURST, PER_S)
         self.offences = Offences()
 
     def __len__(self) -> int:
@@ -274,7 +275,7 @@ class Gate:
     def _answer(self, peer: str, payload: bytes) -> Any:
         if self.offences.banned(peer):
             raise AdmissionError(BANNED)
-        if not self.admitted(peer) and not self._take_token():
+        if not self.admitted(peer) and not self._hellos.take(loop_time_s()):
             raise AdmissionError(TOO_MANY)
         match unpacked(payload) if len(payload) <= MAX_ADMIT else None:
             case ["hello", str() as protocol, str() as run_id, bytes() as nonce, int() as epoch, chain] if (
@@ -342,15 +343,6 @@ class Gate:
     def _proof(self, role: str, caller: str, callee: str, nonces: bytes) -> bytes:
         assert self.trust.secret is not None
         return proof(self.trust.secret, role, [self._protocol, self._run_id, caller, callee], nonces)
-
-    def _take_token(self) -> bool:
-        now = loop_time_s()
-        self._tokens = min(BURST, self._tokens + (now - self._refilled) * PER_S)
-        self._refilled = now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
 
 
 def _answer_to_hello(content: Any) -> tuple[int, Chain, bytes, bytes]:

@@ -11,6 +11,8 @@ import time
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
+from muletrain.policy.recent import Bucket
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -58,16 +60,14 @@ class Reports:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._left, self._at, self._untold = float(REPORTS), now(), 0
+        self._bucket, self._untold = Bucket(REPORTS, REPORTS_PER_S), 0
 
     def take(self, reason: str) -> str | None:
         """The report of ``reason``, with the number of those left out before; None: enough was reported for now."""
-        now = self._now()
-        self._left, self._at = min(float(REPORTS), self._left + (now - self._at) * REPORTS_PER_S), now
-        if self._left < 1:
+        if not self._bucket.take(self._now()):
             self._untold += 1
             return None
-        untold, self._untold, self._left = self._untold, 0, self._left - 1
+        untold, self._untold = self._untold, 0
         return f"{reason} (and {untold} refusals that were not told)" if untold else reason
 
 

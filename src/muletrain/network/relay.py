@@ -25,7 +25,7 @@ from muletrain.errors import Malformed, ProtocolError
 from muletrain.network.jobs import Jobs
 from muletrain.network.pipes import ACCEPTED, ASK_S, PING, RELAY, WAIT, WORKS, Pipe, Pipes, ping, request
 from muletrain.network.ways import Ways
-from muletrain.policy.debts import Debts
+from muletrain.policy.recent import Debts
 from muletrain.wire.frame import read_frame
 
 if TYPE_CHECKING:

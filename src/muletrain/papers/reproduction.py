@@ -107,17 +107,7 @@ class Reproduction:
             "name": self.name,
             "title": self.title,
             "method": self.method,
-            "values": [
-                {
-                    "what": v.what,
-                    "published": v.published,
-                    "ours": v.ours,
-                    "unit": v.unit,
-                    "difference": v.difference,
-                    "calibrated": v.calibrated,
-                }
-                for v in self.values
-            ],
+            "values": [{**vars(v), "difference": v.difference} for v in self.values],
             "statements": [vars(s) for s in self.statements],
             "bars": [{**vars(b), "met": b.met} for b in self.bars],
             "constants": [vars(c) for c in self.constants],

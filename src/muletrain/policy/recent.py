@@ -1,4 +1,5 @@
-"""Tables by peer stay small with ``Recent``: in a long run machines come and go without end."""
+"""Tables by peer stay small with ``Recent``: in a long run machines come and go without end. ``Debts`` keeps one of what
+each peer has cost lately; a ``Bucket`` limits what all cost together."""
 
 from __future__ import annotations
 
@@ -18,3 +19,36 @@ class Recent(OrderedDict[str, V]):
         self.move_to_end(peer)
         if len(self) > MOST:
             self.popitem(last=False)
+
+
+class Debts:
+    """A leaky bucket for each peer: what it owes are its costs, less ``per_s`` for every second since. Times are the caller's [s]."""
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self._owed: Recent[tuple[float, float]] = Recent()
+
+    def owed(self, peer: str, now: float) -> float:
+        owed, at = self._owed.get(peer, (0.0, now))
+        return max(0.0, owed - (now - at) * self._per_s)
+
+    def add(self, peer: str, cost: float, now: float) -> float:
+        """Add ``cost``. Returns what ``peer`` owes then."""
+        owed = self.owed(peer, now) + cost
+        self._owed[peer] = owed, now
+        return owed
+
+
+class Bucket:
+    """A token bucket: ``most`` at once, and ``per_s`` more each second. Times are the caller's [s]."""
+
+    def __init__(self, most: float, per_s: float) -> None:
+        self._most, self._per_s, self._left, self._at = most, per_s, most, 0.0
+
+    def take(self, now: float) -> bool:
+        """Take one. False: none is left."""
+        self._left, self._at = min(self._most, self._left + (now - self._at) * self._per_s), now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

@@ -1,4 +1,5 @@
-"""Stochastic wiring (SWARM app. C, algorithm 1) chooses which of a stage's peers gets the next microbatch.
+"""Stochastic wiring (SWARM app. C, algorithm 1) chooses which of a stage's peers gets the next microbatch. Rendezvous
+hashing chooses the trainer that builds it, so that losing a trainer moves only its own microbatches.
 
 Interleaved weighted round robin over an exponential average of measured time: each choice adds the chosen peer's
 average to its running total, and the smallest total is chosen next, so a peer twice as fast is chosen twice as often.
@@ -6,6 +7,7 @@ average to its running total, and the smallest total is chosen next, so a peer t
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +15,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
+
 
 GAMMA = 0.1
 """Weight of a new measurement (SWARM app. C)."""
@@ -191,3 +194,14 @@ def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> se
     """Returns the peers that would begin a microbatch before any other could have finished it."""
     soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
     return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}
+
+
+def claimant(step: int, index: int, trainers: Iterable[str], turn: int = 0) -> str:
+    """Returns the live trainer that should build microbatch ``(step, index)``; with each ``turn`` the next one, since
+    those before did not. A hint against double work, not a promise. Raises ValueError if there is no trainer."""
+
+    def rank(trainer: str) -> tuple[bytes, str]:
+        return hashlib.blake2b(f"{step}/{index}/{trainer}".encode(), digest_size=8).digest(), trainer
+
+    first = max(trainers := [*trainers], key=rank)
+    return first if turn == 0 else sorted(trainers, key=rank, reverse=True)[turn % len(trainers)]

@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
 from muletrain.errors import MuletrainError
-from muletrain.events import Note
 from muletrain.runs.folder import temporary_folder
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import SCRATCH, TICKET_FILE
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from muletrain.events import Event
     from muletrain.runs.spec import WorkerSpec
 
 POLL_S = 0.1
@@ -150,8 +148,3 @@ def environment(threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def failures(events: list[Event]) -> list[str]:
-    """Errors that processes reported."""
-    return [f"{e.peer}: {e.message}" for e in events if isinstance(e, Note) and e.level == "error"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from muletrain.config.fleet_file import load_fleet
+from muletrain.config.load import read_output
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.peer_sections import HubConfig, PipelineConfig, SwapConfig
 from muletrain.config.plan_file import VERSION, Plan, Prediction
@@ -87,26 +88,11 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
 
 def read_plan(path: Path) -> Plan:
     """The plan in a file. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(
-            f"{path}: cannot be read ({e}); 'muletrain plan FLEET.toml --json > {path}' writes a plan"
-        ) from None
-    try:
-        plan = Plan.model_validate_json(text)
-    except ValidationError as e:
-        first = e.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "plan"
-        network = " (the output of 'plan --network' is not a plan of a fleet)" if '"cost_s"' in text else ""
-        raise ConfigError(
-            f"{path}: not an output of 'muletrain plan FLEET.toml --json'{network}: {where}: {first['msg']}"
-        ) from None
-    if plan.version != VERSION:
-        raise ConfigError(
-            f"{path}: version {plan.version} of the format, but this muletrain reads {VERSION}; plan again"
-        )
-    return plan
+
+    def remark(text: str) -> str:
+        return " (the output of 'plan --network' is not a plan of a fleet)" if '"cost_s"' in text else ""
+
+    return read_output(path, Plan, "plan FLEET.toml", VERSION, remark)
 
 
 def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:

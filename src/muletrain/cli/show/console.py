@@ -141,7 +141,7 @@ def plain_line(view: RunView) -> str:
     helping = view.clients.working()
     gone += f"; {plural(helping, 'client')}" if view.clients else ""
     return (
-        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.pace.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
     ).rstrip()
 
 
@@ -165,7 +165,7 @@ def status(view: RunView) -> RenderableType:
 def _progress(view: RunView) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
-    speed = f"{_rate(view.tokens_per_s)} tokens/s"
+    speed = f"{_rate(view.pace.tokens_per_s)} tokens/s"
     grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view))
     return grid
 
@@ -210,11 +210,11 @@ def _named_state(peer: PeerView) -> str:
 
 def _left(view: RunView) -> str:
     is_over = view.finished is not None or 0 < view.steps <= view.step
-    return "done" if is_over else f"{format_duration(view.seconds_left)} left"
+    return "done" if is_over else f"{format_duration(view.pace.seconds_left(view.steps))} left"
 
 
 def _loss(view: RunView) -> str:
-    training = "loss ?" if math.isnan(view.loss) else f"loss {view.loss:.3f}"
+    training = "loss ?" if math.isnan(view.pace.loss) else f"loss {view.pace.loss:.3f}"
     heldout = f"  held-out {view.validated[max(view.validated)].loss:.3f}" if view.validated else ""
     return training + heldout
 

@@ -52,10 +52,10 @@ def final_report(
 
 def _summary(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
-    speed = f"{view.tokens / view.seconds:,.0f} tokens/s" if view.seconds else "no step was completed"
+    speed = f"{view.pace.tokens / view.pace.seconds:,.0f} tokens/s" if view.pace.seconds else "no step was completed"
     troubles = f", {plural(view.rerouted, 'microbatch')} rerouted" if view.rerouted else ""
     steps = f"{view.step} of {plural(view.steps, 'step')}"
-    return f"{steps}, {view.tokens:,} tokens in {format_duration(view.seconds)}: {speed}{troubles}{reason}"
+    return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{troubles}{reason}"
 
 
 def quality_table(q: Quality) -> RenderableType:

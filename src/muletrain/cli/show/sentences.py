@@ -16,7 +16,8 @@ ANSWERED = re.compile("answered a probe|it trains in|it is still at|its history"
 class Known(Protocol):
     """What is known of a run so far."""
 
-    step: int
+    @property
+    def step(self) -> int: ...
 
     def name_of(self, peer_id: str) -> str: ...
 

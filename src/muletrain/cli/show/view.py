@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 from muletrain import events as ev
 from muletrain.cli.show.clients import ClientsView
 from muletrain.cli.show.injected_faults import FaultsView
+from muletrain.cli.show.pace import Pace
 from muletrain.cli.show.sentences import headline, is_warning
 
-SMOOTHING = 0.9
-"""Weight of the past in the shown loss: about the last ten steps."""
-WINDOW = 20
-"""Steps over which speed is measured."""
 GONE_S = 30.0
 """Seconds after which a suspected peer is gone: then another peer adopts its stage (``fleet.adopt_after``)."""
 ENTERS_S = 5.0
@@ -37,8 +34,6 @@ class PeerView:
     device: str = "?"
     precision: str = "?"
     trainer: bool = False
-    params: int = 0
-    threads: int = 0
     state: str = "joining"
     suspected_at: float = 0.0
     """Wall time at which it became suspected [s]."""
@@ -85,7 +80,6 @@ class RunView:
         self.finished: ev.RunFinished | None = None
         self.validated: dict[int, ev.Validated] = {}
         """Held-out losses measured during training, by step."""
-        self.checkpoint: ev.CheckpointWritten | None = None
         self.peers: dict[str, PeerView] = {}
         """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
         took over: by id."""
@@ -96,7 +90,7 @@ class RunView:
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
         self.faults = FaultsView(self.name_of)
-        self.step = 0
+        self.pace = Pace()
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
         self._by_id: dict[str, PeerView] = {}
@@ -104,47 +98,18 @@ class RunView:
         """Names by id, and by the ends of ids that messages have; also of peers whose events do not arrive here."""
         self._strangers: dict[str, ev.JoinRefused | ev.FrameRefused] = {}
         """Peers that asked for something before they were admitted, which happens when all enter at once."""
-        self._tokens: dict[int, int] = {}  # of each step
-        self._begin, self._end = math.inf, -math.inf  # of all steps, wall time [s]
-        self._loss = 0.0
-        self._weight = 0.0
-        self._recent: deque[ev.StepDone] = deque(maxlen=WINDOW)
-        self._seen: set[tuple[int, str]] = set()
         self._back = ""
         """Lineage of the last step back."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.pace.step
 
     @property
     def steps(self) -> int:
         """Planned steps of the run; 0: not known yet."""
         return self.started.steps if self.started else 0
-
-    @property
-    def loss(self) -> float:
-        """Smoothed training loss [nats/token]; NaN before the first step."""
-        return self._loss / self._weight if self._weight else math.nan
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all steps up to the current one. A step that was done twice counts once."""
-        return sum(tokens for step, tokens in self._tokens.items() if step <= self.step)
-
-    @property
-    def seconds(self) -> float:
-        """Time from the start of the first step to the end of the last, including waits [s]."""
-        return max(0.0, self._end - self._begin) if self._tokens else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Speed of the whole fleet over the last steps; NaN before the first step."""
-        seconds = sum(e.duration_s for e in self._recent)
-        return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
-
-    @property
-    def seconds_left(self) -> float:
-        """Time to the end at the speed of the last steps; NaN before the first step."""
-        if not self._recent:
-            return math.nan
-        return max(0, self.steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
 
     def stages(self, *, present: bool = False) -> dict[int, list[PeerView]]:
         """Peers by stage, both in order. Empty stages are included if events of all peers arrive. ``present``: without
@@ -235,8 +200,6 @@ class RunView:
                 self._gone(event.peer_id, "expelled")
             case ev.MemberRemoved():
                 self._gone(event.peer_id, "removed")
-            case ev.CheckpointWritten():
-                self.checkpoint = event
             case ev.SteppedBack():
                 news, self._back = event.lineage != self._back, event.lineage
                 return news
@@ -261,7 +224,7 @@ class RunView:
         if before is not None and before.peer_id not in ("", event.peer_id):
             self._set_aside(self.peers.pop(teller))
         peer = self._by_id[event.peer_id] = self.peers.setdefault(teller, PeerView(event.name))
-        for key in ("peer_id", "name", "stage", "device", "precision", "trainer", "params", "threads"):
+        for key in ("peer_id", "name", "stage", "device", "precision", "trainer"):
             setattr(peer, key, getattr(event, key))
         peer.state, peer.parts = "ready", event.swapped
         self._learn(peer.peer_id, peer.name)
@@ -300,16 +263,9 @@ class RunView:
         peer.load_wait_s += event.load_wait_s
 
     def _done(self, event: ev.StepDone) -> bool:
-        if (event.step, event.lineage) in self._seen:  # two peers may both report it
+        if not self.pace.fold(event):
             return False
-        self._seen.add((event.step, event.lineage))
-        self.step, self.missing = event.step, []
-        self._tokens[event.step] = event.tokens
-        self._begin, self._end = min(self._begin, event.t - event.duration_s), max(self._end, event.t)
-        self._recent.append(event)
-        if math.isfinite(event.loss):
-            self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * event.loss
-            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        self.missing = []
         self._give_up()
         return True
 
@@ -321,7 +277,7 @@ class RunView:
     def _give_up(self) -> None:
         """Note the peers that were suspected for so long that they are gone."""
         for peer in self.peers.values():
-            if peer.state == "suspected" and self._end - peer.suspected_at > GONE_S:
+            if peer.state == "suspected" and self.pace.end_s - peer.suspected_at > GONE_S:
                 peer.state = "gone"
                 others = ", ".join(p.name for p in self.stages(present=True).get(peer.stage, ()))
                 left = f"stage {peer.stage} goes on with {others}" if others else f"stage {peer.stage} has no peer"

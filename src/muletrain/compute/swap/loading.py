@@ -35,8 +35,6 @@ class Traffic:
     loads: int = 0
     loaded_bytes: int = 0
     load_s: float = 0.0
-    drained_bytes: int = 0
-    drain_s: float = 0.0
     wait_s: float = 0.0
 
 
@@ -203,7 +201,6 @@ class Drain:
         self._sum, self._views = None, []
 
     def _store(self, model: SubModel, values: Tensor | None, target: Region) -> None:
-        begin = time.perf_counter()
         with self._jobs.at("drain", part=model.number), torch.no_grad():
             for a, b, at in model.pieces(WINDOW):
                 if values is None:
@@ -211,8 +208,6 @@ class Drain:
                 else:
                     self._lane.to_backing(values[at : at + b - a], target.values[a:b])
                 target.release(a, b)
-        self._traffic.drained_bytes += 4 * model.size
-        self._traffic.drain_s += time.perf_counter() - begin
 
     def close(self) -> None:
         self._lane.thread.shutdown(wait=False, cancel_futures=True)

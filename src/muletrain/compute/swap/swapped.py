@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.rounds import Rounds
 from muletrain.compute.swap.state import State
-from muletrain.compute.threads import Threads
+from muletrain.compute.threads import ThreadedCompute, Threads
 from muletrain.errors import ProtocolError
 from muletrain.events import SwapWorked
 from muletrain.model.make import make_stage
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Layer
 
-R = TypeVar("R")
 PROBED = 16 * WINDOW
 """Numbers that are read to measure how fast weights are loaded."""
 
@@ -84,7 +83,7 @@ class _Counts(NamedTuple):
         )
 
 
-class SwappedCompute:
+class SwappedCompute(ThreadedCompute):
     """The ``Compute`` protocol for a stage that does not fit into its device. ``source``: see ``TorchCompute``.
 
     Raises CapacityError if device, memory or disk are too small, CheckpointError when ``source`` gives other shapes.
@@ -178,7 +177,7 @@ class SwappedCompute:
 
     @property
     def traffic(self) -> Traffic:
-        """What was loaded and drained, since the start."""
+        """What was loaded, since the start."""
         return self.arithmetic.loader.traffic
 
     # Forward and backward ---------------------------------------------------------------------------------------------
@@ -295,9 +294,6 @@ class SwappedCompute:
     def add(self, step: int, gradient: Tensor) -> None:
         self._submit(self.arithmetic.add, gradient)
 
-    async def gather(self, step: int) -> None:
-        """Everything is here."""
-
     def clear(self, step: int) -> None:
         self._submit(self._cleared)
 
@@ -353,22 +349,6 @@ class SwappedCompute:
         self.state_.load(state, 0)
         self.arithmetic.scale.load_state(state, 0)
 
-    async def _read(self, fn: Callable[[], R]) -> R:
-        """``fn`` beside the compute thread, but after every ``apply`` and ``load_state`` called before."""
-        await self._compute(_passed)
-        return await self.offload(fn)
-
-    # Threads ----------------------------------------------------------------------------------------------------------
-
-    async def offload(self, fn: Callable[..., R], *args: object) -> R:
-        return await self.threads.run(self.threads.aside, fn, *args)
-
-    async def _compute(self, fn: Callable[..., R], *args: object) -> R:
-        return await self.threads.run(self.threads.compute, fn, *args)
-
-    async def end(self, *, over: bool) -> None:
-        """No other machine is told."""
-
     def close(self) -> None:
         """Files of the backing memory are removed; what is under way keeps its own."""
         self._closed = True
@@ -392,7 +372,3 @@ def measured_rate(model: Region) -> float:
     for a, b in model.windows(0, numbers):
         target[a:b].copy_(model.values[a:b])
     return 4 * numbers / max(1e-9, time.perf_counter() - begin)
-
-
-def _passed() -> None:
-    """A job that is done when those before it are."""

@@ -65,8 +65,6 @@ class Parts:
     """Tables that only say which tokens attention sees."""
     passed: tuple[tuple[fx.Node, ...], ...]
     """Values that go from each part to the next ones."""
-    block_path: str
-    """Of the module list whose members are the blocks."""
     lead: int
     """Dimensions that all values between blocks begin with: batch and length, or batch alone."""
     inputs: str
@@ -105,7 +103,7 @@ def cut(traced: Traced, module: nn.Module) -> Parts:
     targets = None if traced.targets is None else traced.targets.name
     passed_on = tuple(passed[: count + 1])
     return Parts(
-        tuple(parts), *_tables(traced, place, parts), passed_on, path, len(traced.sizes), traced.inputs.name, targets
+        tuple(parts), *_tables(traced, place, parts), passed_on, len(traced.sizes), traced.inputs.name, targets
     )
 
 

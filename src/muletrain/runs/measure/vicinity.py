@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from muletrain.errors import NetworkError
+from muletrain.policy.recent import Bucket
 from muletrain.runtime.core.messages import Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from muletrain.network.base import Network, PeerId
     from muletrain.network.libp2p import Libp2pNetwork
 
@@ -48,30 +47,15 @@ class Seen(Message):
 
 def serve_sight(net: Libp2pNetwork, *, carries: bool) -> None:
     """Answer ``run.seen``."""
-    dials = _Dials(time.monotonic)
+    dials = Bucket(BURST, PER_S)
 
     async def answer(sender: PeerId, payload: bytes) -> bytes:
         port = AskSeen.unpack(payload).port
         host = await net.seen_at(sender)
-        reached = await connects(host, port) if port and host and dials.allowed() else None
+        reached = await connects(host, port) if port and host and dials.take(time.monotonic()) else None
         return Seen(time=time.time(), host=host, reached=reached, carries=carries).pack()
 
     net.serve(AskSeen.KIND, answer)
-
-
-class _Dials:
-    """A token bucket that limits attempts to connect back."""
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now, self._tokens, self._filled = now, BURST, now()
-
-    def allowed(self) -> bool:
-        now = self._now()
-        self._tokens, self._filled = min(BURST, self._tokens + (now - self._filled) * PER_S), now
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
 
 
 async def connects(host: str, port: int) -> bool:

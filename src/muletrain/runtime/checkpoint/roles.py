@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from muletrain.policy.keeping import keepers
+from muletrain.policy.checkpoints import keepers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

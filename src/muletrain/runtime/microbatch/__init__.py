@@ -3,7 +3,7 @@
 - ``trainer``: builds the microbatches that it claims, and sees them through.
 - ``dispatcher``: chooses the next peer (``Dispatcher._choose``), sends, and waits for the answer.
 - ``stage_server``: admits a request, computes it, sends it on, and answers.
-- ``ledger``: which microbatches are in this peer's accumulator. ``inflight``: one step under way, with its ledger.
+- ``inflight``: one step under way, with its ledger: which microbatches are in this peer's accumulator.
 - ``validator``: sends held-out microbatches, and reports their loss.
 - ``survey``: asks all peers who has a microbatch, before it is tried again.
 - ``cross_check``: asks another peer for a gradient that stands out.

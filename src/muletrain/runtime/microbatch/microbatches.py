@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ProtocolError
-from muletrain.policy.claims import claimant
+from muletrain.policy.wiring import claimant
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.survey import Survey

@@ -12,8 +12,8 @@ import torch
 
 from muletrain.errors import MuletrainError
 from muletrain.events import OrphansTaken
-from muletrain.policy.claims import claimant
 from muletrain.policy.deadline import backoff_s
+from muletrain.policy.wiring import claimant
 from muletrain.runtime.core.messages import Request
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Gap, TrainerDone

@@ -3,8 +3,9 @@ consists of.
 
 - ``peer``: the loop over steps. ``arrival``: how a peer comes to where the run is: as a newcomer, from a checkpoint,
   after it fell behind, or from another history. ``ending``: the end of the run.
-- ``incoming``: gives each frame to its actor; frames that come too early wait in ``early_frames``.
-- ``parts``: when this peer writes its part of a checkpoint. ``reporting``: what it tells of the steps it applied.
+- ``incoming``: gives each frame that this peer takes to its actor; frames that come too early wait.
+- ``parts``: when this peer writes its part of a checkpoint. ``reporting``: what it tells of the steps it
+  applied, and who stands in for a planned peer that is gone.
 - ``peer_host``: what a peer asks of its process, and tells it.
 
 CONTRIBUTING ("How a step goes") tells which files run when a peer dies while its stage averages.

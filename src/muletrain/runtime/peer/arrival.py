@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Behind, Position
-    from muletrain.runtime.peer.early_frames import EarlyFrames
+    from muletrain.runtime.peer.incoming import EarlyFrames
     from muletrain.runtime.peer.parts import PartWriter
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.messages import StepBack

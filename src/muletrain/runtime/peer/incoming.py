@@ -1,16 +1,17 @@
-"""Gives each frame that arrives to its actor: only frames of members, of known kinds, within their bounds
-(``members.expected``)."""
+"""Gives each frame that arrives to its actor: only frames of members, of known kinds, within their bounds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import MuletrainError, ProtocolError
+from muletrain.errors import Malformed, MuletrainError, ProtocolError
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
-from muletrain.runtime.members.expected import Expected
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
@@ -22,16 +23,98 @@ if TYPE_CHECKING:
     from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
-    from muletrain.runtime.members.expected import Check
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.peer.early_frames import EarlyFrames
     from muletrain.runtime.peer.reporting import Reporting
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.rollback import Rollback
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.runtime.transfer.blocks import Downloader
+    from muletrain.wire.codec import Encoded
+
+
+Check = Callable[["PeerId", Any, "list[Encoded]"], None]
+"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors have another shape or
+codec than expected. The tensors' bytes have not been read yet."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Says which frames one peer takes, before it reads them (``network.base.Bounds``). ``checks``: of each kind that
+    carries tensors, and of kinds that only some peers take.
+
+    Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
+    configuration: inputs and gradients of this cut, chunks of this stage's averaging, blocks of the size that was asked
+    for. So no member can make this peer read, or hold, more than a correct member sends.
+    """
+
+    membership: Membership
+    kinds: Mapping[str, type[Message]]
+    microbatches: int
+    checks: Mapping[type[Message], Check]
+
+    def header(self, kind: str) -> int:
+        if kind not in self.kinds:
+            raise Malformed(f"frame of unknown kind {kind[:64]!r}")
+        described = 128 * self.kinds[kind].TENSORS
+        return 128 + described + self.kinds[kind].most(self.microbatches)
+
+    async def expect(self, sender: PeerId, frame: Frame) -> None:
+        self.header(frame.kind)
+        await self.membership.acquaint(sender)
+        frame.message = message = self.kinds[frame.kind].parse(frame)
+        if (check := self.checks.get(type(message))) is not None:
+            check(sender, message, frame.tensors)
+
+
+LIMIT, BYTES = 4096, 1 << 30
+"""Frames that are kept, and bytes of their tensors, at most: with more than that we are far behind, and find that
+out."""
+NOTICES = 256
+"""Frames without tensors that are kept of one sender. With tensors it is as many as this peer holds requests: with more
+it would be full."""
+
+
+class EarlyFrames:
+    """Keeps frames of steps that this peer has not come to, in the order in which they came: others are ahead by a moment,
+    and send nothing twice. No sender takes the room of others."""
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity``: requests that this peer holds."""
+        self._capacity = capacity
+        self._frames: list[tuple[int, PeerId, Frame]] = []
+        self._of: Counter[tuple[PeerId, bool]] = Counter()
+        """Frames by sender, with tensors or without."""
+        self._bytes = 0
+
+    def keep(self, sender: PeerId, frame: Frame, step: int) -> None:
+        """Keep a frame of ``step``, unless there are too many."""
+        kind = sender, bool(frame.tensors)
+        room = self._of[kind] < (self._capacity if frame.tensors else NOTICES)
+        if room and len(self._frames) < LIMIT and self._bytes + _bytes(frame) <= BYTES:
+            self._frames.append((step, sender, frame))
+            self._of[kind] += 1
+            self._bytes += _bytes(frame)
+
+    def take(self) -> list[tuple[PeerId, Frame]]:
+        """Take all frames out."""
+        taken = [(sender, frame) for _, sender, frame in self._frames]
+        self._keep([])
+        return taken
+
+    def forget(self, before: int) -> None:
+        """Drop the frames of steps before ``before``."""
+        self._keep([entry for entry in self._frames if entry[0] >= before])
+
+    def _keep(self, kept: list[tuple[int, PeerId, Frame]]) -> None:
+        self._frames, self._bytes = kept, sum(_bytes(frame) for _, _, frame in kept)
+        self._of = Counter((sender, bool(frame.tensors)) for _, sender, frame in kept)
+
+
+def _bytes(frame: Frame) -> int:
+    return sum(t.nbytes for t in frame.tensors)
+
 
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m

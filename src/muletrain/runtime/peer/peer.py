@@ -13,7 +13,6 @@ from muletrain.policy.deadline import RECENT
 from muletrain.runtime.checkpoint.actors import Checkpointing
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
-from muletrain.runtime.members.hot_spares import HotSpares
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.membership import Membership
 from muletrain.runtime.members.rebalancing import Rebalancer
@@ -21,13 +20,12 @@ from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
-from muletrain.runtime.peer.early_frames import EarlyFrames
 from muletrain.runtime.peer.ending import Ending
-from muletrain.runtime.peer.incoming import Incoming
+from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
 from muletrain.runtime.peer.messages import Back, StopRun
 from muletrain.runtime.peer.parts import PartWriter
 from muletrain.runtime.peer.peer_host import PeerHost
-from muletrain.runtime.peer.reporting import Reporting
+from muletrain.runtime.peer.reporting import HotSpares, Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.audit import computes_falsely

@@ -13,6 +13,8 @@ from muletrain.events import (
     EventError,
     PeerJoined,
     PoolWorked,
+    SeatEmpty,
+    SeatFilled,
     StepApplied,
     StepDone,
     StepSkipped,
@@ -20,19 +22,21 @@ from muletrain.events import (
 )
 from muletrain.runtime.peer.messages import Report
 
-REPORTS, REPORTS_A_STEP = 256, 4
-"""Reports of one peer that are accepted at first, and for each step that we applied: it may be ahead of us, and steps
-after a rollback are done again."""
-SHOWN_DOWN = 8
-"""Peers that do not answer which 'muletrain status' shows; in a long run many go."""
-
-
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.peer.peer_host import PeerHost
     from muletrain.runtime.step.record import StepRecord
+    from muletrain.strategies.base import StandIn
+
+REPORTS, REPORTS_A_STEP = 256, 4
+"""Reports of one peer that are accepted at first, and for each step that we applied: it may be ahead of us, and steps
+after a rollback are done again."""
+SHOWN_DOWN = 8
+"""Peers that do not answer which 'muletrain status' shows; in a long run many go."""
 
 
 class Reporting:
@@ -148,3 +152,27 @@ class Reporting:
         if (measured := ctx.meter.validated) is not None and math.isfinite(measured.loss):
             status |= {"heldout_loss": measured.loss, "heldout_step": measured.step}
         return status
+
+
+class HotSpares:
+    """Reports which peers stand in where a peer that the plan names is gone."""
+
+    def __init__(self, ctx: Context) -> None:
+        self._ctx = ctx
+        self._known: Mapping[StandIn, tuple[str, ...]] = {}
+
+    def look(self, *, speaks: bool) -> None:
+        """Compare with the last look. ``speaks``: this peer is the one that reports."""
+        plan, roster = self._ctx.plan, self._ctx.roster
+        now = plan.strategy.stand_ins([roster.seated(s).keys() for s in range(plan.stages)])
+        before, self._known = self._known, now
+        for missing in sorted(before.keys() | now.keys()):
+            if speaks and before.get(missing) != now.get(missing):
+                self._say(missing, now.get(missing))
+
+    def _say(self, missing: StandIn, spares: tuple[str, ...] | None) -> None:
+        stage, pipeline, name = missing
+        if spares is None:
+            self._ctx.emit(SeatFilled(pipeline=pipeline, stage=stage, seat=name))
+        else:
+            self._ctx.emit(SeatEmpty(pipeline=pipeline, stage=stage, seat=name, spares=" and ".join(spares)))

@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from muletrain.clock import loop_time_s
 from muletrain.errors import (
     AdmissionError,
     DeadlineExceeded,
@@ -176,7 +177,7 @@ class Clients:
             self._desk.lose(sender, "it begins anew")
         if len(self._clients) >= MAX_CLIENTS:
             raise AdmissionError(FULL)
-        self._clients[sender] = _Client(ask.name, ask.enlistment, _now_s())
+        self._clients[sender] = _Client(ask.name, ask.enlistment, loop_time_s())
         self._desk.pool.enlist(sender)
         self._emit(ClientEnlisted(peer_id=sender, name=ask.name, stage=self._desk.stage))
         return state.pack()
@@ -279,7 +280,7 @@ class Clients:
 
     def silent(self) -> tuple[PeerId, ...]:
         """Returns the clients that were not heard of for long."""
-        since = _now_s() - SILENT_S
+        since = loop_time_s() - SILENT_S
         return tuple(p for p, c in self._clients.items() if max(c.since, self._net.heard_s(p)) < since)
 
     def tell(self, client: PeerId, message: Message) -> None:
@@ -385,8 +386,3 @@ class Clients:
         self._version += 1
         for client in self._clients:
             self.tell(client, Begun(weights=digest, version=self._version))
-
-
-def _now_s() -> float:
-    """By the clock of ``Network.heard_s``."""
-    return asyncio.get_running_loop().time()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import NetworkError, ProtocolError
 from muletrain.events import LastTrainer, NoTrainer, StageEmpty
 from muletrain.policy.assignment import View
-from muletrain.policy.complete_checkpoint import newest_complete
+from muletrain.policy.checkpoints import newest_complete
 from muletrain.policy.recent import Recent
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, count_of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from muletrain.errors import CheckpointError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import TransferFailed
 from muletrain.policy.deadline import backoff_s
-from muletrain.policy.debts import Debts
+from muletrain.policy.recent import Debts
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.transfer.blocks import LANES, Download, Downloader, StateImage
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest, AskSnapshot, Snapshot

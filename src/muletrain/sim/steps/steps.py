@@ -1,6 +1,6 @@
 """Play steps of a settled fleet microbatch by microbatch without messages: the prediction of ``muletrain plan``.
 
-The policies of production choose receivers (``policy.claims``, ``policy.wiring``, ``strategies``), links are shared as
+The policies of production choose receivers (``policy.wiring``, ``strategies``), links are shared as
 in production (``wires``), and steps end the same way (``endings``). Nobody fails, joins, leaves or moves, so deadlines,
 probes and records are left out, and a step takes milliseconds.
 """
@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from muletrain.policy.claims import claimant
-from muletrain.policy.wiring import Wiring
+from muletrain.policy.wiring import Wiring, claimant
 from muletrain.sim.steps.endings import Endings
 from muletrain.sim.steps.wires import Wires
 from muletrain.strategies.swarm import SWARM

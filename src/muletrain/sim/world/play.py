@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.policy import fork_choice
+from muletrain.runtime.checkpoint import progress
 from muletrain.runtime.checkpoint.store import Folder
+from muletrain.runtime.microbatch import cross_check
+from muletrain.runtime.step import gradient_log
 from muletrain.sim.loop import Hang, run_virtually
 from muletrain.sim.world import reference
 from muletrain.sim.world.injection import Injection
-from muletrain.sim.world.short_memory import short_memory
 from muletrain.sim.world.verdict import Outcome, judge
 from muletrain.sim.world.witness import Witness
 from muletrain.sim.world.world import Start, World
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from muletrain.sim.world.scenario import Scenario
@@ -26,6 +32,27 @@ LIMIT_S = 6000.0
 """Virtual seconds after which a run counts as hung: several of the protocol's longest waits in a row."""
 IN_MEMORY = Path("/dev/shm")
 """A folder in memory, on Linux."""
+SHORT = {
+    (fork_choice, "MEMORY"): 12,
+    (gradient_log, "MAX_STEPS"): 6,
+    (progress, "REMEMBERED"): 4,
+    (cross_check, "REMEMBERED"): 4,
+}
+"""Limits of memory that only long runs reach, and what a scenario with a short memory has instead: steps, steps,
+checkpoints and microbatches."""
+
+
+@contextmanager
+def _short_memory(*, short: bool) -> Iterator[None]:
+    """Set the limits of ``SHORT`` in this process."""
+    before = {key: getattr(*key) for key in SHORT}
+    try:
+        for (module, name), value in SHORT.items() if short else ():
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name), value in before.items():
+            setattr(module, name, value)
 
 
 def play(scenario: Scenario) -> Outcome:
@@ -35,7 +62,7 @@ def play(scenario: Scenario) -> Outcome:
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
-        short_memory(short=scenario.short),
+        _short_memory(short=scenario.short),
     ):
         try:
             states = run_virtually(_run(outcome, Path(folder), history), LIMIT_S, outcome.violations)

@@ -114,7 +114,7 @@ class Scenario:
     log_bytes: int = 1 << 28
     """Bytes of past gradients that each peer keeps (``runtime.peer.peer``)."""
     short: bool = False
-    """Peers remember little (``sim.world.short_memory``): what long runs reach, this one does, too."""
+    """Peers remember little (``sim.world.play``): what long runs reach, this one does, too."""
     resume_s: float | None = None
     """Then all machines lose power; the run is begun again from what was written."""
     given_weights: bool = False

@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.sim.world.draws import basic, disk_faults, hubs, large, links, members, settings
+from muletrain.sim.world.draws import basic, hubs, infrastructure, large, members, settings
 
 if TYPE_CHECKING:
     from muletrain.sim.world.draws.common import Kind
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SHARE = 0.05
 """Share of the seeds in which a kind is drawn, if the world allows it and has fewer than ``MOST`` kinds."""
 MOST = 3
-KINDS: dict[str, Kind] = {**links.KINDS, **members.KINDS, **disk_faults.KINDS, **settings.KINDS, **hubs.KINDS}
+KINDS: dict[str, Kind] = {**infrastructure.KINDS, **members.KINDS, **settings.KINDS, **hubs.KINDS}
 """Kinds that change a world; ``large.KINDS`` come before."""
 
 

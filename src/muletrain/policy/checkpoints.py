@@ -5,10 +5,12 @@ It is a pure function of what the reachable peers report, so peers that ask the 
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
 
 Base = tuple[int, bytes]
 """A checkpoint: steps done, lineage."""
@@ -30,3 +32,26 @@ def newest_complete(
     if not whole:
         return None
     return max(whole), tuple(digest for _, digest in sorted(found[max(whole)].items()))
+
+
+COPIES = 2
+"""Copies of a part beside the one at the target."""
+
+
+def keepers(peers: Mapping[str, tuple[int, str]], stage: int, target: str) -> tuple[str, ...]:
+    """Returns two of ``peers`` (id: stage, place), of other stages and with two different places, neither of which is
+    the ``target``; none if all share the target. A stage keeps the same ones as long as they live (rendezvous hashing),
+    so no copy is fetched in vain."""
+    if all(place == target for _, place in peers.values()):
+        return ()
+    able = sorted(
+        (p for p, (s, place) in peers.items() if s != stage and place != target), key=lambda p: _rank(stage, p)
+    )
+    chosen: dict[str, str] = {}
+    for peer in able:
+        chosen.setdefault(peers[peer][1], peer)
+    return tuple(list(chosen.values())[:COPIES])
+
+
+def _rank(stage: int, peer: str) -> bytes:
+    return hashlib.sha256(f"{stage}/{peer}".encode()).digest()

@@ -1,12 +1,113 @@
-"""``muletrain join``: add this machine to a run."""
+"""``muletrain run``, ``start`` and ``join``: train on this machine, or on several."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import TICKET_VARIABLE, Announce, Factories, JsonLines, Listen, MachineName, Port
+from muletrain.cli.options import (
+    TICKET_VARIABLE,
+    Announce,
+    ConfigFile,
+    Factories,
+    JsonLines,
+    Listen,
+    MachineName,
+    Overrides,
+    PlanFile,
+    Port,
+    Resume,
+    StrategyChoice,
+    Trace,
+)
+from muletrain.policy.chaos import HELP as CHAOS_HELP
 from muletrain.runs.join.ticket import read_ticket
+
+
+def run(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    chaos: Annotated[str | None, typer.Option(metavar="PLAN", help=CHAOS_HELP)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of --chaos: draws the plan 'random' and the targets 'any'.")
+    ] = None,
+    trace: Trace = None,
+    plan: PlanFile = None,
+    strategy: StrategyChoice = None,
+    json: JsonLines = False,
+) -> None:
+    """Train with a local fleet: every peer is a process on this machine; a single one works in the command itself.
+
+    With --plan, there is one process for each machine of the plan. Ctrl-C writes a checkpoint and ends the run; a
+    second Ctrl-C ends it at once."""
+    from muletrain.cli.actions.local_run import run_local
+
+    run_local(
+        config,
+        overrides or [],
+        json=json,
+        resume=resume,
+        chaos=chaos,
+        seed=seed,
+        trace=trace,
+        plan=plan,
+        strategy=strategy,
+    )
+
+
+Probe = Annotated[
+    bool,
+    typer.Option(
+        "--probe",
+        help="Before training, measure every machine and the links between them, and write fleet.toml (for 'muletrain "
+        "plan') to the run folder.",
+    ),
+]
+ShareData = Annotated[
+    bool,
+    typer.Option(
+        "--share-data",
+        help="Same as --set data.share=true: members may fetch the tokens of your training text, and a few keep them "
+        "on disk, so that the run survives the loss of this machine. Everyone who has the ticket can then read the "
+        "text.",
+    ),
+]
+
+
+def start(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    listen: Listen = "0.0.0.0",
+    port: Port = 0,
+    announce: Announce = None,
+    resume: Resume = None,
+    plan: PlanFile = None,
+    strategy: StrategyChoice = None,
+    name: MachineName = None,
+    probe: Probe = False,
+    share_data: ShareData = False,
+    json: JsonLines = False,
+) -> None:
+    """Start a run on several machines and serve it with this one.
+
+    Prints a ticket for 'muletrain join', waits until every stage has a peer, then trains and collects checkpoints.
+    Ctrl-C writes a checkpoint and ends the run."""
+    from muletrain.cli.actions.own_peers import Listening
+    from muletrain.cli.actions.start_run import start_run
+
+    start_run(
+        config,
+        [*(overrides or []), *(["data.share=true"] if share_data else [])],
+        listening=Listening(listen, port, tuple(announce or ())),
+        json=json,
+        resume=resume,
+        plan=plan,
+        strategy=strategy,
+        name=name,
+        probe=probe,
+    )
+
 
 Ticket = Annotated[
     str,
