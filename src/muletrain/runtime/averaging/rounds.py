@@ -29,8 +29,8 @@ progress."""
 ELSEWHERE_S, STUCK_S = 5.0, 60.0
 """Seconds after which a round has failed: if a member that owes a chunk is not in the round; and if it moves no bytes."""
 UNMEASURED_S, USUAL = 600.0, 2.0
-"""Seconds after which a member is overdue whose part in a round does not come, although it says that it moves bytes: as
-many usual rounds, and before the first round (large chunks on slow links take minutes)."""
+"""Seconds before the first round, and usual rounds after it, until a member is overdue whose part in a round does not
+come, although it says that it moves bytes (large chunks on slow links take minutes)."""
 
 
 def usual_round() -> Usual:
