@@ -30,7 +30,7 @@ def constants(module: Path) -> list[tuple[str, str, str]]:
 
 def table() -> str:
     lines = ["| constant | s | what it bounds |", "|---|---|---|"]
-    for room in ("pool", "members", "microbatch", "step", "transfer", "checkpoint", "recovery", "peer", "core"):
+    for room in sorted(p.parent.name for p in RUNTIME.glob("*/__init__.py")):
         for module in sorted((RUNTIME / room).glob("*.py")):
             lines += [
                 f"| `{names}` ({room}/{module.stem}) | {values} | {said} |" for names, values, said in constants(module)

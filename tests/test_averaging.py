@@ -22,7 +22,7 @@ from muletrain.policy.shards import CHUNK
 from muletrain.runtime.averaging.averager import Averager, contents
 from muletrain.runtime.averaging.mean_gradient import MeanGradient, fetch_gradient
 from muletrain.runtime.averaging.messages import AskGradient, Reduced, RoundEntry, Shard, ShardFacts
-from muletrain.runtime.averaging.rounds import LONGEST_S, Attendance, Round, RoundFailed
+from muletrain.runtime.averaging.rounds import UNMEASURED_S, Attendance, Round, RoundFailed, usual_round
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Member, Progress
@@ -64,7 +64,7 @@ def members(hub: MemoryHub, codec: Codec) -> dict[str, tuple[Context, Averager]]
     for p in IDS:
         net = hub.join(p)
         ctx = Context(net, LoopClock(), Vector(), Roster(genesis, p), plan, emit=lambda event: None)  # type: ignore[arg-type]
-        averager = Averager(ctx, NOWHERE)
+        averager = Averager(ctx, NOWHERE, usual_round())
 
         async def on_frame(sender: str, frame: Any, averager: Averager = averager) -> None:
             if frame.kind == "wrong":
@@ -339,8 +339,8 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
 
         ctx: Any = SimpleNamespace(clock=clock, detector=SimpleNamespace(probe=probe, silent_s=lambda member: 0.0))
         traffic: Any = SimpleNamespace(owing=lambda: {"b": 2}, taking=set)
-        watching = Attendance(ctx, ROUND, traffic, NOWHERE).watch()
-        with pytest.raises(RoundFailed, match="has sent nothing for 36"):
-            await asyncio.wait_for(watching, 2 * LONGEST_S)
+        watching = Attendance(ctx, ROUND, traffic, NOWHERE, usual_round()).watch()
+        with pytest.raises(RoundFailed, match="has sent nothing for 60"):
+            await asyncio.wait_for(watching, 2 * UNMEASURED_S)
 
-    run_virtually(scenario(), 2 * LONGEST_S, [])
+    run_virtually(scenario(), 2 * UNMEASURED_S, [])

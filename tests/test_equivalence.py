@@ -54,17 +54,13 @@ def test_fleet_equals_single_process(tmp_path: Path, optimizer: str) -> None:
     facts, cache = facts_of(tmp_path, f"optimizer.name={optimizer}")
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache))
-    runs = []
-    for name in ("first", "second") if optimizer == "adamw" else ("only",):
-        events = run_fleet(facts.config, tmp_path / name)
-        runs.append(checkpoint_weights(tmp_path / name))
-        assert relative_difference(runs[-1], expected) <= 1e-5
-        done = [e for e in events if isinstance(e, StepDone)]
-        assert [e.loss for e in done] == pytest.approx(losses, abs=1e-4)
-        assert max(e.grad_norm for e in done) > 0.5, "clipping acted"
-        assert sum(e.trainer for e in events if isinstance(e, PeerJoined)) == 2
-        check_every_microbatch_once(events, facts)
-    assert relative_difference(runs[0], runs[-1]) <= 1e-5
+    events = run_fleet(facts.config, tmp_path / "run")
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    done = [e for e in events if isinstance(e, StepDone)]
+    assert [e.loss for e in done] == pytest.approx(losses, abs=1e-4)
+    assert max(e.grad_norm for e in done) > 0.5, "clipping acted"
+    assert sum(e.trainer for e in events if isinstance(e, PeerJoined)) == 2
+    check_every_microbatch_once(events, facts)
 
 
 @pytest.mark.slow  # a minute; the fuzzer draws delayed updates in 3 of 10 worlds

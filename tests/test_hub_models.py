@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,11 +26,13 @@ import json, sys
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.runs.assemble import resolve_start
-try:
-    config = resolve_start(load_config(None, [f"model.from={sys.argv[1]}", "model.context=32"]))
-    print(json.dumps({"from": config.model.from_, "layers": config.model.layers, "tokenizer": config.data.tokenizer}))
-except MuletrainError as e:
-    print(e)
+for name in sys.argv[1:]:
+    try:
+        config = resolve_start(load_config(None, [f"model.from={name}", "model.context=32"]))
+        print(json.dumps({"from": config.model.from_, "layers": config.model.layers, "tokenizer": config.data.tokenizer}))
+    except MuletrainError as e:
+        print(e)
+    print("----")
 """
 
 
@@ -94,13 +97,15 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     thread.join(10)
 
 
-def begin(hub: str, name: str, tmp_path: Path) -> str:
+def begin(hub: str, tmp_path: Path, *names: str) -> list[str]:
+    """What one process makes of each of ``names``."""
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", CODE, name]
+    command = [sys.executable, "-c", CODE, *names]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
     )
-    return done.stdout.strip() or done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("----\n")[:-1]
 
 
 def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_weights(
@@ -108,25 +113,26 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
 ) -> None:
     text = write_text(tmp_path / "mine.txt")
     write_folder(hub.root / "mule", text, "qwen2")
-    found = json.loads(begin(hub.url, "me/mule", tmp_path))
+    for name in ("bare", "code"):
+        (hub.root / name).mkdir()
+        config = json.loads((hub.root / "mule" / "config.json").read_text())
+        (hub.root / name / "config.json").write_text(
+            json.dumps(config | ({"auto_map": {"AutoModel": "x.Y"}} if name == "code" else {}))
+        )
+    shutil.copy(hub.root / "mule" / "model.safetensors", hub.root / "code")
+    found = json.loads(begin(hub.url, tmp_path, "me/mule")[0])
     assert found["layers"] == 3
     assert found["tokenizer"] == f"{found['from']}/tokenizer.json"
     assert hub.sent.count("mule/model.safetensors") == 1
-    assert json.loads(begin(hub.url, "me/mule", tmp_path)) == found
+    again, gated, none, bare, code = begin(hub.url, tmp_path, "me/mule", "me/gated", "me/none", "me/bare", "me/code")
+    assert json.loads(again) == found
     assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
-    assert "is gated: accept its terms at http://127.0.0.1" in begin(hub.url, "me/gated", tmp_path)
-    assert "neither a folder me/none here nor a model of that name" in begin(hub.url, "me/none", tmp_path)
-    (hub.root / "bare").mkdir()
-    (hub.root / "bare" / "config.json").write_text((hub.root / "mule" / "config.json").read_text())
-    assert "me/bare at http" in (said := begin(hub.url, "me/bare", tmp_path))
-    assert "has no weights as safetensors" in said
-    config = json.loads((hub.root / "mule" / "config.json").read_text())
-    (hub.root / "bare" / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "x.Y"}}))
-    (hub.root / "bare").rename(hub.root / "code")
-    write_folder(hub.root / "code" / "weights", text, "qwen2")
-    (hub.root / "code" / "weights" / "model.safetensors").rename(hub.root / "code" / "model.safetensors")
-    assert "remote code" in begin(hub.url, "me/code", tmp_path)
+    assert "is gated: accept its terms at http://127.0.0.1" in gated
+    assert "neither a folder me/none here nor a model of that name" in none
+    assert "me/bare at http" in bare
+    assert "has no weights as safetensors" in bare
+    assert "remote code" in code
     assert "code/model.safetensors" not in hub.sent, "it was refused before its weights came"
     hub.shutdown()
     hub.server_close()
-    assert "cannot be reached; give a folder" in begin(hub.url, "me/other", tmp_path)
+    assert "cannot be reached; give a folder" in begin(hub.url, tmp_path, "me/other")[0]

@@ -19,6 +19,7 @@ from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.averaging.mean_gradient import PIECE, MeanGradient, encoded_piece
 from muletrain.runtime.averaging.messages import RoundEntry, ShardFacts
+from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.detector import AT_ONCE, RARELY_S
@@ -157,7 +158,7 @@ def step_of(step: int) -> tuple[RecordBuilder, MeanGradient]:
         holder="a",
     )
     nobody: Any = SimpleNamespace(stage=lambda stage: ())
-    builder = RecordBuilder(step, bytes(32), 1, bytes(32), nobody, LoopClock())
+    builder = RecordBuilder(step, bytes(32), 1, bytes(32), nobody, LoopClock(), usual_round())
     builder.add(entry)
     gradient = torch.randn(Vector.n_params, generator=torch.Generator().manual_seed(step)).half().float()
     return builder, MeanGradient(entry, gradient)

@@ -10,6 +10,7 @@ import pytest
 
 from muletrain.errors import ProtocolError
 from muletrain.runtime.averaging.messages import RoundEntry
+from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.microbatch.inflight import Ledger
 from muletrain.runtime.step.messages import Entries
 from muletrain.runtime.step.record import StepRecord, round_id
@@ -55,7 +56,7 @@ class Alive:
 
     def builder(self) -> RecordBuilder:
         clock: Any = SimpleNamespace(now=lambda: self.now_s)
-        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock)
+        return RecordBuilder(4, LINEAGE, len(self.stages), LINEAGE, self, clock, usual_round())
 
 
 def record(*entries: RoundEntry, live: tuple[tuple[str, ...], ...] = (("a",), ("a",))) -> StepRecord | None:
@@ -94,6 +95,21 @@ def test_ledger_refuses_indices_the_step_does_not_have() -> None:
 
 
 PAIR, THREE = ("a", "b"), ("a", "b", "c")
+
+
+def test_half_of_the_replicas_speak_for_a_stage_whose_others_say_nothing_for_long() -> None:
+    overdue_s = usual_round().seconds()
+    for members, holders, counts in ((PAIR, "a", True), (THREE, "a", False), (("a", "b", "c", "d"), "ab", True)):
+        alive = Alive(("a",), members)
+        builder = alive.builder()
+        builder.add(entry(0))
+        for holder in holders:
+            builder.add(entry(1, holder, members, without=tuple(m for m in members if m not in holders)))
+        assert builder.record() is None
+        alive.now_s = overdue_s - 1
+        assert builder.record() is None, "the others may still be at it"
+        alive.now_s = overdue_s
+        assert (builder.record() is not None) == counts
 
 
 def test_a_round_counts_when_no_live_member_lacks_it_and_most_replicas_attest_to_it() -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import Channel, PeerId
+    from muletrain.policy.deadline import Usual
     from muletrain.runtime.averaging.rounds import Holders
     from muletrain.runtime.members.context import Context
     from muletrain.wire.codec import Encoded
@@ -129,8 +130,9 @@ class _Inbox:
 class Averager:
     """Reduces the rounds of one step, one at a time, and sends the shard that this peer owns to the others."""
 
-    def __init__(self, ctx: Context, holders: Holders) -> None:
-        self._ctx, self._holders = ctx, holders
+    def __init__(self, ctx: Context, holders: Holders, usual: Usual) -> None:
+        """``usual``: how long the run's rounds take."""
+        self._ctx, self._holders, self._usual = ctx, holders, usual
         self._inbox = _Inbox()
         self._limits = Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
@@ -207,7 +209,7 @@ class Averager:
         """
         result = await self._ctx.compute.room(plan.n_params)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(self._ctx, plan, self, self._holders)
+        self._attendance = Attendance(self._ctx, plan, self, self._holders, self._usual)
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._attendance.watch())

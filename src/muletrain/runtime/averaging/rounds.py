@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain.errors import MuletrainError
+from muletrain.policy.deadline import Usual
 from muletrain.policy.shards import CHUNK, chunk_ranges, shard_ranges
 
 if TYPE_CHECKING:
@@ -25,9 +26,16 @@ LOOK_S, AT_ONCE = 0.5, 8
 SILENT_S, ASK_S = 1.0, 5.0
 """Seconds without any sign of a member, after which it is probed; and without a chunk, after which it is asked for its
 progress."""
-ELSEWHERE_S, STUCK_S, LONGEST_S = 5.0, 60.0, 3600.0
-"""Seconds after which a round has failed: if a member that owes a chunk is not in the round; if it moves no bytes; and if
-it moves bytes, but no chunk arrives here (large chunks on slow links take many minutes)."""
+ELSEWHERE_S, STUCK_S = 5.0, 60.0
+"""Seconds after which a round has failed: if a member that owes a chunk is not in the round; and if it moves no bytes."""
+UNMEASURED_S, USUAL = 600.0, 2.0
+"""Seconds before the first round, and usual rounds after it, until a member is overdue whose part in a round does not
+come, although it says that it moves bytes (large chunks on slow links take minutes)."""
+
+
+def usual_round() -> Usual:
+    """Returns a new measure of how long rounds take: it says when a member's part in one is overdue."""
+    return Usual(UNMEASURED_S, floor_s=STUCK_S, times=USUAL)
 
 
 class RoundFailed(MuletrainError):
@@ -95,8 +103,9 @@ class Traffic(Protocol):
 class Attendance:
     """Watches the other members of one round: senders of chunks to us, and receivers of ours."""
 
-    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders) -> None:
-        self._ctx, self._round, self._traffic, self._holders = ctx, round_, traffic, holders
+    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders, usual: Usual) -> None:
+        """``usual``: how long rounds take."""
+        self._ctx, self._round, self._traffic, self._holders, self._usual = ctx, round_, traffic, holders, usual
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
@@ -144,5 +153,5 @@ class Attendance:
             )
         if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
-        if stuck_s > STUCK_S or late_s > LONGEST_S:
+        if stuck_s > STUCK_S or late_s > self._usual.seconds():
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

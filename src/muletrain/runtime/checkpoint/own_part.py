@@ -49,6 +49,11 @@ class OwnPart:
             self._coordinator.leave_out(key, f"left out: {reason}")
         return reason is None
 
+    def drop(self, key: Key) -> None:
+        """Give up checkpoint ``key``, unless it has ended."""
+        if self._checkpoints.ended(key) is None and self._roles.coordinator is not None:
+            self._coordinator.leave_out(key, "left out: the run went on before it was complete")
+
     def wants(self, key: Key) -> bool:
         """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves that to the
         writer."""

@@ -23,7 +23,11 @@ class PartWriter:
         """The last checkpoint that was written because no trainer was left."""
 
     async def write(self, key: Key, *, last: bool) -> None:
-        """Write our part of checkpoint ``key``, if it begins there."""
+        """Write our part of checkpoint ``key``, if it begins there. One that was written because no trainer was left is not
+        needed any more: the run has gone on. Its copy of the state would be in the way of those that are due."""
+        if (earlier := self._written) is not None:
+            self._written = None
+            self._own_part.drop(earlier)
         if self._own_part.begins(key, last=last):
             self._spawn(key, await self._ctx.compute.state())
 

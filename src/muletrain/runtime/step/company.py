@@ -46,6 +46,8 @@ class Standing:
 
     apart: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
+    silent: Recent[tuple[int, int]] = field(default_factory=Recent)
+    """How much replicas failed to send (``Averager.silent``), and the last step in which they did."""
     differed: int | None = None
     """The last step at which our weights differed from the others'."""
     offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
@@ -61,8 +63,6 @@ class Company:
         self._untrue: Counter[PeerId] = Counter()
         self._outran: Counter[PeerId] = Counter()
         """How often replicas ended our attempt by a later one."""
-        self._silent: Counter[PeerId] = Counter()
-        """How much replicas failed to send in failed rounds (``Averager.silent``)."""
         self._differing: set[PeerId] = set()
         """Replicas whose weights differ from most."""
 
@@ -150,15 +150,18 @@ class Company:
         self.silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def silent(self, owing: Mapping[PeerId, int]) -> None:
-        """A round failed because live replicas were ``owing`` us chunks. After a few such rounds they are left out for
-        many steps: their link may carry calls, but no chunks. Replicas that may themselves wait for a chunk get twice
-        as many rounds."""
+        """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in steps
+        before, they are left out for many steps: their link may carry calls, but no chunks. Replicas that may themselves
+        wait for a chunk get twice as many rounds."""
+        silent, step = self._standing.silent, self._state.step
         for peer, owes in owing.items():
-            self._silent[peer] += owes
-            if self._silent[peer] >= 2 * MAX_LOST and self.averages(peer):
-                apart, step = self._standing.apart, self._state.step
+            before, last = silent.get(peer, (0, 0))
+            silent[peer] = owes + (before if step - last <= APART else 0), step
+            if silent[peer][0] >= 2 * MAX_LOST and self.averages(peer):
+                apart = self._standing.apart
                 steps = min(APART_MAX, 2 * apart.get(peer, (0, APART // 2))[1])
                 apart[peer] = step + steps, steps
+                del silent[peer]
                 name = self._ctx.roster.name(peer)
                 self._ctx.emit(ReplicaApart(step=step + 1, name=name, steps=steps))
 

@@ -292,8 +292,8 @@ class Exchange:
                 self.on_tied(peer, answer.tied)
             if answer.applied and state.builder.claim(peer, answer.applied, answer.record, answer.product):
                 for entry in (e for e in answer.applied if e.stage == ctx.roster.member(peer).stage):
-                    self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
                     state.hear_applied(peer, entry)
+                    self.on_entry(peer, entry.model_copy(update={"holder": peer, "without": ()}))
         except ProtocolError as e:
             ctx.refused(peer, str(e))
         except NetworkError as e:

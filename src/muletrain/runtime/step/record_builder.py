@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.clock import Clock
+    from muletrain.policy.deadline import Usual
     from muletrain.runtime.step.messages import TiedEntry
 
 _FACTS = tuple(name for name in RoundEntry.model_fields if name not in ("holder", "without", "shards"))
@@ -94,6 +95,8 @@ class RecordBuilder:
     """hash(R_{t-1})"""
     live: LiveReplicas
     clock: Clock
+    usual: Usual
+    """How long rounds take."""
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
     known: Counter[int] = field(default_factory=Counter)
@@ -256,10 +259,14 @@ class RecordBuilder:
         voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]
         most = held_by_most(whole, voters)
-        if most or not whole or not voters <= attesting:
+        if voters <= attesting:
+            possible, patience_s = whole, UNDECIDED_S
+        else:  # who says nothing for long may never do; but fewer than half do not speak for the rest
+            possible, patience_s = held_by_half(whole, voters), self.usual.seconds()
+        if most or not possible:
             self._undecided.pop(stage, None)
-        elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= UNDECIDED_S:
-            most = whole
+        elif self.clock.now() - self._undecided.setdefault(stage, self.clock.now()) >= patience_s:
+            most = possible
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
     def _attested(self) -> tuple[tuple[RoundEntry, ...], float] | None:
@@ -322,6 +329,11 @@ class RecordBuilder:
 def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
     """The rounds that more than half of ``voters``, and of their own holders, attest to."""
     return [k for k in rounds if 2 * len(k.holders) > len({*voters, *k.holders})]
+
+
+def held_by_half(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
+    """The rounds that at least half of ``voters``, and of their own holders, attest to."""
+    return [k for k in rounds if 2 * len(k.holders) >= len({*voters, *k.holders})]
 
 
 def facts_of(entry: RoundEntry) -> RoundEntry:

@@ -90,11 +90,15 @@ class Reduction:
         self._gathering = False
         """We are receiving a gradient."""
         self._reducing: Seal | None = None
+        self._blamed = False
+        """We blamed a replica for an attestation that did not come."""
         self._overflowed = False
         """Finite accumulators gave a mean that is not finite."""
         self._rivals: set[bytes] = set()
         """Other rounds of our stage that we knew when we attested to ours."""
-        self._attested_at: tuple[bytes, int, int] | None = None
+        self._held_at = ctx.clock.now()
+        """When we got the gradient: at the latest when this step began here."""
+        self._attested_at: tuple[bytes, int, int, bool] | None = None
         """The round that we attested to, and what we knew then."""
 
     async def hold(self, weights: bytes) -> MeanGradient:
@@ -122,6 +126,7 @@ class Reduction:
                     gradient = taken
                     break
                 await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
+        self._held_at = self._ctx.clock.now()
         self._state.hold(gradient)
         return gradient
 
@@ -166,27 +171,35 @@ class Reduction:
     def _attest(self, entry: RoundEntry) -> None:
         """Tell everyone that we hold the round. Tell them again when another member is marked down, or when we hear of
         another round of our stage: a peer that knows only one round would build another record. A member that is alive
-        after all applies our round as soon as it hears of the record."""
+        after all applies our round as soon as it hears of the record. One that answers, but does not attest for longer
+        than a round takes, is given up, too: it may never do."""
         ctx, state, builder = self._ctx, self._state, self._state.builder
-        seen = entry.round, builder.known[entry.stage], ctx.roster.version
+        overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
+        seen = entry.round, builder.known[entry.stage], ctx.roster.version, overdue
         if self._attested_at == seen:
             return
         self._attested_at = seen
         me, alive, known = ctx.net.peer_id, ctx.roster.is_alive, builder.holders(entry)
-        without = {m for m in entry.members if m != me and m not in known and not alive(m)}
+        lacking = {m for m in entry.members if m != me and m not in known}
+        without = {m for m in lacking if overdue or not alive(m)}
         others = {r.facts.round for r in builder.rounds(entry.stage)} - {entry.round}
         if state.attested is not None:
             if without <= set(state.attested.without) and others <= self._rivals:
                 return
             without |= set(state.attested.without)
+            self._company.overdue(m for m in without if alive(m))
         self._rivals = others
         state.attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
         builder.add(state.attested)
         ctx.spawn(ctx.tell(ctx.roster.everyone(), state.attested), "entry")  # a frozen peer must not hold us up
 
     async def ask_entries(self) -> None:
-        """Ask for round entries while we wait for the record."""
+        """Ask for round entries while we wait for the record. If a single replica went on without telling us, it may be
+        one that never does."""
         await self._exchange.ask_entries()
+        if len(self._state.unsaid) == 1 and not self._blamed:
+            self._blamed = True
+            self._company.silent(dict.fromkeys(self._state.unsaid & {*self._ctx.roster.replicas()}, 1))
         self._give_way()
 
     def _give_way(self) -> None:
@@ -292,7 +305,9 @@ class Reduction:
             gradient, shards = await self._gathered(self._mean(round_))
         finally:
             self._reducing = None
-        ctx.meter.stats.averaging_s += ctx.clock.now() - begin
+        took = ctx.clock.now() - begin
+        ctx.meter.stats.averaging_s += took
+        self._deadlines.averaging.measured(took)
         ctx.worked("average", "reduce", begin, round_.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
             self._overflowed = True  # all members see that; a second time it is the codec's limit

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import MicrobatchesRerun
-from muletrain.policy.deadline import Deadline, backoff_s
+from muletrain.policy.deadline import Deadline, Usual, backoff_s
+from muletrain.runtime.averaging.rounds import usual_round
 from muletrain.runtime.core.waiting import MAX_SILENCE
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
@@ -41,6 +42,8 @@ class Deadlines:
     """From the step's begin until all microbatches are through."""
     seal: Deadline = field(default_factory=lambda: Deadline(floor_s=0.5, deviations=1.0))
     """Until all replicas have sealed."""
+    averaging: Usual = field(default_factory=usual_round)
+    """A round of averaging."""
     record: Deadline = field(default_factory=lambda: Deadline(unmeasured_s=10.0, floor_s=0.5))
     """Until all stages have reduced."""
 

@@ -64,7 +64,7 @@ class StepRunner:
     def _begin(self) -> None:
         """Make everything that belongs to the current step."""
         ctx, position, waits, deadlines = self._ctx, self._position, self._waits, self._deadlines
-        self.state = state = StepState(ctx, position)
+        self.state = state = StepState(ctx, position, deadlines.averaging)
         self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
         company = Company(ctx, state, self._standing)
         self._reruns = reruns = Reruns(ctx, state, company, exchange, waits, deadlines)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from muletrain.network.base import PeerId
+    from muletrain.policy.deadline import Usual
     from muletrain.runtime.averaging.mean_gradient import MeanGradient, TiedPart
     from muletrain.runtime.averaging.messages import RoundEntry
     from muletrain.runtime.members.context import Context
@@ -31,15 +32,16 @@ MAX_VIEWS = 2 * MAX_ATTEMPTS
 class StepState:
     """Owns what is known of one step; each step has a new one. Nothing here waits or sends."""
 
-    def __init__(self, ctx: Context, position: Position) -> None:
+    def __init__(self, ctx: Context, position: Position, usual: Usual) -> None:
+        """``usual``: how long rounds take."""
         self._ctx, self._position = ctx, position
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
         tied = () if ctx.plan.tied is None else ctx.plan.tied.stages
         self.builder = RecordBuilder(
-            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, tied
+            self.step, self.lineage, ctx.plan.stages, position.applied, ctx.roster, ctx.clock, usual, tied
         )
-        self.averager = Averager(ctx, self)
+        self.averager = Averager(ctx, self, usual)
         self.gradient: MeanGradient | None = None
         """The stage's whole mean gradient, once this peer has it."""
         self.attested: RoundEntry | None = None
@@ -55,6 +57,8 @@ class StepState:
         self.gave_up: tuple[int, ...] = ()
         self.excused = False
         """What our next seal says about microbatches that others compute again (``audit``)."""
+        self.unsaid: set[PeerId] = set()
+        """Peers that applied the step, but whose attestations had not come when we asked them."""
         self._loaded = False
         """Our weights were loaded in this step, so we may have forgotten what we did before."""
         self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
@@ -136,6 +140,8 @@ class StepState:
 
     def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
         """``sender`` has applied a record with ``entry``, and has forgotten its seals."""
+        if sender not in self.builder.holders(entry):
+            self.unsaid.add(sender)
         self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
         self._heard += 1
 

@@ -20,6 +20,7 @@ from muletrain.wire.codec import encode_raw
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection
+    from types import UnionType
 
     from muletrain.network.base import CallHandler, Frame, FrameHandler, PeerId
     from muletrain.network.memory import MemoryNetwork
@@ -47,13 +48,20 @@ LIES = (
     "forged",
     "seals",
     "history",
+    "attests",
+    "holds",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
 to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
 ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
 microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
-microbatches are whose, whether it seals (it never does), and how it came to its step: by a longer history, alone."""
+microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone; whether it
+holds the gradient (it never says so), and that it sends its part of it, although none comes."""
+
+
+_UNSAID: dict[str, type | UnionType] = {"seals": Seal, "attests": RoundEntry, "holds": Shard | Reduced}
+"""What it never sends."""
 
 
 class Liar:
@@ -68,6 +76,8 @@ class Liar:
         """Its own last seal."""
         self._kept = set[int]()
         """Microbatches whose answers it withheld."""
+        self._moved = 0
+        """Bytes that it says to have moved, and has not."""
         self._past: dict[int, bytes] = {}
         """The lineages of its steps."""
 
@@ -91,8 +101,8 @@ class Liar:
             if self.how == "history":
                 await self._boast(peer)
             self._sealed = message
-            if self.how == "seals":
-                return 0
+        if (silent := _UNSAID.get(self.how)) is not None and isinstance(message, silent):
+            return 0
         return await self._network.send(peer, self._instead(frame), **how)
 
     def receive(self, handler: FrameHandler, *kinds: Any, **how: Any) -> None:
@@ -229,6 +239,9 @@ class Liar:
     def _entries(self, payload: bytes, told: bytes) -> bytes:
         """It applied a record that nobody made."""
         ask, answer = AskEntries.unpack(payload), Entries.unpack(told)
+        if self.how == "attests":
+            unsaid = answer if ask.step % 2 else Entries(step=answer.step)  # it may pretend to have forgotten the step
+            return unsaid.model_copy(update={"own": None}).pack()
         if self.how != "records" or not answer.applied:
             return told
         forged = tuple(
@@ -247,6 +260,9 @@ class Liar:
         if self.how == "claims" and answer.current:
             everything = tuple(range(max((*answer.accumulated, *answer.completed, 0)) + 1))
             answer = answer.model_copy(update={"accumulated": everything, "accumulated_losses": ()})
+        if self.how == "holds":
+            self._moved += 1 << 20
+            answer = answer.model_copy(update={"moved": answer.moved + self._moved})
         if self.how == "progress" and answer.current:
             answer = answer.model_copy(update={"current": False, "step": answer.step + 1})
         return answer.pack()
