@@ -140,7 +140,7 @@ class PartsDesk:
 
     def forget_gradients(self, step: int) -> None:
         """What passes through goes on; its gradients are accumulated anew."""
-        self.accumulators.generation += 1
+        self.accumulators.begin_anew(step)
         self.pool.drop_again(step)
         self._checks.forget(step)
         for call in [c for c in self.calls.of_step(step) if c.accumulate]:
@@ -151,7 +151,7 @@ class PartsDesk:
 
     def end_step(self, step: int) -> None:
         """Nothing of ``step`` is computed any more."""
-        self.accumulators.generation += 1
+        self.accumulators.begin_anew(step)
         self.pool.drop(step)
         self._checks.forget(step)
         self.withdraw()
@@ -166,9 +166,10 @@ class PartsDesk:
         for step in list(self._parts.steps):
             self.end_step(step)
 
-    def close(self) -> None:
-        """The weights change: clients compute nothing until they have the new ones (``digest``)."""
-        self.pool.rest(self._clock.now())
+    def close(self, *, rest: bool = True) -> None:
+        """The weights change. ``rest``: clients compute nothing until they have the new ones (``digest``)."""
+        if rest:
+            self.pool.rest(self._clock.now())
         self.clients.close()
 
     # Giving out -----------------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class PartsDesk:
 
     async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
         """Give a part to a client."""
-        kept, generation = await self._prepared(given.part), self.accumulators.generation
+        kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
             self.pool.failed(worker, given.number, self._clock.now())
             return
@@ -232,7 +233,8 @@ class PartsDesk:
                 raise MuletrainError("it is no longer wanted")
             if part.what in LAST:
                 self._parts.of(part.step).forward_lost(OWN, part)
-            loss, values, found = await computed_part(self.inner, mb, part, kept, self.seed(), accumulate=accumulate)
+            seed = self.seed(part.step)
+            loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
             if part.what is Pass.CHECK:
@@ -312,7 +314,7 @@ class PartsDesk:
         fine &= claim is None or bool(np.isfinite(claim).all())
         drawn = None
         if (part := self.pool.part(worker, message.number)) is not None and fine:
-            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed())
+            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
@@ -341,9 +343,9 @@ class PartsDesk:
         self.clients.ban(client)
         self.lose(client, why)
 
-    def seed(self) -> bytes:
+    def seed(self, step: int) -> bytes:
         """See ``accumulators.Receiver``."""
-        return self.clients.digest
+        return self.clients.digest(step)
 
     def on_unable(self, worker: PeerId, number: int) -> None:
         """A client did not compute a part: others may, and not from its forward."""

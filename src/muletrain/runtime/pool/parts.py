@@ -232,11 +232,12 @@ class PartsBySteps:
         """Returns from what ``part`` is computed; None: it is not wanted any more."""
         return self.steps[part.step].find(part) if part.step in self.steps else None
 
-    def again(self, worker: PeerId) -> list[Part]:
-        """Returns what is to be computed again if ``worker`` is gone."""
+    def again(self, worker: PeerId, of_step: int | None = None) -> list[Part]:
+        """Returns what is to be computed again (``of_step``; None: of all steps) if ``worker`` is gone."""
         return [
             Part(Pass.AGAIN, step, index, first, rows)
             for step, parts in self.steps.items()
+            if of_step in (None, step)
             for (index, first), rows in parts.held_by(worker)
         ]
 
