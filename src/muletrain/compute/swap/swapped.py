@@ -341,7 +341,6 @@ class SwappedCompute:
         return ()
 
     async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
-        """Raises ProtocolError unless ``weights`` is fp32 [P]."""
         checks.check_gradient_shape(weights, (self.n_params,))
         await self._compute(self.arithmetic.change, self.state_.load_weights, weights)
 

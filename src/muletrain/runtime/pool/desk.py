@@ -113,8 +113,7 @@ class PartsDesk:
         encoded = [
             await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
         ]
-        now = self._parts.of(mb.step).of(mb.index)
-        if call.done.done() or any(now.get(first) is not part for first, part in kept.items()):
+        if call.done.done() or any(self._parts.of(mb.step).of(mb.index).get(f) is not k for f, k in kept.items()):
             raise MuletrainError("the microbatch was given up")
         for (first, part), gradient in zip(kept.items(), encoded, strict=True):
             part.gradient = gradient
@@ -213,8 +212,7 @@ class PartsDesk:
         """Give a part to a client."""
         kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
-            self.pool.failed(worker, given.number, self._clock.now())
-            return
+            return self.pool.failed(worker, given.number, self._clock.now())
         message, tensors = given_message(
             given, kept, kept.forward_at == worker, generation, self.plan.sequences, accumulate=accumulate
         )
