@@ -15,7 +15,8 @@ from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveIn
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    import asyncio
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -217,6 +218,31 @@ class StepParts:
     def indices(self) -> list[int]:
         """Returns the microbatches that pass through."""
         return list(self._under_way)
+
+
+class OwnParts:
+    """The parts that the server's own device computes now."""
+
+    def __init__(self, compute: Compute, ended: Callable[[int], None]) -> None:
+        """``ended`` is told the number of each giving that was not computed to its end."""
+        self._compute, self._ended = compute, ended
+        self._tasks: dict[asyncio.Task[None], tuple[int, Microbatch]] = {}
+
+    def add(self, task: asyncio.Task[None], number: int, mb: Microbatch) -> None:
+        """``task`` computes ``mb``, given under ``number``."""
+        self._tasks[task] = number, mb
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        number, mb = self._tasks.pop(task)
+        if task.cancelled():
+            self._compute.discard(mb)
+            self._ended(number)
+
+    def end(self, step: int) -> None:
+        """The weights of ``step`` are about to change: a backward must not meet other ones than its forward did."""
+        for task in [task for task, (_, mb) in self._tasks.items() if mb.step == step]:
+            task.cancel()
 
 
 class PartsBySteps:

@@ -100,7 +100,6 @@ class PooledCompute(WrappedCompute):
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         self._desk.close()
-        self._desk.end_all()
         await self.inner.load_state(state)
 
     async def end(self, *, over: bool) -> None:
