@@ -40,9 +40,7 @@ def measured(draw: Draw, rate: float, steps: float, microbatch: int, *, straight
         FleetLinks.weight = lighter  # type: ignore[method-assign]
     try:
         with counted() as counts:
-            row = played(
-                draw.fleet(), "hub", run, seconds=steps * STEP_S, leave_per_s=rate / STEP_S, away_s=STEP_S / 2
-            )
+            row = played(draw.fleet(), "hub", run, seconds=steps * STEP_S, leave_per_s=rate / STEP_S, away_s=STEP_S / 2)
     finally:
         FleetLinks.weight = weight  # type: ignore[method-assign]
     nbytes = {way: sum(counts.nbytes[kind] for kind in kinds) for way, kinds in WAYS.items()}
