@@ -46,10 +46,20 @@ def paced(folder: Path) -> str:
     return f"fleet.profile={profile}"
 
 
-@pytest.mark.parametrize("delayed", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_servers_and_clients_equal_a_single_process(tmp_path: Path, delayed: str) -> None:
+@pytest.mark.slow
+def test_with_delayed_updates_they_equal_a_single_process_that_has_them(tmp_path: Path) -> None:
+    facts, cache = facts_of(tmp_path, *HUB, paced(tmp_path), "optimizer.delayed=true")
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    events = run_fleet(facts.config, tmp_path / "run")
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_every_microbatch_once(events, facts)
+
+
+def test_servers_and_clients_equal_a_single_process(tmp_path: Path) -> None:
     """fp32, no compression, 2 stages x 2 servers, 4 clients, dropout and clipping on: every tensor within 1e-5."""
-    facts, cache = facts_of(tmp_path, *HUB, paced(tmp_path), f"optimizer.delayed={delayed}")
+    facts, cache = facts_of(tmp_path, *HUB, paced(tmp_path))
     torch.set_num_threads(1)
     expected, losses = train_plainly(facts, facts.source(cache))
     events = run_fleet(facts.config, tmp_path / "run")
