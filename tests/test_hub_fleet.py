@@ -46,6 +46,17 @@ def paced(folder: Path) -> str:
     return f"fleet.profile={profile}"
 
 
+@pytest.mark.slow
+def test_with_delayed_updates_they_equal_a_single_process_that_has_them(tmp_path: Path) -> None:
+    facts, cache = facts_of(tmp_path, *HUB, paced(tmp_path), "optimizer.delayed=true")
+    torch.set_num_threads(1)
+    expected, losses = train_plainly(facts, facts.source(cache))
+    events = run_fleet(facts.config, tmp_path / "run")
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
+    assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    check_every_microbatch_once(events, facts)
+
+
 def test_servers_and_clients_equal_a_single_process(tmp_path: Path) -> None:
     """fp32, no compression, 2 stages x 2 servers, 4 clients, dropout and clipping on: every tensor within 1e-5."""
     facts, cache = facts_of(tmp_path, *HUB, paced(tmp_path))
@@ -261,21 +272,17 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
 
 
 def test_a_configuration_says_why_it_cannot_be_a_hub() -> None:
-    for settings, problem in (
-        (["optimizer.delayed=true"], "use optimizer.delayed = false"),
-        (['pipeline.seats=[["a"],["b"]]'], "leave one of them out"),
-    ):
+    for settings, problem in ((['pipeline.seats=[["a"],["b"]]'], "leave one of them out"),):
         with pytest.raises(ConfigError, match="hub\\.clients: 2") as told:
             load_config(None, ["hub.clients=2", *settings])
         assert problem in str(told.value)
-    plain, delayed = load_config(None, []), load_config(None, ["optimizer.delayed=true"])
+    plain = load_config(None, [])
     assert follows(plain, "hub", local=True).hub.clients == 4
     assert follows(plain, "hub", local=False).hub.clients == 0
     assert follows(load_config(None, ["hub.clients=3"]), "hub", local=True).hub.clients == 3
     assert follows(plain, "swarm", local=True) == plain
     for config, strategy, problem in (
         (plain, "1f1b", "add --plan"),
-        (delayed, "hub", "optimizer.delayed"),
         (load_config(None, ["hub.clients=3"]), "swarm", "leave out hub.clients"),
     ):
         with pytest.raises(ConfigError, match=problem):

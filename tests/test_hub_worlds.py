@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.events import ClientEnlisted, ClientLost, StepDone
+from muletrain.compute.weights import StageWeights
+from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepDone
 from muletrain.policy.pool import Pool
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from muletrain.sim.world.verdict import Outcome
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(800)
@@ -57,6 +60,39 @@ def test_the_weights_are_those_of_a_single_process(faults: tuple[Fault, ...]) ->
     assert outcome.violations == []
     assert outcome.difference < 1e-5
     assert sum(end == "finished" for end in outcome.ends.values()) >= 3
+
+
+def delayed(scenario: Scenario) -> Scenario:
+    return replace(scenario, overrides=("optimizer.delayed=true",))
+
+
+@pytest.mark.parametrize(
+    "name", ["a damaged accumulator", "one is cut off and is back", "a server dies", "nine of ten leave in each step"]
+)
+def test_delayed_updates_are_those_of_a_single_process(name: str) -> None:
+    outcome = play(delayed(world(*FAULTS[name], steps=4)))
+    assert outcome.violations == []
+    assert outcome.difference < 1e-5
+
+
+def parts_of_clients(outcome: Outcome) -> int:
+    worked = (e for e in outcome.events if isinstance(e, PoolWorked))
+    return sum(counts.get("parts", 0) for e in worked for counts in e.clients.values())
+
+
+def test_clients_work_ahead_under_delayed_updates() -> None:
+    """A step ends, and its weights go to clients, while these compute the next one."""
+    scenario = replace(world(steps=6), delay_s=0.1, trace=True)
+    at_once, late = play(scenario), play(delayed(scenario))
+    assert late.virtual_s < 0.85 * at_once.virtual_s
+    assert parts_of_clients(late) > 2 * parts_of_clients(at_once)
+
+
+def test_weights_that_replace_those_of_the_step_under_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug."""
+    right = StageWeights.load
+    monkeypatch.setattr(StageWeights, "load", lambda self, weights, steps: right(self, weights))
+    assert play(delayed(world(steps=4))).violations
 
 
 def test_a_microbatch_that_is_given_up_while_the_server_computes_it() -> None:

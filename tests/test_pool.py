@@ -119,6 +119,26 @@ def test_what_is_late_goes_to_another_worker_and_the_first_result_counts() -> No
     assert pool.take(A, 102.0) is not None, "it is back"
 
 
+def test_a_worker_computes_for_steps_whose_weights_it_has() -> None:
+    """Under delayed updates two steps are under way, and weights of one more come while they are."""
+    pool = pool_of(a=1.0, b=1.0)
+    pool.ready(A, 1, 1.0, (0, 1))
+    pool.ready(A, 1, 1.0, (2,))
+    pool.ready(B, 1, 1.0, (1,))
+    ahead = Part(Pass.LOSS, 2, 0, 0, 4)
+    pool.put_part(ahead, 0.0, B)
+    assert pool.take(B, 0.0) is None, "though it is preferred"
+    assert not pool.can_check(2, A, OWN)
+    assert taken(pool, A).part == ahead
+    assert (pool.busy(A, 1), pool.busy(A, 2)) == (False, True)
+    pool.put(Pass.LOSS, 0, 0, 4, 0.0)
+    assert taken(pool, OWN).part == Part(Pass.LOSS, 0, 0, 0, 1), "nobody else has those weights (any more)"
+    pool.rest(1.0)
+    pool.ready(A, 1, 1.0, (1,))
+    pool.put_part(ahead, 1.0)
+    assert pool.take(A, 1.0) is None, "it may have other ones now"
+
+
 def test_who_is_slow_is_given_longer() -> None:
     pool = pool_of(a=1.0)
     for k in range(3):

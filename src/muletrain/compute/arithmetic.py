@@ -25,7 +25,7 @@ from muletrain.model.stage import initial_weight
 from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from contextlib import AbstractContextManager
 
     from muletrain.compute.base import Microbatch, Update
@@ -209,10 +209,10 @@ class StageArithmetic:
         with self._locked():
             return self.weights.masters.to("cpu", copy=True)
 
-    def load_weights(self, weights: Tensor) -> None:
-        """Replace the weights by ``weights``, flat fp32 [P]."""
+    def load_weights(self, weights: Tensor, steps: Collection[int]) -> None:
+        """Replace the weights that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]."""
         with self._locked():
-            self.weights.load(weights)
+            self.weights.load(weights, steps)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of weights, moments and loss scale."""

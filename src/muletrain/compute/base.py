@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from muletrain.compute.slot import AT_ONCE, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import Tensor
 
@@ -169,8 +169,12 @@ class Compute(Protocol):
         """A copy of the newest fp32 weights, flat [P], on the CPU: what ``digest`` is of."""
         ...
 
-    async def load_weights(self, weights: Tensor) -> None:
-        """Replace the weights by ``weights``, flat fp32 [P] on the CPU."""
+    def newest_for(self) -> tuple[int, ...]:
+        """Returns the steps that compute with the newest weights, under delayed updates; else (): the one under way."""
+        ...
+
+    async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
+        """Replace the weights that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P] on the CPU."""
         ...
 
     async def state(self) -> dict[str, Tensor]:

@@ -159,12 +159,17 @@ PARTS = 3
 yet."""
 
 
-def client_memory(spec: Model, cut: Cut, stage: int, *, tokens: int, precision: Precision) -> StageMemory:
-    """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens."""
+def client_memory(
+    spec: Model, cut: Cut, stage: int, *, tokens: int, precision: Precision, delayed: bool = False
+) -> StageMemory:
+    """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens.
+    ``delayed``: it has weights and accumulators of two steps."""
     params = spec.stage_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
-    copy = 0 if precision is Precision.FP32 else params * size
-    masters, accumulator, parts = 4 * params, 4 * params, PARTS * params * size
+    older = params * size if delayed else 0
+    copy = older + (0 if precision is Precision.FP32 else params * size)
+    second = 4 * params * delayed
+    masters, accumulator, parts = 4 * params, 4 * params + second, PARTS * params * size
     activations = stash_bytes(spec, cut, stage, tokens, precision)
     copies = 2 * 4 * params  # the next weights on their way here, and the accumulator on its way to the server
     return StageMemory(
@@ -175,7 +180,7 @@ def client_memory(spec: Model, cut: Cut, stage: int, *, tokens: int, precision: 
         copies=copies,
         on_device=masters + copy + accumulator + parts + activations,
         on_host=copies,
-        delayed=0,
+        delayed=older + second,
     )
 
 

@@ -27,7 +27,7 @@ from muletrain.compute.threads import ThreadedCompute, Threads, passed
 from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
     from muletrain.compute.arithmetic import Counters, Gradients, StageSetup
@@ -193,10 +193,13 @@ class TorchCompute(ThreadedCompute):
     async def copied_weights(self) -> Tensor:
         return await self._read(self.arithmetic.copied_weights)
 
-    async def load_weights(self, weights: Tensor) -> None:
+    def newest_for(self) -> tuple[int, ...]:
+        return self.arithmetic.weights.newest_for()
+
+    async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
         """Raises ProtocolError unless ``weights`` is fp32 [P]."""
         checks.check_gradient_shape(weights, (self.n_params,))
-        await self._compute(self.arithmetic.load_weights, weights)
+        await self._compute(self.arithmetic.load_weights, weights, steps)
 
     async def state(self) -> dict[str, Tensor]:
         return await self._read(self.arithmetic.state)

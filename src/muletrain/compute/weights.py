@@ -16,7 +16,7 @@ from muletrain.optim.flat import FlatLayout
 from muletrain.optim.rules import make_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from muletrain.compute.base import Update
     from muletrain.config.schema import OptimizerConfig
@@ -100,12 +100,22 @@ class StageWeights:
         accumulator.zero_()
         self.next = step + 1
 
-    def load(self, weights: Tensor) -> None:
-        """Replace the weights of all versions by ``weights``, flat fp32 [P]."""
+    def newest_for(self) -> tuple[int, ...]:
+        """Returns the steps that compute with the newest of two versions; (): there is one."""
+        if len(self._working) == 1:
+            return ()
+        return (self.next + 1,) if self.next else (0, 1)
+
+    def load(self, weights: Tensor, steps: Collection[int] = ()) -> None:
+        """Replace the versions that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]. They are the newest
+        then."""
+        versions = {self._version(step) for step in steps or range(len(self._working))}
+        if self._direct:
+            self.masters = self._working[min(versions)]
         self.masters.copy_(weights)
-        for working in self._working:
-            if working is not self.masters:
-                working.copy_(self.masters)
+        for version in versions:
+            if self._working[version] is not self.masters:
+                self._working[version].copy_(self.masters)
 
     def digest(self) -> bytes:
         """BLAKE3 of the masters."""

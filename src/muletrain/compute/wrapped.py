@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 from muletrain.compute.slot import AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -62,8 +62,11 @@ class WrappedCompute:
     async def copied_weights(self) -> Tensor:
         return await self.inner.copied_weights()
 
-    async def load_weights(self, weights: Tensor) -> None:
-        await self.inner.load_weights(weights)
+    def newest_for(self) -> tuple[int, ...]:
+        return self.inner.newest_for()
+
+    async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
+        await self.inner.load_weights(weights, steps)
 
     async def state(self) -> dict[str, Tensor]:
         return await self.inner.state()

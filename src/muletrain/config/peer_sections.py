@@ -198,8 +198,7 @@ def check_pipeline(p: PipelineConfig, stages: int, microbatches: int) -> None:
         )
 
 
-def check_hub(h: HubConfig, p: PipelineConfig, stages: int, *, delayed: bool) -> None:
-    """``delayed``: ``optimizer.delayed``."""
+def check_hub(h: HubConfig, p: PipelineConfig, stages: int) -> None:
     names = [*h.servers, *h.helping]
     if h.clients is None:
         if names:
@@ -214,11 +213,6 @@ def check_hub(h: HubConfig, p: PipelineConfig, stages: int, *, delayed: bool) ->
         raise ValueError(
             f"hub.clients: {h.clients} beside pipeline.seats, but clients compute for the peers of strategy 'hub', which follows no plan; "
             f"leave one of them out"
-        )
-    if delayed:
-        raise ValueError(
-            f"hub.clients: {h.clients} with optimizer.delayed, but clients compute with the current weights only; use "
-            f"optimizer.delayed = false"
         )
 
 

@@ -205,7 +205,7 @@ class RunConfig(Section):
             )
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
-        check_hub(self.hub, self.pipeline, self.fleet.stages, delayed=self.optimizer.delayed)
+        check_hub(self.hub, self.pipeline, self.fleet.stages)
         check_swap(self.swap, self.fleet.stages, self.pipeline, self.hub, delayed=self.optimizer.delayed)
         check_network(self.network)
         if self.data.share and self.fleet.trainers == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -47,3 +48,15 @@ class Given(NamedTuple):
 
     number: int
     part: Part
+
+
+@dataclass
+class Uncut:
+    """Sequences from ``next`` to ``end`` of a pass that nobody has taken yet. ``since``: when it was put in."""
+
+    what: Pass
+    step: int
+    index: int
+    next: int
+    end: int
+    since: float

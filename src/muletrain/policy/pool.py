@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.policy.passes import LAST, Given, Part, Pass
+from muletrain.policy.passes import LAST, Given, Part, Pass, Uncut
 from muletrain.policy.worker import Worker
 
 if TYPE_CHECKING:
@@ -26,18 +26,6 @@ SLOWEST = 0.25
 microbatches up."""
 LEFT_S = 10.0
 """Seconds for which nobody took a part, after which also a slower device of the server takes it."""
-
-
-@dataclass
-class _Uncut:
-    """Sequences from ``next`` to ``end`` of a pass that nobody has taken yet. ``since``: when it was put in."""
-
-    what: Pass
-    step: int
-    index: int
-    next: int
-    end: int
-    since: float
 
 
 @dataclass
@@ -67,7 +55,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self._uncut: dict[Pass, deque[_Uncut]] = {Pass.FORWARD: deque(), Pass.LOSS: deque()}
+        self._uncut: dict[Pass, deque[Uncut]] = {Pass.FORWARD: deque(), Pass.LOSS: deque()}
         self._free: dict[Part, None] = {}
         """Parts that any worker may take, oldest first."""
         self._again: dict[Part, None] = {}
@@ -85,16 +73,16 @@ class Pool:
         word."""
         self._workers[worker] = Worker(hint)
 
-    def ready(self, worker: str, room: int, hint: float = 0.0) -> None:
-        """``worker`` takes up to ``room`` parts at once, from now on."""
+    def ready(self, worker: str, room: int, hint: float = 0.0, steps: Collection[int] = ()) -> None:
+        """``worker`` takes up to ``room`` parts at once, from now on also of ``steps``; (): of any."""
         if (known := self._workers.get(worker)) is not None:
-            known.room, known.hint = room, hint
+            known.make_ready(room, hint, steps)
 
     def rest(self, now: float) -> None:
         """No worker but the server's own device takes anything until it is ready again."""
         for worker in self.workers():
             self._free_of(worker, now)
-            self._workers[worker].room = 0
+            self._workers[worker].rest()
 
     def lost(self, worker: str, now: float) -> None:
         """``worker`` is gone, and what it was to compute is for others."""
@@ -140,7 +128,7 @@ class Pool:
 
     def put(self, what: Pass, step: int, index: int, rows: int, now: float) -> None:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
-        self._uncut[what].append(_Uncut(what, step, index, 0, rows, now))
+        self._uncut[what].append(Uncut(what, step, index, 0, rows, now))
 
     def put_part(
         self, part: Part, now: float, prefers: str | None = None, barred: Collection[str] = (), only: str | None = None
@@ -159,7 +147,7 @@ class Pool:
             return
         self._open[part] = _Open(barred=frozenset(barred), only=only)
         worker = self._workers.get(prefers) if prefers is not None else None
-        if worker is None or worker.late or not worker.ready:
+        if worker is None or worker.late or not (worker.ready and worker.has(part.step)):
             self._release(part, now)
         else:
             worker.reserved.append(part)
@@ -176,7 +164,7 @@ class Pool:
         """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again, or checked,
         of that microbatch."""
 
-        def dropped(found: _Uncut | Part) -> bool:
+        def dropped(found: Uncut | Part) -> bool:
             if found.step != step or index not in (None, found.index):
                 return False
             return index is None or again or found.what not in LAST
@@ -230,19 +218,19 @@ class Pool:
         self._open[part].givings.add(number)
         return Given(number, part)
 
-    def can_check(self, *by: str) -> bool:
-        """Could a worker other than ``by`` compute again soon what they computed?"""
+    def can_check(self, step: int, *by: str) -> bool:
+        """Could a worker other than ``by`` compute again soon what they computed of ``step``?"""
         return any(
-            w.ready and not w.late and name not in by and (name != OWN or not self._holds_up(w))
+            w.ready and w.has(step) and not w.late and name not in by and (name != OWN or not self._holds_up(w))
             for name, w in self._workers.items()
         )
 
-    def _others_take(self, barred: Collection[str] = (), uncut: _Uncut | None = None) -> bool:
+    def _others_take(self, step: int, barred: Collection[str] = (), uncut: Uncut | None = None) -> bool:
         """Is there a worker, not ``barred`` and beside the server's own device, that has room (for a part of ``uncut``),
         or is much faster?"""
         slow = self._holds_up(self._workers[OWN])
         return any(
-            w.ready
+            (w.ready and w.has(step))
             and not w.late
             and name not in (OWN, *barred)
             and (slow or (len(w.out) < w.room and (uncut is None or not self._has_part_of(uncut, w))))
@@ -264,14 +252,15 @@ class Pool:
         for part in free:
             wanted = self._open[part]
             if (
-                worker in wanted.barred
+                not self._workers[worker].has(part.step)
+                or worker in wanted.barred
                 or wanted.only not in (None, worker)
                 or worker in wanted.failed
                 or any(self._givings[n].worker == worker for n in wanted.givings)
             ):
                 continue
             own_turn = wanted.only is not None or wanted.failed or now - wanted.since >= LEFT_S
-            if worker != OWN or own_turn or not self._others_take(wanted.barred):
+            if worker != OWN or own_turn or not self._others_take(part.step, wanted.barred):
                 del free[part]
                 return part
         return None
@@ -279,8 +268,11 @@ class Pool:
     def _share(self, worker: str, now: float) -> Part | None:
         for waiting in self._uncut.values():
             for uncut in waiting:
-                own_turn = worker != OWN or now - uncut.since >= LEFT_S or not self._others_take(uncut=uncut)
-                if not own_turn or self._has_part_of(uncut, self._workers[worker]):
+                own_turn = (
+                    worker != OWN or now - uncut.since >= LEFT_S or not self._others_take(uncut.step, uncut=uncut)
+                )
+                taker = self._workers[worker]
+                if not (own_turn and taker.has(uncut.step)) or self._has_part_of(uncut, taker):
                     continue
                 may_be_slow = worker == OWN and not self._workers[OWN].measured and len(self._workers) > 1
                 share = 0.0 if may_be_slow else self._share_of(worker, uncut)
@@ -293,16 +285,18 @@ class Pool:
                 return part
         return None
 
-    def _has_part_of(self, uncut: _Uncut, worker: Worker) -> bool:
+    def _has_part_of(self, uncut: Uncut, worker: Worker) -> bool:
         """Has ``worker`` a part of that pass? Then the rest is for others: a pass ends with its last part."""
         return any(self._givings[n].part[:3] == (uncut.what, uncut.step, uncut.index) for n in worker.out)
 
-    def _share_of(self, worker: str, uncut: _Uncut) -> float:
+    def _share_of(self, worker: str, uncut: Uncut) -> float:
         """Returns the share of ``worker`` in the speed of all that share the rest of a pass; of equal ones if the speed
         of any is unknown."""
-        workers = self._workers.items()
-        shares = (n for n, w in workers if n == worker or (self._shares(n, w) and not self._has_part_of(uncut, w)))
-        speeds = {n: self._workers[n].speed for n in shares}
+
+        def shares(name: str, w: Worker) -> bool:
+            return self._shares(name, w) and w.has(uncut.step) and not self._has_part_of(uncut, w)
+
+        speeds = {n: w.speed for n, w in self._workers.items() if n == worker or shares(n, w)}
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
 
     def _shares(self, name: str, worker: Worker) -> bool:
@@ -315,15 +309,16 @@ class Pool:
         """Is ``part`` to be computed?"""
         return part in self._open
 
-    def busy(self, worker: str) -> bool:
-        """Has ``worker`` parts that it should bring back soon?"""
-        known = self._workers.get(worker)
-        return known is not None and not known.late and bool(known.out or known.reserved)
+    def busy(self, worker: str, step: int) -> bool:
+        """Has ``worker`` parts of ``step`` that it should bring back soon?"""
+        if (known := self._workers.get(worker)) is None or known.late:
+            return False
+        return any(part.step == step for part in (*known.reserved, *(self._givings[n].part for n in known.out)))
 
     def part(self, worker: str, number: int) -> Part | None:
         """Returns what was given to ``worker`` under ``number``, and has not come back."""
         giving = self._givings.get(number)
-        return None if giving is None or giving.worker != worker else giving.part
+        return giving.part if giving is not None and giving.worker == worker else None
 
     def done(self, worker: str, number: int, now: float) -> bool:
         """``worker`` brings a giving back. Returns False if it does not count: another worker was first, the part is no
@@ -336,8 +331,7 @@ class Pool:
 
     def failed(self, worker: str, number: int, now: float) -> None:
         """``worker`` does not compute what it was given."""
-        giving = self._back(worker, number)
-        if giving is not None:
+        if (giving := self._back(worker, number)) is not None:
             self._open[giving.part].failed.add(worker)
             self._release(giving.part, now)
 

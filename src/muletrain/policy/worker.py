@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import Usual
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from muletrain.policy.passes import Part, Pass
 
 LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
@@ -26,11 +28,27 @@ class Worker:
         self.reserved: deque[Part] = deque()
         """Parts that it should compute, because it has their forward."""
         self.late = False
+        self._steps: frozenset[int] = frozenset()
+        """Steps whose weights it has; empty: it is ready for any."""
         self._unit_s: dict[Pass, Usual] = {}
         """Seconds for a forward pass of a sequence, as each kind of pass says: where outputs are computed again, a backward
         takes longer than its cost says."""
         self._free_at = -math.inf
         """When its last part came back."""
+
+    def make_ready(self, room: int, hint: float, steps: Collection[int]) -> None:
+        """It takes up to ``room`` parts at once, from now on also of ``steps``; (): of any."""
+        self.room, self.hint = room, hint
+        if steps:  # a step later, the weights of the oldest are replaced
+            self._steps = frozenset(s for s in self._steps if s >= min(steps) - 1) | {*steps}
+
+    def rest(self) -> None:
+        """It takes nothing until it is ready again."""
+        self.room, self._steps = 0, frozenset()
+
+    def has(self, step: int) -> bool:
+        """Has it the weights that ``step`` computes with, once it is ready?"""
+        return not self._steps or step in self._steps
 
     @property
     def ready(self) -> bool:

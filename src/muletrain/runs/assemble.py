@@ -196,6 +196,7 @@ class RunFacts:
                 s,
                 tokens=self.tokens,
                 precision=Precision.FP32 if precision is Precision.AUTO else precision,
+                delayed=self.config.optimizer.delayed,
             )
             for s in range(self.config.fleet.stages)
         ]

@@ -15,6 +15,7 @@ from muletrain.config.fleet_file import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.network.shaped import ShapedNetwork
+from muletrain.policy.recent import Recent
 from muletrain.runs.assemble import build_compute
 from muletrain.runs.join.limits import check_stage
 from muletrain.runs.join.messages import JoinRequest
@@ -48,7 +49,7 @@ class Host:
         self.spec, self.log, self.clock = spec, log, clock
         self.ticket = Ticket.parse(spec.ticket)
         self.rendezvous: Rendezvous | None = None
-        self.known: dict[PeerId, str] = {}
+        self.known: Recent[str] = Recent()
         self.survey: Survey | None = None
         self.roster: Roster | None = None
         self.compute: Compute | None = None
@@ -59,6 +60,11 @@ class Host:
         if self.roster is not None:
             return {m.id: m.name for m in self.roster.members()}
         return self.known if self.rendezvous is None else self.rendezvous.names()
+
+    def clients(self) -> dict[PeerId, str]:
+        """Names of the clients that this peer had as a server, by id."""
+        roster = self.roster
+        return {} if roster is None else {p: name for p, name in self.known.items() if not roster.knows(p)}
 
     def hand_out(self, ticket: Ticket) -> None:
         """Write the ticket into the folder where commands on this machine look for it."""

@@ -172,7 +172,7 @@ class Worker:
             private=spec.private,
             carries=spec.bandwidth_bytes_per_s is None,
         )
-        serve_members(network, host.names, self._stages)
+        serve_members(network, host.names, self._stages, host.clients)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         return network
 
@@ -195,7 +195,7 @@ class Worker:
         """The owner removed peers, perhaps us."""
         if self._network is None or self._main is None:
             return  # the member that admitted us a moment ago had not heard of it
-        names, trust = self._host.names(), self._network.trust
+        names, trust = self._host.names() | self._host.clients(), self._network.trust
         for peer in gone & names.keys():
             self._host.log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
         if not trust.belongs:

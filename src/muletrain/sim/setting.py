@@ -261,8 +261,8 @@ def precision_of(config: RunConfig) -> Precision:
 
 def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
     """Memory that each stage needs of a client of a hub."""
-    tokens, precision = config.train.microbatch * spec.context, precision_of(config)
-    return [client_memory(spec, cut, s, tokens=tokens, precision=precision) for s in range(len(cut))]
+    tokens, precision, late = config.train.microbatch * spec.context, precision_of(config), config.optimizer.delayed
+    return [client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late) for s in range(len(cut))]
 
 
 def offer_of(peer: FleetPeer) -> Offer:

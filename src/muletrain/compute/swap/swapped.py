@@ -32,7 +32,7 @@ from muletrain.model.stage import initial_weight
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -333,8 +333,10 @@ class SwappedCompute(ThreadedCompute):
     async def copied_weights(self) -> Tensor:
         return await self._read(self.state_.copied_weights)
 
-    async def load_weights(self, weights: Tensor) -> None:
-        """Raises ProtocolError unless ``weights`` is fp32 [P]."""
+    def newest_for(self) -> tuple[int, ...]:
+        return ()
+
+    async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
         checks.check_gradient_shape(weights, (self.n_params,))
         await self._compute(self.arithmetic.change, self.state_.load_weights, weights)
 

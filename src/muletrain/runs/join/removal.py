@@ -1,7 +1,8 @@
 """Removing a member: ``muletrain kick``, on the machine of the run's owner.
 
 A renewal names the members that stay (``network/trust.py``). So we first ask members for a list of all members, with
-the certificates that they have seen, and check those again. A peer without a valid certificate does not stay.
+the certificates that they have seen, and check those again. A peer without a valid certificate does not stay. Clients of
+a hub are in no roster, so every member is asked for its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ CALL_TIMEOUT_S = 15.0
 """Seconds that a member has to answer."""
 ASKED = 8
 """Most members that are asked before we have seen everyone's certificate."""
+HEARD_S = 600.0
+"""Seconds without a word after which a server does not list a client any more."""
 SHORTEST_ID = 6
 """Fewest characters of the end of an id that may stand for it."""
 
@@ -49,22 +52,40 @@ class Members(Message):
     members: Annotated[tuple[Listed, ...], Field(max_length=MAX_KEPT)]
 
 
+class OwnClients(Members):
+    """Lists the clients that the answering server had lately. The question is empty."""
+
+    KIND: ClassVar[str] = "run.clients"
+
+
 def serve_members(
-    net: Libp2pNetwork, names: Callable[[], dict[PeerId, str]], stages: Callable[[], dict[PeerId, int]] = dict
+    net: Libp2pNetwork,
+    names: Callable[[], dict[PeerId, str]],
+    stages: Callable[[], dict[PeerId, int]] = dict,
+    clients: Callable[[], dict[PeerId, str]] = dict,
 ) -> None:
-    """Answer who is in the run. ``names``: of all members; ``stages``: of the ones believed alive."""
+    """Answer who is in the run. ``names``: of all members; ``stages``: of the ones believed alive; ``clients``: names of
+    our clients, also of earlier ones."""
 
-    async def answer(sender: PeerId, payload: bytes) -> bytes:
+    def listed(p: PeerId, name: str, stage: int | None = None) -> Listed:
+        return Listed(id=p, name=name, certificate=net.certificate(p), stage=stage)
+
+    async def members(sender: PeerId, payload: bytes) -> bytes:
         at = stages()
-        listed = (Listed(id=p, name=n, certificate=net.certificate(p), stage=at.get(p)) for p, n in names().items())
-        return Members(members=tuple(listed)).pack()
+        return Members(members=tuple(listed(p, n, at.get(p)) for p, n in names().items())).pack()
 
-    net.serve(Members.KIND, answer)
+    async def own_clients(sender: PeerId, payload: bytes) -> bytes:
+        since = asyncio.get_running_loop().time() - HEARD_S
+        return OwnClients(members=tuple(listed(p, n) for p, n in clients().items() if net.heard_s(p) >= since)).pack()
+
+    net.serve(Members.KIND, members)
+    net.serve(OwnClients.KIND, own_clients)
 
 
 @dataclass(frozen=True)
 class Removal:
-    """The result of a removal. ``told``: members that know; the others hear it from them."""
+    """The result of a removal. ``kept``: members that stay; ``told``: those of them that know. Others, and clients, hear
+    it from them."""
 
     name: str
     id: PeerId
@@ -87,6 +108,10 @@ async def remove(
     removed."""
     founder = await find_founder(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
+    clients = await _clients(net, {m.id for listed in answers.values() for m in listed}, before)
+    helping = {m.id for listed in clients.values() for m in listed}
+    for server, listed in clients.items():
+        answers[server] = (*answers.get(server, ()), *listed)
     called = {m.id: m.name for listed in answers.values() for m in listed}
     target = find(called, who)
     if target == founder:
@@ -96,13 +121,14 @@ async def remove(
     said = [m for peer, listed in answers.items() for m in listed if target not in (peer, m.id)]  # it has no say
     names = {m.id: m.name for m in said}
     kept = {m.id for m in said if _counts(net, m)}
-    if not kept:
+    if not kept - helping:
         raise MuletrainError(
             f"no member but {who} answers; give the ticket of another one, as in 'muletrain kick NAME TICKET'"
         )
     secret = secrets.token_bytes(32)
     net.renew(kept, secret)
-    results = await asyncio.gather(*(_tell(net, p) for p in kept))
+    members = kept - helping
+    results = await asyncio.gather(*(_tell(net, p) for p in members))
     if all(results):
         raise MuletrainError(
             f"no member could be told that {who} is out ({results[0]}); nothing has changed, try again"
@@ -114,7 +140,7 @@ async def remove(
         called[target],
         target,
         secret,
-        len(kept),
+        len(members),
         sum(r is None for r in results),
         unproven=tuple(sorted(names[p] for p in unproven)),
         out=frozenset({target, *unproven}),
@@ -169,6 +195,22 @@ async def _ask_around(
     if not answers:
         raise MuletrainError(f"no member says who is in the run: {'; '.join(problems)}")
     return answers
+
+
+async def _clients(
+    net: Libp2pNetwork, members: set[PeerId], out: frozenset[PeerId]
+) -> dict[PeerId, tuple[Listed, ...]]:
+    """Returns the clients that each of the ``members`` had lately, without peers that are ``out``."""
+
+    async def of(peer: PeerId) -> tuple[Listed, ...]:
+        try:
+            answer = OwnClients.unpack(await net.call(peer, OwnClients.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+        except NetworkError:  # it is gone
+            return ()
+        return tuple(m for m in answer.members if m.id not in out)
+
+    asked = sorted(members)
+    return dict(zip(asked, await asyncio.gather(*map(of, asked)), strict=True))
 
 
 async def _tell(net: Libp2pNetwork, peer: PeerId) -> MuletrainError | None:

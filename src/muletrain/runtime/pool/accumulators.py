@@ -78,8 +78,8 @@ class Receiver(Protocol):
         """Tell clients what they need not compute any more."""
         ...
 
-    def seed(self) -> bytes:
-        """Returns what sketches are drawn from."""
+    def seed(self, step: int) -> bytes:
+        """Returns what sketches of ``step`` are drawn from."""
         ...
 
 
@@ -124,8 +124,20 @@ class Accumulators:
         """Seconds between two chunks of a transfer."""
         self.news = asyncio.Event()
         """Set when ``gather`` may have something to do."""
-        self.generation = 0
+        self._generation = 0
         """Number of times that accumulators began anew."""
+        self._generations: dict[int, int] = {}
+        """The same when those of each step under way began."""
+
+    def generation(self, step: int) -> int:
+        """Returns which accumulators of ``step`` clients fill now: later ones have larger numbers, also of other
+        steps."""
+        return self._generations.setdefault(step, self._generation)
+
+    def begin_anew(self, step: int) -> None:
+        """Nothing that was accumulated of ``step`` counts."""
+        self._generations.pop(step, None)
+        self._generation += 1
 
     async def gather(self, step: int) -> None:
         """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are being
@@ -139,7 +151,7 @@ class Accumulators:
                 coming = {client: task for client, task in coming.items() if not task.done()}
                 waits = self._checks.concerned(step) | self._unsettled(step)
                 for client in sorted(self._parts.of(step).holders()):
-                    if client not in coming and client not in waits and not self._pool.busy(client):
+                    if client not in coming and client not in waits and not self._pool.busy(client, step):
                         coming[client] = self._tasks.spawn(self._take_over(client, step), "accumulator")
                 await self.news.wait()
         finally:
@@ -154,18 +166,18 @@ class Accumulators:
 
     async def _take_over(self, client: PeerId, step: int) -> None:
         """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
-        generation = self.generation
+        generation = self.generation(step)
         try:
             transfer = await self.fetch(client, generation, step)
             verify, found = self._receiver.plan.verify > 0, np.zeros(SIZE)
             if verify:
-                found = await self._inner.offload(sketch, transfer.values, self._receiver.seed())
+                found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
             while client in self._checks.concerned(step) and not transfer.problem:
                 await self._clock.sleep(CHECKED_S)  # it brought back another part meanwhile
             numbers, parts = transfer.contents or set(), self._parts.of(step)
             if transfer.problem:
                 return  # it was lost, and may be another enlistment by now
-            if self.generation != generation or not numbers <= parts.holders().get(client, set()):
+            if self.generation(step) != generation or not numbers <= parts.holders().get(client, set()):
                 self._receiver.lose(client, "parts in its accumulator were taken back while it came")
             elif verify and not alike(found, parts.claimed(client, numbers)):
                 self._receiver.expel(client, "its accumulator is not the sum of the gradients that it announced")
@@ -174,7 +186,7 @@ class Accumulators:
         except NothingLeft:
             return
         except Unreached:
-            self._hedge(client)
+            self._hedge(client, step)
             await self._clock.sleep(AGAIN_S)
         except Lost as e:
             self._receiver.lose(client, str(e), again_at=OWN if e.here else None)
@@ -184,17 +196,17 @@ class Accumulators:
     def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
         """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
         self._inner.add(step, values)
-        self._pool.drop_parts(self._parts.again(client))
+        self._pool.drop_parts(self._parts.again(client, step))
         self._parts.of(step).arrived(client, numbers)
         self._hedged.discard(client)
         self._receiver.withdraw()
 
-    def _hedge(self, client: PeerId) -> None:
+    def _hedge(self, client: PeerId, step: int) -> None:
         """An accumulator takes unusually long: the server itself computes again what is in it. If that is done before it
         comes, it is lost. (If another client did, its accumulator might take as long, and so on for ever.)"""
         if client not in self._hedged:
             self._hedged.add(client)
-            for part in self._parts.again(client):
+            for part in self._parts.again(client, step):
                 self._pool.put_part(part, self._clock.now(), OWN, only=OWN)
             self._receiver.doubt(client)
 
@@ -214,7 +226,7 @@ class Accumulators:
             self._transfers[client] = transfer
             try:
                 await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
-                await self._arrival(client, transfer)
+                await self._arrival(client, step, transfer)
             except NetworkError as e:
                 raise Unreached(str(e)) from e
             finally:
@@ -226,7 +238,7 @@ class Accumulators:
             raise Lost("its accumulator is not finite", here=True)
         return transfer
 
-    async def _arrival(self, client: PeerId, transfer: Transfer) -> None:
+    async def _arrival(self, client: PeerId, step: int, transfer: Transfer) -> None:
         """Wait for all of it. Raises Lost, and NothingLeft if the client is lost meanwhile."""
         loop = asyncio.get_running_loop()  # ``heard_s`` is by its time
         last, left = loop.time(), len(transfer.left)
@@ -245,7 +257,7 @@ class Accumulators:
                 await self._clock.deadline(transfer.news.wait(), min(wait_s, self._usual.seconds()), "an accumulator")
             except DeadlineExceeded:
                 if not transfer.problem:
-                    self._hedge(client)
+                    self._hedge(client, step)
                 continue
             self._usual.measured(self._clock.now() - begin)
 

@@ -141,7 +141,7 @@ class Checks:
             case.found["inputs"], case.by["inputs"] = drawn.values, worker
         if forward is not None:
             case.by["outputs"], case.found["outputs"] = forward
-        if self._court.pool.can_check(*case.by.values()):
+        if self._court.pool.can_check(part.step, *case.by.values()):
             self._cases[place] = case
             self._court.pool.put_part(check, self._clock.now(), barred=case.by.values())
 

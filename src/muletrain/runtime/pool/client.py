@@ -102,13 +102,13 @@ class Client:
         self._missed = False
         """Something that we sent to our server, or it to us, may not have come."""
         self._wanted: bytes | None = None
-        """Digest of the server's current weights."""
+        """Digest of the server's newest weights."""
+        self._steps: tuple[int, ...] = ()
+        """Those that compute with them; (): there are no others."""
         self._version = -1
         self._told = self._sits_out = -1
         """Versions of the weights: that we told our server to have, and that we do without."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
-        self._have: bytes | None = None
-        """Digest of ours."""
         self._news = asyncio.Event()
         self._weights = WeightsDownload(net, compute, plan)
         self._accumulator = Accumulator(compute)
@@ -191,7 +191,7 @@ class Client:
             self._servers.known = state.servers
             self._weights.ask_again()  # who serves another stage now does not answer
         if state.version > self._version:
-            self._version, self._wanted = state.version, state.weights
+            self._version, self._wanted, self._steps = state.version, state.weights, state.steps
             self._changed()
 
     async def _leave(self) -> None:
@@ -199,7 +199,7 @@ class Client:
         self._home = None
         for task in self._out.values():
             task.cancel()
-        await self._accumulator.begin_anew(-1)
+        await self._accumulator.leave()
         self._work.forget_forwards()
 
     async def _serve(self) -> None:
@@ -210,7 +210,7 @@ class Client:
                 self._news.clear()
                 if self._dismissed:
                     raise _Left("the server does without us")
-                current = self._wanted == self._have
+                current = self._wanted is not None and self._work.has(self._wanted, self._steps)
                 if self._wanted is not None and not current and self._version > self._sits_out:
                     if self._moves:
                         self.moved = True
@@ -219,11 +219,10 @@ class Client:
                     if await self._servers.others_need_us_more(self._home, self._version):
                         await self._send(Gone())
                         raise _Left("another server needs us more")
-                    await self._take_weights(self._wanted)
-                elif current and self._told < self._version:
+                    await self._take_weights(self._wanted, self._steps)
+                elif current and self._wanted is not None and self._told < self._version:
                     self._told = self._version
-                    assert self._have is not None  # it is what is wanted
-                    await self._try_to_send(Ready(weights=self._have, speed=self._speed, room=ROOM))
+                    await self._try_to_send(Ready(weights=self._wanted, speed=self._speed, room=ROOM))
                 else:
                     await self._news.wait()
         finally:
@@ -260,24 +259,24 @@ class Client:
             self._dismissed = True
             self._changed()
 
-    async def _take_weights(self, digest: bytes) -> None:
+    async def _take_weights(self, digest: bytes, steps: tuple[int, ...]) -> None:
         """Returns with our server's weights, or early if others are wanted, or if we sit the step out. Raises _Left."""
-        self._work.forget_forwards()
+        self._work.forget_forwards(steps)
         if not self._rests.takes_part(worked=self._given):
             self._sits_out = self._version
             return
         self._given = False
 
         def wanted() -> bool:
-            return self._wanted == digest and not (self._dismissed or self._ended)
+            return (self._wanted, self._steps) == (digest, steps) and not (self._dismissed or self._ended)
 
         values = await self._weights.fetch(digest, lambda: self._servers.known, wanted)
         if not wanted():
             return
         if values is None:
             raise _Left("the weights did not come whole")
-        await self._accumulator.load(values)
-        self._have = self._work.seed = digest
+        await self._accumulator.load(values, steps)
+        self._work.have(digest, steps)
 
     async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
         """To our server. Raises _Left and NetworkError."""
@@ -346,7 +345,7 @@ class Client:
     async def _do(self, message: Give, tensors: list[Encoded], enlistment: int) -> None:
         """Compute a part, and send what comes out."""
         try:
-            await self._accumulator.begin_anew(message.generation)
+            await self._accumulator.begin_anew(message.step, message.generation)
             answer, sent = await self._work.compute(message, tensors)
         except asyncio.CancelledError:
             if enlistment == self._enlistment and self._home is not None and not self._tasks.closed:

@@ -150,7 +150,11 @@ class Clients:
         self._banned: set[PeerId] = set()
         """Clients whose results were wrong."""
         self._digest: bytes | None = None
-        """Of the current weights."""
+        """Of the newest weights."""
+        self._steps: tuple[int, ...] = ()
+        """Those that compute with them; (): there are no others."""
+        self._digests: dict[int, bytes] = {}
+        """Of the weights that each step under way computes with."""
         self._version = 0
         self._open = False
         """The weights are whole, and clients may have them."""
@@ -202,6 +206,7 @@ class Clients:
         return Enlisted(
             weights=self._digest,
             version=self._version,
+            steps=self._steps,
             servers=servers,
             clients=len(self._clients),
             speed=self._desk.pool.speed(),
@@ -220,10 +225,9 @@ class Clients:
         """``client`` works here no more."""
         self._banned.add(client)
 
-    @property
-    def digest(self) -> bytes:
-        """Of the current weights; empty: there are none."""
-        return self._digest or b""
+    def digest(self, step: int) -> bytes:
+        """Returns that of the weights that ``step`` computes with; empty: clients do not have them."""
+        return self._digests.get(step, b"") if self._steps else self._digest or b""
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -361,7 +365,7 @@ class Clients:
             case Unable():
                 self._desk.on_unable(sender, message.number)
             case Ready() if self._open and message.weights == self._digest:
-                self._desk.pool.ready(sender, message.room, message.speed)
+                self._desk.pool.ready(sender, message.room, message.speed, self._steps)
                 self._desk.feed()
             case Contents():
                 self._desk.accumulators.on_contents(sender, message)
@@ -377,12 +381,14 @@ class Clients:
         self._open = False
         self._weights.close()
 
-    def begin(self, digest: bytes) -> None:
-        """The weights have this digest now. Clients work again once they have them."""
-        if self._open and digest == self._digest:
+    def begin(self, digest: bytes, steps: tuple[int, ...] = ()) -> None:
+        """The newest weights have this digest, and ``steps`` compute with them (see ``Compute.newest_for``). Clients
+        work for these once they have them."""
+        if self._open and (digest, steps) == (self._digest, self._steps):
             return
-        self._digest, self._open = digest, True
+        self._digest, self._steps, self._open = digest, steps, True
+        self._digests = {s: d for s, d in self._digests.items() if s + 1 in steps} | dict.fromkeys(steps, digest)
         self._weights.begin(digest)
         self._version += 1
         for client in self._clients:
-            self.tell(client, Begun(weights=digest, version=self._version))
+            self.tell(client, Begun(weights=digest, version=self._version, steps=steps))

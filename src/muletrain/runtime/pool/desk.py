@@ -18,7 +18,7 @@ from muletrain.runtime.pool.calls import Calls
 from muletrain.runtime.pool.checks import Checks, checked_sketches
 from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.messages import Checked, Counted, Finished, Output, Withdraw
-from muletrain.runtime.pool.parts import KeptPart, PartsBySteps, computed_part, given_message
+from muletrain.runtime.pool.parts import KeptPart, OwnParts, PartsBySteps, computed_part, given_message
 from muletrain.wire.codec import Encoded, decode, encode
 
 if TYPE_CHECKING:
@@ -63,14 +63,12 @@ class PartsDesk:
         rng: random.Random,
     ) -> None:
         """``config``: digest of the run's configuration; ``rng`` draws what is checked."""
-        self.stage = inner.stage
-        self.plan, self.inner = plan, inner
-        self._net, self._clock, self._tasks = net, clock, tasks
-        self.pool = Pool()
+        self.stage, self.plan, self.inner = inner.stage, plan, inner
+        self._net, self._clock, self._tasks, self.pool = net, clock, tasks, Pool()
         self.pool.enlist(OWN)
         self.pool.ready(OWN, 1)
         self.calls = Calls()
-        self._parts = PartsBySteps()
+        self._parts, self._own = PartsBySteps(), OwnParts(inner, self._own_ended)
         self._checks = Checks(self, clock, plan.verify, rng)
         self.accumulators = Accumulators(
             self, inner, self.pool, self._parts, self.calls, self._checks, net, clock, tasks
@@ -113,8 +111,7 @@ class PartsDesk:
         encoded = [
             await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
         ]
-        now = self._parts.of(mb.step).of(mb.index)
-        if call.done.done() or any(now.get(first) is not part for first, part in kept.items()):
+        if call.done.done() or any(self._parts.of(mb.step).of(mb.index).get(f) is not k for f, k in kept.items()):
             raise MuletrainError("the microbatch was given up")
         for (first, part), gradient in zip(kept.items(), encoded, strict=True):
             part.gradient = gradient
@@ -140,7 +137,7 @@ class PartsDesk:
 
     def forget_gradients(self, step: int) -> None:
         """What passes through goes on; its gradients are accumulated anew."""
-        self.accumulators.generation += 1
+        self.accumulators.begin_anew(step)
         self.pool.drop_again(step)
         self._checks.forget(step)
         for call in [c for c in self.calls.of_step(step) if c.accumulate]:
@@ -151,8 +148,9 @@ class PartsDesk:
 
     def end_step(self, step: int) -> None:
         """Nothing of ``step`` is computed any more."""
-        self.accumulators.generation += 1
+        self.accumulators.begin_anew(step)
         self.pool.drop(step)
+        self._own.end(step)
         self._checks.forget(step)
         self.withdraw()
         for call in self.calls.of_step(step):
@@ -161,14 +159,13 @@ class PartsDesk:
             for index in parts.indices():
                 parts.through(Microbatch(step, index, 0, self.plan.sequences), self.inner)
 
-    def end_all(self) -> None:
-        """Nothing that is under way is computed any more."""
-        for step in list(self._parts.steps):
-            self.end_step(step)
-
-    def close(self) -> None:
-        """The weights change: clients compute nothing until they have the new ones (``digest``)."""
-        self.pool.rest(self._clock.now())
+    def close(self, *, rest: bool = True) -> None:
+        """The weights change. ``rest``: those of all steps, and clients compute nothing until they have the new ones
+        (``digest``)."""
+        if rest:
+            for step in list(self._parts.steps):
+                self.end_step(step)
+            self.pool.rest(self._clock.now())
         self.clients.close()
 
     # Giving out -----------------------------------------------------------------------------------------------------
@@ -188,12 +185,13 @@ class PartsDesk:
                 call.turn.begins()
             except MuletrainError as e:
                 self.pool.failed(worker, given.number, self._clock.now())
-                self.pool.drop(part.step, part.index, again=False)
-                call.fail(e)
-                return
+                self.pool.drop(part.step, part.index)
+                return call.fail(e)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
         work = self._compute(given, accumulate) if worker == OWN else self._send(worker, given, accumulate)
-        self._tasks.spawn(work, f"part {part}")
+        task = self._tasks.spawn(work, f"part {part}")
+        if worker == OWN:
+            self._own.add(task, given.number, self._identity(part))
 
     async def _prepared(self, part: Part) -> KeptPart | None:
         """Returns from what ``part`` is computed; None: it is no longer wanted."""
@@ -210,10 +208,9 @@ class PartsDesk:
 
     async def _send(self, worker: PeerId, given: Given, accumulate: bool) -> None:
         """Give a part to a client."""
-        kept, generation = await self._prepared(given.part), self.accumulators.generation
+        kept, generation = await self._prepared(given.part), self.accumulators.generation(given.part.step)
         if kept is None:
-            self.pool.failed(worker, given.number, self._clock.now())
-            return
+            return self.pool.failed(worker, given.number, self._clock.now())
         message, tensors = given_message(
             given, kept, kept.forward_at == worker, generation, self.plan.sequences, accumulate=accumulate
         )
@@ -225,27 +222,34 @@ class PartsDesk:
 
     async def _compute(self, given: Given, accumulate: bool) -> None:
         """Compute a part here."""
-        part, kept = given.part, await self._prepared(given.part)
-        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        part, kept, mb = given.part, await self._prepared(given.part), self._identity(given.part)
         try:
             if kept is None:
                 raise MuletrainError("it is no longer wanted")
             if part.what in LAST:
                 self._parts.of(part.step).forward_lost(OWN, part)
-            loss, values, found = await computed_part(self.inner, mb, part, kept, self.seed(), accumulate=accumulate)
+            seed = self.seed(part.step)
+            loss, values, found = await computed_part(self.inner, mb, part, kept, seed, accumulate=accumulate)
         except (MuletrainError, KeyError) as e:  # KeyError: the microbatch was given up, and its forward dropped
             self.pool.failed(OWN, given.number, self._clock.now())
             if part.what is Pass.CHECK:
                 self.pool.drop_parts([part])
             if (call := self.calls.of(part)) is not None:
                 call.fail(MuletrainError(str(e)))
-            self.feed()
-            return
+            return self.feed()
         if found:
             self._checked(OWN, given.number, part, found)
         else:
             self._came_back(OWN, given.number, part, accumulate, loss, values)
         self.feed()
+
+    def _identity(self, part: Part) -> Microbatch:
+        return Microbatch(part.step, part.index, part.first, self.plan.sequences)
+
+    def _own_ended(self, number: int) -> None:
+        self.pool.failed(OWN, number, self._clock.now())
+        if not self._tasks.closed:
+            self.feed()
 
     # Coming back ----------------------------------------------------------------------------------------------------
 
@@ -264,8 +268,7 @@ class PartsDesk:
         kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
         self.withdraw()
-        call = self.calls.of(part)
-        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
+        call, mb = self.calls.of(part), self._identity(part)
         if not counts or kept is None or (call is None and part.what is not Pass.AGAIN):
             if worker == OWN and (accumulate or kept is None or kept.forward_at != OWN):
                 self.inner.discard(mb)
@@ -283,8 +286,7 @@ class PartsDesk:
         self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
     ) -> None:
         """Note where the gradient of ``part`` is."""
-        mb = Microbatch(part.step, part.index, part.first, self.plan.sequences)
-        parts = self._parts.of(part.step)
+        mb, parts = self._identity(part), self._parts.of(part.step)
         holder = parts.holder_at((part.index, part.first)) if part.what is Pass.AGAIN else None
         if worker != OWN:
             parts.accumulated(part, kept, worker, number, claim)
@@ -308,11 +310,11 @@ class PartsDesk:
             return self.feed()
         values = None if tensor is None else await self.inner.offload(decode, tensor)
         claim = None if message.sketch is None else unpacked(message.sketch)
-        fine = values is None or await self.inner.offload(is_finite, values)
-        fine &= claim is None or bool(np.isfinite(claim).all())
+        fine = claim is None or bool(np.isfinite(claim).all())
+        fine &= values is None or await self.inner.offload(is_finite, values)
         drawn = None
         if (part := self.pool.part(worker, message.number)) is not None and fine:
-            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed())
+            drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
@@ -341,9 +343,9 @@ class PartsDesk:
         self.clients.ban(client)
         self.lose(client, why)
 
-    def seed(self) -> bytes:
+    def seed(self, step: int) -> bytes:
         """See ``accumulators.Receiver``."""
-        return self.clients.digest
+        return self.clients.digest(step)
 
     def on_unable(self, worker: PeerId, number: int) -> None:
         """A client did not compute a part: others may, and not from its forward."""
@@ -360,8 +362,7 @@ class PartsDesk:
                 self.clients.tell(worker, Withdraw(number=number))
 
     def doubt(self, client: PeerId) -> None:
-        """``client`` takes unusually long, or cannot be reached: others may do its parts, and it is looked after. What it
-        has accumulated is not lost: it may soon be back."""
+        """Others may do the parts of ``client``, which is looked after; what it has accumulated is not lost yet."""
         self.pool.doubt(client, self._clock.now())
         self.clients.look_after(client)
         self.feed()
@@ -390,8 +391,7 @@ class PartsDesk:
     async def _watch(self) -> None:
         """Let others do what clients do not bring back."""
         while True:
-            now = self._clock.now()
-            await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - now)))
+            await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - self._clock.now())))
             late = self.pool.expire(self._clock.now())
             self.clients.late(late)
             for worker in (*late, *self.clients.silent()):

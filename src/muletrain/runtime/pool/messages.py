@@ -31,6 +31,9 @@ Loss = Annotated[float, Field(allow_inf_nan=False)]
 Numbers = Annotated[tuple[Natural, ...], Field(max_length=MAX_PARTS), FailFast()]
 
 
+Steps = Annotated[tuple[Natural, ...], Field(max_length=2)]
+
+
 class Enlist(Message):
     """A client asks a server for work. ``config``: digest of the run's configuration as the client knows it;
     ``enlistment``: numbers the client's enlistments."""
@@ -43,13 +46,14 @@ class Enlist(Message):
 
 
 class Enlisted(Message):
-    """The answer. ``weights``: digest of the current ones, the ``version``-th of this server; ``servers``: all of the
-    stage; ``clients``: of this server; ``speed``: of all of them [forward passes of a sequence per second]; ``own``: of
-    the server's device."""
+    """The answer. ``weights``: digest of the newest ones, the ``version``-th of this server; ``steps``: which compute with
+    them, under delayed updates; ``servers``: all of the stage; ``clients``: of this server; ``speed``: of all of them
+    [forward passes of a sequence per second]; ``own``: of the server's device."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
     version: Natural
+    steps: Steps = ()
     servers: Annotated[tuple[Id, ...], Field(max_length=MAX_SERVERS), FailFast()]
     clients: Natural
     speed: Speed
@@ -93,6 +97,7 @@ class Begun(Message):
     KIND: ClassVar[str] = "hub.begun"
     weights: Digest
     version: Natural
+    steps: Steps = ()
 
 
 class Ended(Message):
@@ -138,7 +143,7 @@ class Gone(Message):
 
 
 class Give(Message):
-    """Base of what gives a part. ``whole``: sequences of the whole microbatch. ``generation``: the server's accumulators
+    """Base of what gives a part. ``whole``: sequences of the whole microbatch. ``generation``: the step's accumulators
     begin anew with each."""
 
     CHANNEL: ClassVar[Channel] = Channel.PIPE

@@ -15,7 +15,8 @@ from muletrain.runtime.pool.messages import Give, GiveBoth, GiveGradient, GiveIn
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    import asyncio
+    from collections.abc import Callable, Collection
 
     from torch import Tensor
 
@@ -219,6 +220,31 @@ class StepParts:
         return list(self._under_way)
 
 
+class OwnParts:
+    """The parts that the server's own device computes now."""
+
+    def __init__(self, compute: Compute, ended: Callable[[int], None]) -> None:
+        """``ended`` is told the number of each giving that was not computed to its end."""
+        self._compute, self._ended = compute, ended
+        self._tasks: dict[asyncio.Task[None], tuple[int, Microbatch]] = {}
+
+    def add(self, task: asyncio.Task[None], number: int, mb: Microbatch) -> None:
+        """``task`` computes ``mb``, given under ``number``."""
+        self._tasks[task] = number, mb
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        number, mb = self._tasks.pop(task)
+        if task.cancelled():
+            self._compute.discard(mb)
+            self._ended(number)
+
+    def end(self, step: int) -> None:
+        """The weights of ``step`` are about to change: a backward must not meet other ones than its forward did."""
+        for task in [task for task, (_, mb) in self._tasks.items() if mb.step == step]:
+            task.cancel()
+
+
 class PartsBySteps:
     """The parts of all steps under way."""
 
@@ -232,11 +258,12 @@ class PartsBySteps:
         """Returns from what ``part`` is computed; None: it is not wanted any more."""
         return self.steps[part.step].find(part) if part.step in self.steps else None
 
-    def again(self, worker: PeerId) -> list[Part]:
-        """Returns what is to be computed again if ``worker`` is gone."""
+    def again(self, worker: PeerId, of_step: int | None = None) -> list[Part]:
+        """Returns what is to be computed again (``of_step``; None: of all steps) if ``worker`` is gone."""
         return [
             Part(Pass.AGAIN, step, index, first, rows)
             for step, parts in self.steps.items()
+            if of_step in (None, step)
             for (index, first), rows in parts.held_by(worker)
         ]
 

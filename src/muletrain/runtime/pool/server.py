@@ -81,7 +81,7 @@ class PooledCompute(WrappedCompute):
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         turn.begins()
         self._desk.end_step(update.step)
-        self._desk.close()
+        self._desk.close(rest=not self.delayed)
         self._costs = {mb: cost for mb, cost in self._costs.items() if mb.step > update.step}
         await self.inner.apply(gradient, update)
         self.clients.report(update.step + 1)
@@ -95,16 +95,11 @@ class PooledCompute(WrappedCompute):
 
     async def digest(self) -> bytes:
         digest = await self.inner.digest()
-        self.clients.begin(digest)
+        self.clients.begin(digest, self.inner.newest_for())
         return digest
-
-    async def load_weights(self, weights: Tensor) -> None:
-        self._desk.close()
-        await self.inner.load_weights(weights)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         self._desk.close()
-        self._desk.end_all()
         await self.inner.load_state(state)
 
     async def end(self, *, over: bool) -> None:

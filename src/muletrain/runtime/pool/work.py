@@ -29,13 +29,20 @@ WAIT_S = 30.0
 """Seconds that a part waits for the server to say whether earlier ones count."""
 
 
+def places(compute: Compute) -> int:
+    """Returns how many steps are under way at once, at most."""
+    return 2 if compute.delayed else 1
+
+
 class Accumulator:
     """The gradients of one client's parts: those that count, summed, by step; and those of which it has not heard yet.
-    It begins anew with each generation of its server."""
+    What it has of a step begins anew with each generation of its server, and as a later step needs its place
+    (``Compute`` has as many as steps are under way at once)."""
 
     def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        self._generation = -1
+        self._compute, self._places = compute, places(compute)
+        self._generations: dict[int, int] = {}
+        """By place."""
         self._counted: dict[int, set[int]] = {}
         """Numbers of the givings in the sum of each step."""
         self._uncounted: dict[int, Microbatch] = {}
@@ -45,27 +52,45 @@ class Accumulator:
         """Held while the sums are read or changed."""
         self._room = asyncio.Event()
 
-    async def begin_anew(self, generation: int) -> None:
-        """What belongs to an earlier generation is of no use. ``generation`` -1: the server is another one."""
-        if generation == -1 or generation > self._generation:
-            async with self._lock:
-                self._begin_anew(generation)
+    async def leave(self) -> None:
+        """The server is another one: nothing is of any use."""
+        async with self._lock:
+            for place in range(self._places):
+                self._clear(place)
+            self._generations.clear()
 
-    def _begin_anew(self, generation: int) -> None:
-        self._generation = generation
-        for step in self._counted:
+    async def begin_anew(self, step: int, generation: int) -> None:
+        """What belongs to an earlier generation, in the place of ``step``, is of no use."""
+        if generation > self._generation(step):
+            async with self._lock:
+                self._begin_anew(step, generation)
+
+    def _generation(self, step: int) -> int:
+        return self._generations.get(step % self._places, -1)
+
+    def _begin_anew(self, step: int, generation: int) -> None:
+        if generation > self._generation(step):
+            self._generations[step % self._places] = generation
+            self._clear(step % self._places)
+
+    def _clear(self, place: int) -> None:
+        def there(step: int) -> bool:
+            return step % self._places == place
+
+        for step in filter(there, list(self._counted)):
             self._compute.clear(step)
-        for mb in self._uncounted.values():
-            self._compute.discard(mb)
-        self._counted.clear()
-        self._uncounted.clear()
-        self._computing.clear()
+            del self._counted[step]
+        for number, mb in list(self._uncounted.items()):
+            if there(mb.step):
+                self._compute.discard(mb)
+                del self._uncounted[number]
+        self._computing = {mb for mb in self._computing if not there(mb.step)}
         self._room.set()
 
-    async def load(self, weights: Tensor) -> None:
-        """Replace the stage's weights, flat fp32 [P]."""
+    async def load(self, weights: Tensor, steps: Collection[int]) -> None:
+        """Replace the weights that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]."""
         async with self._lock:
-            await self._compute.load_weights(weights)
+            await self._compute.load_weights(weights, steps)
 
     async def reserve(self, mb: Microbatch, generation: int) -> None:
         """Wait for room for another gradient, that of ``mb``. Raises MuletrainError if there is none."""
@@ -77,7 +102,7 @@ class Accumulator:
                 while len(self._uncounted) >= UNCOUNTED:
                     self._room.clear()
                     await self._room.wait()
-            self.check(generation)
+            self.check(mb.step, generation)
         except TimeoutError:
             self.free(mb)
             raise MuletrainError("the server does not say which results count") from None
@@ -85,9 +110,9 @@ class Accumulator:
             self.free(mb)
             raise
 
-    def check(self, generation: int) -> None:
-        """Raises MuletrainError if ``generation`` is over."""
-        if generation != self._generation:
+    def check(self, step: int, generation: int) -> None:
+        """Raises MuletrainError if ``generation`` of ``step`` is over."""
+        if generation != self._generation(step):
             raise MuletrainError("the server's accumulators began anew")
 
     def computed(self, number: int, mb: Microbatch) -> None:
@@ -126,9 +151,8 @@ class Accumulator:
         """Returns the sum of ``step``, flat fp32 [P], with all ``givings`` that are here, and the numbers in it. It
         begins anew."""
         async with self._lock:
-            if generation > self._generation:
-                self._begin_anew(generation)
-            for number in [n for n in self._uncounted if n in givings]:
+            self._begin_anew(step, generation)
+            for number in [n for n, mb in self._uncounted.items() if n in givings and mb.step == step]:
                 self._settle(number, counts=True)
             gradient = (await self._compute.gradient(step)).clone()
             self._compute.clear(step)
@@ -142,14 +166,25 @@ class PartWork:
         self._compute, self._plan, self._accumulator = compute, plan, accumulator
         self._forwards: set[Microbatch] = set()
         """Parts whose forward is kept."""
-        self.seed = b""
-        """Digest of the weights, from which sketches are drawn."""
+        self._places = places(compute)
+        self.seeds: dict[int, bytes] = {}
+        """Digests of the weights, from which sketches are drawn, by place (``Accumulator``)."""
 
-    def forget_forwards(self) -> None:
-        """Nobody will ask for the backward of what was computed so far."""
-        for mb in self._forwards:
+    def forget_forwards(self, steps: Collection[int] = ()) -> None:
+        """Nobody will ask for the backward of what was computed so far with the weights in the places of ``steps``, ():
+        of all."""
+        gone = {step % self._places for step in steps or range(self._places)}
+        for mb in [mb for mb in self._forwards if mb.step % self._places in gone]:
             self._compute.discard(mb)
-        self._forwards.clear()
+            self._forwards.discard(mb)
+
+    def have(self, digest: bytes, steps: Collection[int]) -> None:
+        """The weights with this ``digest`` are in the places of ``steps``, (): in all."""
+        self.seeds |= {step % self._places: digest for step in steps or range(self._places)}
+
+    def has(self, digest: bytes | None, steps: Collection[int]) -> bool:
+        """Do ``steps``, (): all, compute with the weights with this ``digest``?"""
+        return all(self.seeds.get(step % self._places) == digest for step in steps or range(self._places))
 
     def check(self, message: Give, tensors: list[Encoded]) -> None:
         """Raises Malformed for a part that this stage does not have."""
@@ -204,10 +239,10 @@ class PartWork:
         self, message: Give, mb: Microbatch, tensors: list[Encoded]
     ) -> tuple[Output | Finished | Checked, list[Encoded]]:
         """Raises MuletrainError, and KeyError if the forward is not here (any more)."""
-        compute, part = self._compute, message.part
+        compute, part, seed = self._compute, message.part, self.seeds.get(mb.step % self._places, b"")
         first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
         if part.what is Pass.CHECK:
-            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], self.seed)), []
+            return checked_message(message.number, await recomputed(compute, mb, first, rest[0], seed)), []
         loss, result = 0.0, None
         if part.what is Pass.FORWARD:
             compute.discard(mb)
@@ -227,8 +262,8 @@ class PartWork:
         claim = None
         if message.accumulate:
             if self._plan.verify:
-                claim = packed(await compute.part_sketch(mb, self.seed))
-            self._accumulator.check(message.generation)
+                claim = packed(await compute.part_sketch(mb, seed))
+            self._accumulator.check(mb.step, message.generation)
             self._accumulator.computed(message.number, mb)
         if sent:
             return Output(number=message.number, loss=loss, sketch=claim), sent

@@ -355,8 +355,10 @@ class Download:
         if self._partial is None or self._partial.digest != digest:
             self._partial = None  # its memory is needed
             self._partial = PartialDownload.of(digest, await self._downloader.manifest(digest, donors, limit))
-        await self._downloader.fetch(self._partial, donors)
-        partial, self._partial = self._partial, None
+        partial = self._partial
+        await self._downloader.fetch(partial, donors)
+        if self._partial is partial:  # another call may have taken the same copy meanwhile
+            self._partial = None
         return partial.state()
 
 

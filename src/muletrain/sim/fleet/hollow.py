@@ -20,7 +20,7 @@ from muletrain.policy.shards import BLOCK
 from muletrain.runtime.core.plan import Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import numpy.typing as npt
     from torch import Tensor
@@ -98,7 +98,12 @@ class HollowCompute:
     async def copied_weights(self) -> Tensor:
         return torch.full((PARAMS,), float(self._updates))
 
-    async def load_weights(self, weights: Tensor) -> None:
+    def newest_for(self) -> tuple[int, ...]:
+        if not self.delayed:
+            return ()
+        return (self._updates + 1,) if self._updates else (0, 1)
+
+    async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
         self._updates = int(weights[0])
 
     async def gradient(self, step: int) -> Tensor:

@@ -379,7 +379,7 @@ class Actors:
             self._tally.happened("moved")
         self._clients[name] = self._served[name] = stage
         self._changed()
-        hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=False)
+        hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=self.plan.delayed)
         compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
         return Client(network, self._clock, tasks, compute, self.plan, self.genesis.config, name, tuple(servers))
 

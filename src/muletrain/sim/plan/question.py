@@ -148,7 +148,7 @@ class Question:
         none."""
         if self.run.optimizer.delayed:
             raise ConfigError(
-                "optimizer.delayed: clients compute with the current weights only; leave it out for strategy hub"
+                "optimizer.delayed: steps of a hub are predicted without it only; leave it out for strategy hub"
             )
         clients = sum(not peer.reliable for peer in self.fleet.peers())
         return replace(self, run=Hub.asked(self.run, clients))

@@ -11,7 +11,7 @@ from muletrain.sim.world.scenario import Fault, Scenario
 if TYPE_CHECKING:
     import random
 
-ALONE = ("pipeline.seats", "optimizer.delayed", "compute.precision")
+ALONE = ("pipeline.seats", "compute.precision")
 """Settings of worlds that have no clients."""
 
 
