@@ -78,7 +78,7 @@ def worth(question: Question, chosen: Prediction) -> str:
     rows = Counter((memory.machine, s, memory.device_has) for s, memory in found.values())
     needs = part.needs(part.scene_of(chosen))
     who = ", ".join(
-        f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need()})"
+        f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need(part.offer(entry))})"
         for (entry, s, has), n in rows.items()
     )
     others = [p.tokens_per_s for p in _tried(part.without(found)) if not p.problem]
