@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 BACKWARD = 3.0
 """Times of a forward that a backward takes, with the forward that is computed again before it."""
-WINDOWS = 4
+WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
-TENSORS = 5
+TENSORS = 8
 """Temporaries of the size of a tensor while LAMB updates it."""
 NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
