@@ -43,13 +43,15 @@ SHARE = 1 / 3
 MICROBATCHES, ROUNDS = 4, 5
 FORWARD_MS, BACKWARD_MS = 150.0, 300.0
 BATCH, STEPS, SKIP = 24, 8, 2
+PLAYED_S = 120.0
 TINY = [
-    "model.width=64",
+    "model.width=128",
     "model.heads=2",
-    "model.layers=4",
+    "model.layers=8",
     "model.context=16",
-    "model.vocab=512",
+    "model.vocab=2048",
     "train.microbatch=1",
+    "compute.precision=fp32",
 ]
 
 
@@ -97,7 +99,8 @@ async def passes(compute: TorchCompute | SwappedCompute, step: int) -> tuple[flo
 def profile(peers: int, swapped: float) -> str:
     """A fleet file of paced machines; the fourth swaps, at ``swapped`` of the others' speed."""
     small = f'\n[[machines]]\nname = "small"\nspeed = {swapped}' if peers == 4 else ""
-    return f'name = "four"\n[[machines]]\nname = "big"\ncount = 3{small}\n[pacing]\nforward_ms = {FORWARD_MS}\nbackward_ms = {BACKWARD_MS}\n'
+    pacing = f"[pacing]\nforward_ms = {FORWARD_MS}\nbackward_ms = {BACKWARD_MS}\n"
+    return f'name = "four"\n[[machines]]\nname = "big"\ncount = 3{small}\n{pacing}'
 
 
 def settings(peers: int, path: Path) -> list[str]:
@@ -119,7 +122,8 @@ def real(peers: int, swapped: float) -> tuple[float, int]:
         config = load_config(None, settings(peers, path))
         need = RunFacts.of(config).needs()[0]
         assert need.swapped is not None
-        gib = max(SHARE * need.total, need.swapped.least) / 2**30
+        assert need.swapped.least <= SHARE * need.total
+        gib = SHARE * need.total / 2**30
         small = {"memory_gib": gib, "swap_folder": name}
         events = run_fleet(
             config,
@@ -139,7 +143,7 @@ def played(peers: int, swapped: float) -> float:
         path.write_text(profile(peers, swapped))
         run = load_config(None, settings(peers, path))
         scene = setting(load_fleet(path, peers=peers), run, make_model(run.model))
-        return simulate_fleet(scene, run, Weather(), hours=0.2, fidelity="protocol").throughput
+        return simulate_fleet(scene, run, Weather(), hours=PLAYED_S / 3600, fidelity="protocol").throughput
 
 
 def main() -> None:

@@ -216,7 +216,8 @@ def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
-    _check_memory(fleet, spec, needs)
+    if not config.swap.whole:
+        _check_memory(fleet, spec, needs)
     pooled = strategy_of(config).pooled
     of_client = _client_needs(config, spec, cut) if pooled else needs
     found = [
@@ -224,6 +225,9 @@ def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None
         for n, (peer, machine) in enumerate(zip(machines, fleet.machines, strict=True))
     ]
     able = [n for n, kind in enumerate(found) if kind.fits]
+    if config.swap.whole and not able:
+        problem = needs[0].swapping(offer_of(machines[0])) or f"; it needs {needs[0].need(offer_of(machines[0]))}"
+        raise CapacityError(f"machines[0].memory_gib: no machine holds the whole model{problem}")
     if pooled and sum(found[n].count for n in able if found[n].reliable) < len(cut):
         raise CapacityError(
             f"machines[0].reliable: each of {len(cut)} stages of a hub needs a reliable machine with room for it; use fewer stages, or "

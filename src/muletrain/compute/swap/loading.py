@@ -107,15 +107,11 @@ class Loader:
         self._held: dict[int, Tensor] = {}
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
-        self._shapes: object = None
-        """Of the parameters of the sub-model that computed last."""
 
     def get(self, k: int, then: int | None = None) -> list[Tensor]:
         """Sub-model ``k`` computes next: returns its parameters. ``then`` is loaded meanwhile."""
-        shapes = self._models[k].layout.shapes
-        if self._device.type == "cpu" and shapes != self._shapes:
-            return_freed_memory()  # of the last sub-model, whose blocks have other sizes
-        self._shapes = shapes
+        if self._device.type == "cpu":
+            return_freed_memory()  # of the last sub-model: the next one's blocks have other sizes
         if k not in self._held:
             begin = time.perf_counter()
             if k not in self._coming:

@@ -100,7 +100,8 @@ class State:
                 piece *= update.scale
                 for kind, values in zip(KINDS, state, strict=True):
                     old[kind].read(a, values)
-                rule.update(state[0], piece, *state[1:], update.step, decayed=b <= self.layout.decayed)
+                weights, first, second = state
+                rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
                 for kind, values in zip(KINDS, state, strict=True):
                     new[kind].write(a, values)
                     old[kind].expect(b, min(2 * b - a, self.layout.size))

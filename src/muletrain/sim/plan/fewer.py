@@ -69,9 +69,9 @@ def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]
     return found
 
 
-def worth(question: Question, chosen: Prediction) -> str:
-    """Tell which machines swap their stage in ``chosen``, and how much faster that is than the fastest layout of all
-    others; empty: none does."""
+def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction]) -> str:
+    """Tell which machines swap their stage in ``chosen``, and how much faster that is than the fastest layout where none
+    does (swap.backing = 'off'); empty: none does. ``pipelines``: those that were found, none of which swaps."""
     part = question.without(chosen.left_out)
     if not (found := swappers(part, chosen)):
         return ""
@@ -81,10 +81,14 @@ def worth(question: Question, chosen: Prediction) -> str:
         f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need(part.offer(entry))})"
         for (entry, s, has), n in rows.items()
     )
-    others = [p.tokens_per_s for p in _tried(part.without(found)) if not p.problem]
-    if not others:
+    run = question.run
+    off = replace(question, run=run.model_copy(update={"swap": run.swap.model_copy(update={"backing": "off"})}))
+    swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, pipelines))
+    without = [swarm, *plan_pipeline.tried_on(off, swarm, pipelines)]
+    best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
+    if not best:
         return f"{who}: without, there is no layout"
-    return f"{who}: {chosen.tokens_per_s / max(others):.2f}x as fast as the fastest layout without"
+    return f"{who}: {chosen.tokens_per_s / best:.2f}x as fast as the fastest layout without"
 
 
 def _parts(question: Question, found: Sequence[Prediction]) -> Iterator[Question]:
