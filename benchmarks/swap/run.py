@@ -86,13 +86,19 @@ def child(case: str, steps: int, tokens: int, folder: Path) -> None:
         most = 1 if case == "one by one" else microbatches
         compute = SwappedCompute(SPEC, SPEC.cut(1), 0, setup, Swap(Offer(budget()), folder, most, most))
         compute.arithmetic.loader.prefetch = case != "no prefetch"
+    begun = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = time.process_time()
     took_s = sorted(asyncio.run(train(compute, steps, microbatches)))
     swapped = isinstance(compute, SwappedCompute)
+    used = resource.getrusage(resource.RUSAGE_SELF)
     figures = {
         "tokens_per_s": tokens / took_s[len(took_s) // 2],
         "step_s": took_s,
         "cpu_s": (time.process_time() - cpu_s) / (steps + 1),
+        "kernel_s": (used.ru_stime - begun.ru_stime) / (steps + 1),
+        "page_faults": (used.ru_minflt - begun.ru_minflt) / (steps + 1),
+        "forward_s": compute.counters.forward_s / (steps + 1),
+        "backward_s": compute.counters.backward_s / (steps + 1),
         "apply_s": compute.counters.apply_s / (steps + 1),
         "recompute_s": compute.counters.recompute_s / (steps + 1),
         "wait_s": compute.traffic.wait_s / (steps + 1) if swapped else 0.0,

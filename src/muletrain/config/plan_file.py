@@ -142,6 +142,10 @@ class Plan(Section):
     recommended: int | None = Field(description="index of the recommended strategy; null: none can run")
     why: str
     fewer: str = Field(default="", description="why the recommended strategy leaves machines out; empty: it does not")
+    swapping: str = Field(
+        default="",
+        description="machines that swap their stage in the recommended strategy, and how much faster it is with them; empty: none",
+    )
     improvements: tuple[Improvement, ...] = Field(default=(), description="changes of the run that give 5 % more")
     without_work: tuple[str, ...] = Field(
         default=(), description="machines without work in the recommended strategy, and why"

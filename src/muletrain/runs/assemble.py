@@ -17,7 +17,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.estimate import STASH_SHARE, client_memory, stage_memory
 from muletrain.compute.paced import PacedCompute
-from muletrain.compute.swap.fit import swap_memory
+from muletrain.compute.swap.fit import once_swapped
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.base import Compute
-    from muletrain.compute.estimate import StageMemory, SwapMemory
+    from muletrain.compute.estimate import StageMemory
     from muletrain.data.microbatch import TokenArray
     from muletrain.data.samples import Data
     from muletrain.model.chain import Model, TensorType
@@ -171,20 +171,7 @@ class RunFacts:
             )
             for s in range(c.fleet.stages)
         ]
-        if c.swap.backing == "off" or c.optimizer.delayed or self.strategy.pooled:
-            return found
-        within = {s for stages in self.spec.users(self.cut).values() for s in stages if stages.count(s) > 1}
-        return [  # weights that two blocks of a stage share cannot be swapped
-            need if s in within else dataclasses.replace(need, swapped=self._swapped(s, precision))
-            for s, need in enumerate(found)
-        ]
-
-    def _swapped(self, stage: int, precision: Precision) -> SwapMemory:
-        c = self.config
-        disk = None if c.swap.backing == "auto" else c.swap.backing == "disk"
-        lamb = c.optimizer.name == "lamb"
-        there = min(self.capacity, c.microbatches)
-        return swap_memory(self.spec, self.cut, stage, self.tokens, precision, microbatches=there, lamb=lamb, disk=disk)
+        return once_swapped(found, c, self.spec, self.cut, precision)
 
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""

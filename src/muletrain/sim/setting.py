@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.compute.estimate import STASH_SHARE, Offer, StageMemory, client_memory, stage_memory
+from muletrain.compute.estimate import StageMemory, client_memory, stage_memory
+from muletrain.compute.swap.fit import once_swapped
 from muletrain.config.fleet_sections import QUEUE_S
-from muletrain.config.schema import Codec, Precision
-from muletrain.errors import CapacityError, ConfigError
-from muletrain.planning.cost import RunCost, StageCost, service_s
-from muletrain.planning.devices import DEVICES, find_device
+from muletrain.config.schema import Codec
+from muletrain.errors import CapacityError
+from muletrain.planning.cost import RunCost, StageCost
 from muletrain.policy.assignment import NOWHERE, Load, View
+from muletrain.sim.machine import backing_rate, flops_of, offer_of, precision_of, resident_service_s, swapped_service_s
 from muletrain.strategies import strategy_of
 from muletrain.strategies.base import capacity
 from muletrain.strategies.swarm import SWARM
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
-
-AMPLE = 1 << 62
-"""Bytes that stand for memory of unknown size."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,10 @@ class Kind:
     """The file declares its times."""
     queue_s: float = QUEUE_S
     """Longest queue of each direction of its link [s]."""
+    swaps: frozenset[int] = frozenset()
+    """Those that it ``fits`` only swapped."""
+    update_s: float = 0.0
+    """Seconds of the update of a parameter that is swapped."""
 
     def service_s(self, stage: int) -> float:
         return self.forward_s[stage] + self.backward_s[stage]
@@ -84,10 +86,18 @@ class Setting:
     left_out: tuple[str, ...]
     """Machines that hold no stage."""
 
+    def ending_s(self, stage: int, kinds: Iterable[int]) -> float:
+        """``StageCost.ending_s``, and the update of the slowest of the ``kinds`` that swap the stage."""
+        cost = self.cost.stages[stage]
+        each_s = [kind.update_s for kind in map(self.kinds.__getitem__, kinds) if stage in kind.swaps]
+        return cost.ending_s + max(each_s, default=0.0) * cost.state_bytes / 12
+
 
 UPDATE_S = 5e-9
 """Seconds per parameter of an update on the CPU (AdamW in fp32 on two vCPUs of an EPYC); updates on a GPU are not
 counted."""
+UPDATED_BYTES = 28
+"""Bytes that the update of a swapped parameter reads and writes: weight, both moments, gradient."""
 STATE_BYTES_PER_S = 240e6
 """Bytes/s at which a newcomer checks and loads a state that comes over the fastest link (benchmarks/state_transfer)."""
 
@@ -188,13 +198,14 @@ def _flat_size(codec: Codec, elements: int) -> int:
 
 
 def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
-    """Find the fewest stages that every kind can hold, or else that each fit some machine. Raises CapacityError."""
+    """Find the fewest stages that every kind can hold without swapping, or else that each fit some machine so. Raises
+    CapacityError."""
     peers = first_of_each(fleet)
     possible = range(1, min(spec.most_stages, len(fleet.peers())) + 1)
     for enough in (all, any):
         for stages in possible:
             needs = stage_needs(config, spec, spec.cut(stages))
-            if all(enough(need.fits(offer_of(peer)) for peer in peers) for need in needs):
+            if all(enough(need.resident(offer_of(peer)) for peer in peers) for need in needs):
                 return stages
     return possible[-1]
 
@@ -205,14 +216,18 @@ def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
-    _check_memory(fleet, spec, needs)
+    if not config.swap.whole:
+        _check_memory(fleet, spec, needs)
     pooled = strategy_of(config).pooled
     of_client = _client_needs(config, spec, cut) if pooled else needs
     found = [
-        _kind(n, peer, machine, config, needs if peer.reliable else of_client, cost)
+        _kind(n, peer, machine, config, needs if peer.reliable else of_client, cost, spec, cut)
         for n, (peer, machine) in enumerate(zip(machines, fleet.machines, strict=True))
     ]
     able = [n for n, kind in enumerate(found) if kind.fits]
+    if config.swap.whole and not able:
+        problem = needs[0].swapping(offer_of(machines[0])) or f"; it needs {needs[0].need(offer_of(machines[0]))}"
+        raise CapacityError(f"machines[0].memory_gib: no machine holds the whole model{problem}")
     if pooled and sum(found[n].count for n in able if found[n].reliable) < len(cut):
         raise CapacityError(
             f"machines[0].reliable: each of {len(cut)} stages of a hub needs a reliable machine with room for it; use fewer stages, or "
@@ -237,9 +252,9 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
 
 
 def stage_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
-    """Memory that each stage of this run needs."""
+    """Memory that each stage of this run needs, also where it is swapped."""
     precision = precision_of(config)
-    return [
+    needs = [
         stage_memory(
             spec,
             cut,
@@ -252,11 +267,7 @@ def stage_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
         )
         for s in range(len(cut))
     ]
-
-
-def precision_of(config: RunConfig) -> Precision:
-    """A machine of unknown precision is taken to compute in bf16."""
-    return Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
+    return once_swapped(needs, config, spec, cut, precision)
 
 
 def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
@@ -265,22 +276,24 @@ def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]
     return [client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late) for s in range(len(cut))]
 
 
-def offer_of(peer: FleetPeer) -> Offer:
-    """Host memory of an accelerator counts as enough if the file does not state it."""
-    device = find_device(peer.device) if peer.device else None
-    usual = AMPLE if device is None else device.memory_bytes
-    beside = AMPLE if peer.host_bytes is None else peer.host_bytes
-    host = None if device is not None and not device.accelerator else beside
-    return Offer(usual if peer.memory_bytes is None else peer.memory_bytes, host)
-
-
 def _kind(
-    n: int, peer: FleetPeer, machine: Machine, config: RunConfig, needs: list[StageMemory], cost: RunCost
+    n: int,
+    peer: FleetPeer,
+    machine: Machine,
+    config: RunConfig,
+    needs: list[StageMemory],
+    cost: RunCost,
+    spec: Model,
+    cut: Cut,
 ) -> Kind:
     offer = offer_of(peer)
     assumed = "" if peer.forward_s else flops_of(n, peer)[1]
+    swaps = frozenset(s for s, need in enumerate(needs) if need.fits(offer) and not need.resident(offer))
     services = [
-        _service_s(n, peer, config, len(needs), need, stage) for stage, need in zip(cost.stages, needs, strict=True)
+        swapped_service_s(n, peer, config, spec, cut, s, need)
+        if s in swaps and not peer.forward_s
+        else resident_service_s(n, peer, config, len(needs), need, stage)
+        for s, (stage, need) in enumerate(zip(cost.stages, needs, strict=True))
     ]
     return Kind(
         name=machine.name,
@@ -297,12 +310,15 @@ def _kind(
         assumed=assumed,
         declared=peer.forward_s is not None,
         queue_s=peer.queue_s,
+        swaps=swaps,
+        update_s=max(UPDATE_S, UPDATED_BYTES / backing_rate(peer)),
     )
 
 
 def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArray[np.float64]:
     """Seconds of a microbatch, forward and backward, by stage, entry of the file and number of layers, (S, K, L +
-    1); inf without room. Layers cost the same, so only the embedding and the head matter beside their number."""
+    1); inf where the stage would have to be swapped. Layers cost the same, so only the embedding and the head matter
+    beside their number."""
     machines, longest = first_of_each(fleet), spec.layers - stages + 1
     offers = [offer_of(peer) for peer in machines]
     found = np.full((stages, len(machines), spec.layers + 1), np.inf)
@@ -313,49 +329,9 @@ def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArra
             cut = tuple((0, layers) if t == s else (0, 1) for t in range(stages))
             need, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
             for n, (peer, offer) in enumerate(zip(machines, offers, strict=True)):
-                if need.fits(offer):
-                    found[alike, n, layers] = sum(_service_s(n, peer, config, stages, need, cost))
+                if need.resident(offer):
+                    found[alike, n, layers] = sum(resident_service_s(n, peer, config, stages, need, cost))
     return found
-
-
-def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
-    """The stated speed or the catalogue's, and which estimate it contains."""
-    if peer.flops is not None:
-        return peer.flops * peer.speed, ""
-    known = ", ".join(d.name for d in DEVICES)
-    if peer.device is None:
-        raise ConfigError(
-            f"machines[{n}].tflops: missing, and no device is named; give either (devices with known speed: {known})"
-        )
-    device = find_device(peer.device)
-    if device is None:
-        raise ConfigError(
-            f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, or a device of known speed: {known}"
-        )
-    assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
-    return device.flops * peer.speed, assumed
-
-
-def _service_s(
-    n: int, peer: FleetPeer, config: RunConfig, stages: int, need: StageMemory, cost: StageCost
-) -> tuple[float, float]:
-    """Seconds of a microbatch at a stage, forward and backward."""
-    if peer.forward_s and peer.backward_s:
-        return peer.forward_s, peer.backward_s
-    return service_s(cost, flops_of(n, peer)[0], recompute=_recomputes(config, stages, need, offer_of(peer)))
-
-
-def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
-    """Decide as a peer does: keep activations if memory has room for as many as it usually holds."""
-    if config.compute.checkpointing != "auto":
-        return config.compute.checkpointing == "always"
-    kept = min(capacity(stages) // 2, config.microbatches) * need.activations
-    return kept > stash_room(offer, need)
-
-
-def stash_room(offer: Offer, need: StageMemory) -> float:
-    """Bytes for activations that are kept until their backward."""
-    return min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
 
 
 def _check_memory(fleet: Fleet, spec: Model, needs: list[StageMemory]) -> None:
@@ -371,7 +347,7 @@ def _check_memory(fleet: Fleet, spec: Model, needs: list[StageMemory]) -> None:
             f"take a smaller model"
         )
     for stage, need in enumerate(needs):
-        if not any(need.fits(offer) for offer in offers):
+        if not any(need.resident(offer) for offer in offers):
             beside = "more stages (--set fleet.stages=N)" if len(needs) < spec.layers else "a machine with more memory"
             raise CapacityError(
                 f"machines[{largest}].memory_gib: stage {stage} of {len(needs)} needs {need.need(offers[largest])} ({need}), the largest "

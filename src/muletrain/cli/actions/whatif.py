@@ -16,13 +16,13 @@ from rich.markup import escape
 from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
 from muletrain.cli.actions.planned import follows
 from muletrain.cli.show.console import make_console, say
-from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, shares
+from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, say_swapped, shares
 from muletrain.cli.show.playing import Playing
 from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet_file import Fleet, load_located_fleet
 from muletrain.config.load import located
 from muletrain.errors import ConfigError
-from muletrain.sim.fleet.advice import suggestions
+from muletrain.sim.fleet.advice import suggestions, worth_of_swapping
 from muletrain.sim.fleet.calibration import calibrated, with_speeds
 from muletrain.sim.fleet.planned import as_hub
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
@@ -187,6 +187,7 @@ def _tell(question: _Question, outcome: Outcome, churn: Weather, hours: float, w
             "stages: the fewest that all machines have room for, if any number is; 'muletrain plan' finds the fastest number "
             "(then --set fleet.stages=N here)",
         )
+    say_swapped(console, scene, worth_of_swapping(question.scene, churn))
     console.print(results(scene, outcome))
     console.print(shares(outcome))
     if not strategy_of(run).pooled:

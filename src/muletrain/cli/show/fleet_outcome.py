@@ -63,6 +63,17 @@ def say_run(
         )
 
 
+def say_swapped(console: Console, scene: Setting, times: float | None) -> None:
+    """``times``: as fast as without machines that swap; None: none does."""
+    if times is None:
+        return
+    for kind in (kind for kind in scene.kinds if kind.swaps):
+        stages = ", ".join(map(str, sorted(kind.swaps)))
+        say(console, f"swapped: '{escape(kind.name)}' has too little memory for stage {stages}, and swaps it")
+    told = "a stage would get no machine" if math.isinf(times) else f"{times:.2f}x as fast as"
+    say(console, f"  {told} without swapping (--set swap.backing=off), by '--fidelity flow'")
+
+
 def say_advice(console: Console, scene: Setting, outcome: Outcome, found: Sequence[Suggestion]) -> None:
     if not outcome.throughput or outcome.gave_up:
         return

@@ -74,6 +74,8 @@ def _say_limit(console: Console, plan: Plan, chosen: Prediction) -> None:
     """Print what limits the recommended strategy, and the changes of the run that help."""
     if chosen.limit:
         say(console, f"limit: {escape(chosen.limit)}")
+    if plan.swapping:
+        say(console, f"swapped: {escape(plan.swapping)}")
     if plan.fewer:
         say(console, f"fewer machines: {escape(plan.fewer)}")
     if not plan.improvements:

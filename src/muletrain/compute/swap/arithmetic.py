@@ -246,6 +246,7 @@ class SwappedArithmetic:
         elif not self._round.empty:
             self._add(self._round.region.values)
         self._round.empty = True
+        self.drain.drop()
 
     def commit_again(self, counting: Sequence[Passage]) -> None:
         """Add the gradient of some microbatches of the last round, computed anew; if that fails, nothing of it is left."""

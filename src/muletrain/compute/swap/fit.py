@@ -7,6 +7,7 @@ smallest number of microbatches with which loading is hidden, as far as the prof
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import SwapMemory
@@ -15,20 +16,22 @@ from muletrain.compute.swap.chain import chain_cut
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.swapping import Layer, held_bytes, hidden
+from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.compute.estimate import Offer
+    from muletrain.compute.estimate import Offer, StageMemory
+    from muletrain.config.schema import RunConfig
     from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Swapping
 
 BACKWARD = 3.0
 """Times of a forward that a backward takes, with the forward that is computed again before it."""
-WINDOWS = 4
+WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
-TENSORS = 5
+TENSORS = 8
 """Temporaries of the size of a tensor while LAMB updates it."""
 NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
@@ -94,9 +97,39 @@ def swap_memory(
     )
 
 
+def once_swapped(
+    needs: Sequence[StageMemory], config: RunConfig, spec: Model, cut: Cut, precision: Precision
+) -> list[StageMemory]:
+    """Add to the ``needs`` of a run's stages what each of them needs where it is swapped, if it can be."""
+    strategy = strategy_of(config)
+    if config.swap.backing == "off" or config.optimizer.delayed or strategy.pooled:
+        return list(needs)
+    within = {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
+    tokens, disk = (
+        config.train.microbatch * spec.context,
+        None if config.swap.backing == "auto" else config.swap.backing == "disk",
+    )
+    most, lamb = min(strategy.capacity(len(cut)), config.microbatches), config.optimizer.name == "lamb"
+    return [  # weights that two blocks of a stage share cannot be swapped
+        need
+        if s in within
+        else replace(
+            need,
+            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=lamb, disk=disk),
+        )
+        for s, need in enumerate(needs)
+    ]
+
+
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:
     """The best sub-models for a machine with this offer. ``most``: microbatches that may be computed together. Raises
     CapacityError with the numbers."""
     if not memory.fits(offer):
         raise CapacityError(memory.problem(offer))
     return hidden(blocks, offer.device - memory.beside, load_bytes_per_s, most)
+
+
+def swapped_s(blocks: Sequence[Layer], found: Swapping) -> tuple[float, float]:
+    """Seconds of a microbatch of a full round, forward and backward."""
+    forward_s = sum(block.forward_s for block in blocks)
+    return forward_s, found.round_s / found.minibatches - forward_s

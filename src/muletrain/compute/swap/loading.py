@@ -147,10 +147,14 @@ class Loader:
             target = torch.empty(model.size, dtype=self._dtype, device=self._device) if fitting is None else fitting
             self._lane.follow()
             source = self._state.model
+            direct = target.device.type == "cpu" and target.dtype == torch.float32
             for a, b, at in model.pieces(WINDOW):
                 source.expect(b, min(2 * b - a, source.values.numel()))
-                self._lane.to_device(source.values[a:b], target[at : at + b - a])
-                source.release(a, b)
+                if direct:
+                    source.read(a, target[at : at + b - a])
+                else:
+                    self._lane.to_device(source.values[a:b], target[at : at + b - a])
+                    source.release(a, b)
             self._lane.finish()
         self.traffic.loads += 1
         self.traffic.loaded_bytes += target.numel() * target.element_size()
@@ -173,12 +177,18 @@ class Drain:
         self._leaving: Future[None] | None = None
         self._sum: Tensor | None = None
         self._views: list[Tensor] = []
+        self._free: Tensor | None = None
+        """Memory of the last sum, which has left."""
 
     def add(self, model: SubModel, gradients: Sequence[Tensor], alpha: float) -> None:
         """Add ``alpha`` x ``gradients`` of a microbatch, in the order of the sub-model's layout."""
         if self._sum is None:
             self.finish()  # one sum at a time
-            self._sum = torch.zeros(model.size, device=self._device)
+            self._sum, self._free = self._free, None
+            if self._sum is None or self._sum.numel() != model.size:
+                self._sum = None  # before another one is taken
+                self._sum = torch.empty(model.size, device=self._device)
+            self._sum.zero_()
             self._views = list(model.layout.views(self._sum).values())
         torch._foreach_add_(self._views, list(gradients), alpha=alpha)
 
@@ -198,16 +208,20 @@ class Drain:
 
     def drop(self) -> None:
         """Forget what was added and not sent."""
-        self._sum, self._views = None, []
+        self._sum, self._free, self._views = None, None, []
 
     def _store(self, model: SubModel, values: Tensor | None, target: Region) -> None:
         with self._jobs.at("drain", part=model.number), torch.no_grad():
             for a, b, at in model.pieces(WINDOW):
                 if values is None:
                     target.values[a:b].zero_()
+                elif values.device.type == "cpu":
+                    target.write(a, values[at : at + b - a])
+                    continue
                 else:
                     self._lane.to_backing(values[at : at + b - a], target.values[a:b])
                 target.release(a, b)
+        self._free = values
 
     def close(self) -> None:
         self._lane.thread.shutdown(wait=False, cancel_futures=True)

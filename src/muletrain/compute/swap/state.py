@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
+from muletrain.compute.swap.backing import WINDOW
 from muletrain.compute.weights import checked_state
 from muletrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -90,29 +91,28 @@ class State:
         """Apply one update with ``gradient``, flat fp32 [P], which does not change."""
         with self._lock, torch.no_grad():
             old, new = self._current, self._next
-            for a, b in self._ranges(rule):
-                piece = gradient[a:b].clone()
+            ranges = self._ranges(rule)
+            buffers = torch.empty(4, max((b - a for a, b in ranges), default=0))
+            for a, b in ranges:
+                piece, *state = buffers[:, : b - a]
+                piece.copy_(gradient[a:b])
                 update.add_tied(piece, a)
                 piece *= update.scale
-                if new is not old:
-                    for kind in KINDS:
-                        new[kind].values[a:b].copy_(old[kind].values[a:b])
-                weights, first, second = (new[kind].values[a:b] for kind in KINDS)
+                for kind, values in zip(KINDS, state, strict=True):
+                    old[kind].read(a, values)
+                weights, first, second = state
                 rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
-                for kind in KINDS:
-                    new[kind].release(a, b)
-                    old[kind].release(a, b)
+                for kind, values in zip(KINDS, state, strict=True):
+                    new[kind].write(a, values)
                     old[kind].expect(b, min(2 * b - a, self.layout.size))
             self._count(new, update.step + 1)
 
-    def _ranges(self, rule: Rule) -> Iterator[tuple[int, int]]:
+    def _ranges(self, rule: Rule) -> list[tuple[int, int]]:
         """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``."""
         if rule.by_tensor:
-            yield from self.layout.ranges()
-            return
-        model = self._versions[0]["model"]
-        yield from model.windows(0, self.layout.decayed)
-        yield from model.windows(self.layout.decayed, self.layout.size)
+            return list(self.layout.ranges())
+        ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
+        return [(a, min(a + WINDOW, end)) for begin, end in ends for a in range(begin, end, WINDOW)]
 
     def skip(self, step: int) -> None:
         """Count update number ``step`` without a change."""

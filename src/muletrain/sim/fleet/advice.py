@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -42,6 +43,9 @@ class Change:
         return f"{self.field}={self.value}"
 
 
+NO_SWAPPING = Change("swap.backing", "off")
+
+
 @dataclass(frozen=True)
 class Suggestion:
     """A change worth making. ``gain``: 0.2 for 20 % more tokens/s; ``stages``: of the changed run."""
@@ -67,6 +71,19 @@ def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], w
     return sorted((s for s in best.values() if s.gain >= WORTH), key=lambda s: -s.gain)[:MOST]
 
 
+def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> float | None:
+    """How many times as fast the run is because machines may swap stages that are too large for them; infinite: without,
+    a stage gets no machine; None: none swaps."""
+    setting, run = changed(None)
+    if not any(kind.swaps for kind in setting.kinds):
+        return None
+    try:
+        without = _tokens_per_s(*changed(NO_SWAPPING), weather)
+    except MuletrainError:
+        without = 0.0
+    return _tokens_per_s(setting, run, weather) / without if without else math.inf
+
+
 def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
     """List the changes to try, not all of which fit. ``paced``: the fleet file declares a stage's times whatever its
     size, so other sizes cannot be predicted."""
@@ -81,6 +98,8 @@ def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
         for smaller in (Codec.FP16, Codec.INT8):
             if BITS[smaller] < BITS[codec]:
                 yield Change(field, smaller.value, f"{what} are rounded to {BITS[smaller]} bits")
+    if run.swap.backing != "off":
+        yield NO_SWAPPING
     if run.fleet.rebalance != "throughput":
         yield Change("fleet.rebalance", "throughput")
     if run.fleet.trainers is not None:

@@ -306,7 +306,7 @@ class Actors:
                 self._served[name] = stage
                 self._changed()
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
-            ending_s = self._setting.cost.stages[stage].ending_s
+            ending_s = self._setting.ending_s(stage, (k,))
             hollow = HollowCompute(stage, self.plan.stages, self._clock, ending_s, delayed=self.plan.delayed)
             compute: Compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             tasks, note = Tasks(InlineExecutor()), partial(self.note, name)

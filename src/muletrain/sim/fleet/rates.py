@@ -219,8 +219,9 @@ class Rates:
         peer sends the mean of its shard when all parts have arrived, so fast links wait for slow ones."""
         kinds, links, cost = self._kinds, self._links, self._cost.stages[stage]
         there, peers = [k for k, n in enumerate(here) if n], sum(here)
+        ending_s = self.setting.ending_s(stage, there)
         if peers < 2:
-            return cost.ending_s
+            return ending_s
         delay_s, halves = 0.0, []
         for a in there:
             paths = [links[a][b] for b in there if a != b or here[a] > 1]
@@ -235,7 +236,7 @@ class Rates:
         slowest_s, other_s = sorted(halves)[-1:-3:-1]
         averaging_s = max(slowest_s, other_s + delay_s) + slowest_s + delay_s
         hops = AGREEMENT_HOPS + (stage > 0)  # the next step begins at stage 0, which hears of the others' entries
-        return averaging_s + hops * delay_s + cost.ending_s
+        return averaging_s + hops * delay_s + ending_s
 
     def ending_s(self, serving: Sequence[Counts]) -> float:
         """Seconds at the end of a step in the slowest stage."""

@@ -13,15 +13,17 @@ from muletrain.config.plan_file import Prediction
 from muletrain.errors import CapacityError
 from muletrain.planning.cost import service_s
 from muletrain.planning.splits import ALIKE, title
+from muletrain.sim.machine import flops_of
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
-from muletrain.sim.setting import flops_of, run_cost
+from muletrain.sim.setting import run_cost
 from muletrain.strategies import find
-from muletrain.units import format_count
+from muletrain.units import format_count, format_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from muletrain.config.plan_file import Memory
     from muletrain.sim.plan.question import Question
 
 FEW = 8
@@ -33,17 +35,60 @@ LARGER = (4, 16)
 def improved(question: Question, predicted: Mapping[str, Sequence[Prediction]]) -> dict[str, list[Prediction]]:
     """Replace each prediction of what runs today by one on fewer machines, where that is faster."""
     best = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
-    for part in _parts(question, [p for p in best.values() if p.runnable and not p.problem]):
-        swarm = plan_swarm.predict(part)
-        blank = [
-            Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
-            for s in plan_pipeline.SCHEDULES
-        ]
-        for p in (swarm, *plan_pipeline.tried_on(part, swarm, blank)):
+    able = [p for p in best.values() if p.runnable and not p.problem]
+    swap = {name for p in able for name in swappers(question, p)}
+    for part in (*([question.without(swap)] if swap else []), *_parts(question, able)):
+        for p in _tried(part):
             known = best[p.strategy, p.schedule]
             if not p.problem and not known.problem and p.tokens_per_s > (1 + ALIKE) * known.tokens_per_s:
                 best[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
     return {name: [best[p.strategy, p.schedule] for p in own] for name, own in predicted.items()}
+
+
+def _tried(part: Question) -> list[Prediction]:
+    """Predict strategy swarm, and pipelines on its layout."""
+    swarm = plan_swarm.predict(part)
+    blank = [
+        Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
+        for s in plan_pipeline.SCHEDULES
+    ]
+    return [swarm, *plan_pipeline.tried_on(part, swarm, blank)]
+
+
+def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]:
+    """Machines that swap their stage in ``p``, with the stage and what they hold."""
+    if p.problem or find(p.strategy).pooled or not find(p.strategy).runs:
+        return {}
+    scene, found = question.scene_of(p), {}
+    needs, kinds = question.needs(scene), {kind.name: kind for kind in scene.setting.kinds}
+    entry = {name: m for m, names in question.names.items() for name in names}
+    for s, stage in enumerate(p.stages):
+        for name in stage.machines:
+            if s in kinds[entry[name]].swaps:
+                found[name] = s, question.memory(entry[name], s, needs[s])
+    return found
+
+
+def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction]) -> str:
+    """Tell which machines swap their stage in ``chosen``, and how much faster that is than the fastest layout where none
+    does (swap.backing = 'off'); empty: none does. ``pipelines``: those that were found, none of which swaps."""
+    part = question.without(chosen.left_out)
+    if not (found := swappers(part, chosen)):
+        return ""
+    rows = Counter((memory.machine, s, memory.device_has) for s, memory in found.values())
+    needs = part.needs(part.scene_of(chosen))
+    who = ", ".join(
+        f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need(part.offer(entry))})"
+        for (entry, s, has), n in rows.items()
+    )
+    run = question.run
+    off = replace(question, run=run.model_copy(update={"swap": run.swap.model_copy(update={"backing": "off"})}))
+    swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, pipelines))
+    without = [swarm, *plan_pipeline.tried_on(off, swarm, pipelines)]
+    best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
+    if not best:
+        return f"{who}: without, there is no layout"
+    return f"{who}: {chosen.tokens_per_s / best:.2f}x as fast as the fastest layout without"
 
 
 def _parts(question: Question, found: Sequence[Prediction]) -> Iterator[Question]:

@@ -16,9 +16,10 @@ from muletrain.planning.allocate import allocate
 from muletrain.planning.hub_task import Aggregated, HubTask
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.fleet.rates import TRAINERS
+from muletrain.sim.machine import flops_of, offer_of, precision_of
 from muletrain.sim.plan.hub_step import HubStep, StageMachines, sent
 from muletrain.sim.plan.question import fullest, matrices, mixing, traffic, with_haste
-from muletrain.sim.setting import flops_of, offer_of, precision_of, run_cost, stage_needs
+from muletrain.sim.setting import run_cost, stage_needs
 from muletrain.strategies import find
 from muletrain.strategies.hub import Hub
 from muletrain.wire.codec import encoded_size

@@ -10,11 +10,11 @@ from muletrain.config.plan_file import Improvement
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.planning.splits import ENDING_DELAYS
 from muletrain.sim.fleet.advice import MOST, WORTH, changes
+from muletrain.sim.machine import AMPLE
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.hub_step import BUBBLE
-from muletrain.sim.setting import AMPLE
 from muletrain.strategies import find
 from muletrain.units import format_memory
 
@@ -199,6 +199,8 @@ def without_work(question: Question, chosen: Prediction) -> tuple[str, ...]:
             why = f"too little memory for a stage of this plan, which needs {least.need(offer)}; it has {_has(offer)}"
         elif any(name in chosen.left_out for name in idle):
             why = "the run is faster without; do not let them join" if len(idle) > 1 else "the run is faster without it"
+            if not any(need.resident(offer) for need in needs):
+                why += f", for it would have to swap a stage: it has {_has(offer)}, and {least.need(offer)} are needed"
         else:
             why = f"no place in the fastest layout; joins as a {'client' if pooled else 'spare'}"
         told.append(f"{who}: {why}")

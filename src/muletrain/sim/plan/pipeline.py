@@ -20,10 +20,10 @@ from muletrain.planning.place import place
 from muletrain.planning.placement import Task
 from muletrain.planning.splits import parted
 from muletrain.sim.fleet.planned import Planned
+from muletrain.sim.machine import stash_room
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
-from muletrain.sim.setting import stash_room
 from muletrain.sim.steps.steps import play
 from muletrain.sim.steps.wires import without_links
 from muletrain.strategies import find
@@ -166,8 +166,8 @@ def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: i
 
 
 def _able(scene: Scene) -> list[int]:
-    """Kinds that hold every stage."""
-    return [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits) == len(scene.setting.cut)]
+    """Kinds that hold every stage without swapping."""
+    return [k for k, kind in enumerate(scene.setting.kinds) if len(kind.fits - kind.swaps) == len(scene.setting.cut)]
 
 
 def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> Placed:
@@ -177,7 +177,7 @@ def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> P
     stages = len(setting.cut)
     pipelines = min(len(every) // stages, setting.cost.microbatches)
     if not pipelines:
-        short = next((k.name for k in setting.kinds if len(k.fits) < stages), None)
+        short = next((k.name for k in setting.kinds if len(k.fits - k.swaps) < stages), None)
         room = f"; '{short}' has no room for the largest" if short is not None else ""
         raise CapacityError(
             f"{len(every)} machines hold any stage, and {stages} stages need one each{room}: plan other stages"

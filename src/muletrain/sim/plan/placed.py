@@ -146,7 +146,7 @@ class Placed:
 def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
     """Seconds of averaging in the slowest stage. ``serving``: by stage and kind."""
     kinds, links, longest_s = setting.kinds, setting.links, 0.0
-    for stage, counts in zip(setting.cost.stages, serving, strict=True):
+    for s, (stage, counts) in enumerate(zip(setting.cost.stages, serving, strict=True)):
         here = Counter({k: n for k, n in enumerate(counts) if n})
         paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
         if paths:
@@ -160,5 +160,5 @@ def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
                 narrowest,
                 max(path.delay_s for path in paths),
             )
-            longest_s = max(longest_s, takes_s + stage.ending_s)
+            longest_s = max(longest_s, takes_s + setting.ending_s(s, here))
     return longest_s

@@ -87,6 +87,7 @@ def plan(
         recommended=best,
         why=why,
         fewer=told,
+        swapping="" if chosen is None else fewer.worth(question, chosen, pipelines),
         improvements=() if chosen is None else improvements(question, chosen, others),
         without_work=() if chosen is None else without_work(question, chosen),
         assumed=question.assumed(),

@@ -16,17 +16,8 @@ from muletrain.config.fleet_file import Fleet
 from muletrain.config.plan_file import Memory, Traffic
 from muletrain.errors import ConfigError
 from muletrain.sim.fleet.calibration import calibrated
-from muletrain.sim.setting import (
-    AMPLE,
-    first_of_each,
-    flops_of,
-    mixed,
-    offer_of,
-    once_mixed,
-    setting,
-    stage_needs,
-    stages_for,
-)
+from muletrain.sim.machine import AMPLE, flops_of, offer_of
+from muletrain.sim.setting import first_of_each, mixed, once_mixed, setting, stage_needs, stages_for
 from muletrain.strategies import find
 from muletrain.strategies.hub import Hub
 
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from muletrain.compute.estimate import Offer, StageMemory
+    from muletrain.compute.estimate import Offer, StageMemory, SwapMemory
     from muletrain.config.fleet_file import FleetPeer, Link
     from muletrain.config.plan_file import Prediction
     from muletrain.config.schema import RunConfig
@@ -178,6 +169,8 @@ class Question:
         """Memory of a machine at a stage. ``inputs``: bytes of microbatches whose backward is owed, beyond the
         estimate."""
         offer, kept = self.offer(entry), int(inputs)
+        if not need.resident(offer) and need.swapped is not None:
+            return _swapped(entry, stage, need, need.swapped, offer)
         return Memory(
             machine=entry,
             stage=stage,
@@ -283,6 +276,24 @@ def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.total, row.sender, row.receiver)))
+
+
+def _swapped(entry: str, stage: int, need: StageMemory, swapped: SwapMemory, offer: Offer) -> Memory:
+    """Memory of a machine that swaps its stage. Of a disk nothing is counted."""
+    disk = swapped.on_disk(offer)
+    return Memory(
+        machine=entry,
+        stage=stage,
+        weights=need.weights,
+        optimizer=need.moments,
+        gradients=swapped.gradients,
+        activations=swapped.between,
+        buffers=need.copies,
+        device_needs=swapped.least,
+        device_has=stated(offer.device),
+        host_needs=0 if disk else swapped.on_host,
+        host_has=None if disk or offer.host is None else stated(offer.host),
+    )
 
 
 def stated(nbytes: int) -> int | None:

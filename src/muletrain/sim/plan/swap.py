@@ -13,8 +13,9 @@ from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import Member, Swapper, averaging_s, shared_out, swap_split
 from muletrain.planning.swapping import Layer, hidden
+from muletrain.sim.machine import flops_of, offer_of, precision_of
 from muletrain.sim.plan.question import Bytes, stated, traffic
-from muletrain.sim.setting import flops_of, offer_of, precision_of, run_cost
+from muletrain.sim.setting import run_cost
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:

@@ -120,7 +120,7 @@ class Endings:
         if p in end.agreed or len(end.held[p]) < len(self._here) or end.means[p] < len(self._replicas(p)):
             return
         end.agreed.add(p)
-        self._wires.after(self._cost.stages[own].ending_s, partial(self._apply, p, step))
+        self._wires.after(self._wires.ending_s(p, own), partial(self._apply, p, step))
 
     def _apply(self, p: int, step: int) -> None:
         end = self.of[step]

@@ -139,6 +139,10 @@ class Wires:
     def _link(self, a: int, b: int) -> Link:
         return self._setting.links[self.kinds[a]][self.kinds[b]]
 
+    def ending_s(self, p: int, stage: int) -> float:
+        """See ``Setting.ending_s``."""
+        return self._setting.ending_s(stage, (self.kinds[p],))
+
 
 class _Lane:
     """A link that carries one thing after another. Bulk data have their own clock, which is slow beside other data

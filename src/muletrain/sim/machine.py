@@ -1,0 +1,96 @@
+"""What one machine of a fleet file offers, and what a microbatch takes on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.compute.estimate import STASH_SHARE, Offer
+from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, blocks_of, fitted, swapped_s
+from muletrain.config.schema import Precision
+from muletrain.errors import ConfigError
+from muletrain.planning.cost import service_s
+from muletrain.planning.devices import DEVICES, find_device
+from muletrain.strategies.base import capacity
+
+if TYPE_CHECKING:
+    from muletrain.compute.estimate import StageMemory
+    from muletrain.config.fleet_file import FleetPeer
+    from muletrain.config.schema import RunConfig
+    from muletrain.model.chain import Model
+    from muletrain.planning.cost import StageCost
+    from muletrain.planning.partition import Cut
+
+AMPLE = 1 << 62
+"""Bytes that stand for memory of unknown size."""
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """A machine of unknown precision is taken to compute in bf16."""
+    return Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
+
+
+def offer_of(peer: FleetPeer) -> Offer:
+    """Host memory of an accelerator counts as enough if the file does not state it."""
+    device = find_device(peer.device) if peer.device else None
+    usual = AMPLE if device is None else device.memory_bytes
+    beside = AMPLE if peer.host_bytes is None else peer.host_bytes
+    host = None if device is not None and not device.accelerator else beside
+    return Offer(usual if peer.memory_bytes is None else peer.memory_bytes, host)
+
+
+def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
+    """The stated speed or the catalogue's, and which estimate it contains."""
+    if peer.flops is not None:
+        return peer.flops * peer.speed, ""
+    known = ", ".join(d.name for d in DEVICES)
+    if peer.device is None:
+        raise ConfigError(
+            f"machines[{n}].tflops: missing, and no device is named; give either (devices with known speed: {known})"
+        )
+    device = find_device(peer.device)
+    if device is None:
+        raise ConfigError(
+            f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, or a device of known speed: {known}"
+        )
+    assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
+    return device.flops * peer.speed, assumed
+
+
+def resident_service_s(
+    n: int, peer: FleetPeer, config: RunConfig, stages: int, need: StageMemory, cost: StageCost
+) -> tuple[float, float]:
+    """Seconds of a microbatch at a stage, forward and backward."""
+    if peer.forward_s and peer.backward_s:
+        return peer.forward_s, peer.backward_s
+    return service_s(cost, flops_of(n, peer)[0], recompute=_recomputes(config, stages, need, offer_of(peer)))
+
+
+def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
+    """Decide as a peer does: keep activations if memory has room for as many as it usually holds."""
+    if config.compute.checkpointing != "auto":
+        return config.compute.checkpointing == "always"
+    kept = min(capacity(stages) // 2, config.microbatches) * need.activations
+    return kept > stash_room(offer, need)
+
+
+def stash_room(offer: Offer, need: StageMemory) -> float:
+    """Bytes for activations that are kept until their backward."""
+    return min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
+
+
+def backing_rate(peer: FleetPeer) -> float:
+    """Bytes/s from the machine's memory to its device, or from a disk, of which the file says nothing."""
+    return NOMINAL_BYTES_PER_S if offer_of(peer).host is None else peer.load_bytes_per_s
+
+
+def swapped_service_s(
+    n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
+) -> tuple[float, float]:
+    """Seconds of a microbatch at a stage that is swapped, forward and backward, in rounds that hide the loading as far as
+    the microbatches that a peer holds do."""
+    assert need.swapped is not None  # it fits so
+    tokens, precision = config.train.microbatch * spec.context, precision_of(config)
+    most = min(capacity(len(cut)), config.microbatches)
+    blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0])
+    found = fitted(blocks, need.swapped, offer_of(peer), backing_rate(peer), config.swap.together or most)
+    return swapped_s(blocks, found)
