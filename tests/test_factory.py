@@ -183,22 +183,37 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
 
 
 WORLDS: dict[str, dict[str, Any]] = {
-    "killed": {"faults": (Fault(0.5, "kill", ("peer-1b",)),)},
+    "killed and joined": {
+        "faults": (
+            Fault(0.5, "kill", ("peer-1b",)),
+            Fault(0.7, "join", ("peer-1j0",)),
+            Fault(0.8, "kill", ("peer-0b",)),
+        ),
+        "steps": 8,
+        "given_weights": True,
+    },
+    "resumed": {"stages": (2, 1), "resume_s": 1.5, "checkpoint_every": 1, "steps": 8, "given_weights": True},
+    "stage lost": {
+        "stages": (2, 1),
+        "faults": (Fault(1.5, "kill", ("peer-1a",)),),
+        "checkpoint_every": 1,
+        "adopt_after_s": 3.0,
+        "steps": 8,
+        "given_weights": True,
+    },
     "swapped": {"swapped": ("peer-1a",)},
     "hub": {"stages": (1, 1), "clients": ("client-0a", "client-0b", "client-1a"), "sequences": 3},
 }
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "killed" else pytest.param(name, marks=pytest.mark.slow) for name in WORLDS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("swapped", "hub") else name for name in WORLDS]
 )
 def test_virtual_worlds_train_samples_as_a_single_process_does(name: str) -> None:
     """Images and numbers in frames, with every promise checked; clients of a hub compute parts of microbatches."""
     own = (f"model.architecture={of('regression').config.model.architecture}", "model.context=1")
-    base: dict[str, Any] = {"stages": (2, 2), "sequences": 2, "overrides": own}
-    world = Scenario(
-        seed=5, trainers=2, steps=4, microbatches=4, delay_s=0.02, **{"faults": (), **base, **WORLDS[name]}
-    )
+    base: dict[str, Any] = {"stages": (2, 2), "sequences": 2, "steps": 4, "faults": (), "overrides": own}
+    world = Scenario(seed=5, trainers=2, microbatches=4, delay_s=0.02, **{**base, **WORLDS[name]})
     assert play(world).violations == []
 
 
@@ -435,3 +450,8 @@ def test_a_fleet_is_planned_for_a_factorys_model() -> None:
     answer = CliRunner().invoke(app, ["plan", *options, "--json"])
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["params"] == of("vit").spec.params
+    simulated = CliRunner().invoke(
+        app, ["simulate", "fleet", *options, "--set", "fleet.stages=2", "--hours", "0.01", "--json"]
+    )
+    assert simulated.exit_code == 0, simulated.output
+    assert json.loads(simulated.stdout)["steps"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from muletrain.config.fleet_file import Link
 from muletrain.planning.cost import RunCost, StageCost, averages_at
 from muletrain.planning.splits import Station, roughly_s
+from muletrain.sim.fleet.rates import Rates
 from muletrain.sim.setting import Kind, Setting
 from muletrain.sim.steps import steps
+from muletrain.sim.steps.endings import ending_bytes
 from muletrain.sim.steps.steps import Cast, cast
 from muletrain.sim.steps.wires import Wires, without_links
 from muletrain.strategies.pipeline import Pipeline, Schedule
@@ -43,13 +46,19 @@ def setting(
     *,
     nbytes: int = 0,
     averaged: int = 0,
+    tied: int = 0,
     microbatches: int = 16,
     bytes_per_s: float = MEBI,
 ) -> Setting:
     """``times_s``: forward and backward, by kind and stage; all kinds are as far from each other."""
     stages = len(times_s[0])
     cost = RunCost(
-        stages=tuple(StageCost(1.0, recomputable=True, state_bytes=0, averaged_bytes=averaged) for _ in range(stages)),
+        stages=tuple(
+            StageCost(
+                1.0, recomputable=True, state_bytes=0, averaged_bytes=averaged, tied_bytes=tied * (s in (0, stages - 1))
+            )
+            for s in range(stages)
+        ),
         forward_bytes=(0, *(nbytes for _ in range(stages - 1))),
         backward_bytes=(0, *(nbytes for _ in range(stages - 1))),
         microbatches=microbatches,
@@ -83,6 +92,24 @@ def test_the_end_of_a_step_by_hand(stages: int, delays: int) -> None:
     four = setting([[(0.25, 0.5)] * stages], 0.125, averaged=4 << 20)
     took = steps.play(four, cast(four, [(4,)] * stages, trainers=1))
     assert took.step_s - took.computing_s == pytest.approx(delays * 0.125 + 2 * 3 / averages_at(4, 1.0, 1.0))
+
+
+def test_the_exchange_of_tied_gradients_by_hand() -> None:
+    """Peers of the first stage take 8 MiB each, together from both peers of the last one, and the other way round: 8 s,
+    and 16 s where four want them from two. It begins when both stages have averaged, and takes five messages."""
+    for peers, exchange_s in (([2, 2, 2], 8.0), ([4, 2, 2], 16.0)):
+        ends = []
+        for tied in (0, 8 << 20):
+            every = setting([[(0.25, 0.5)] * 3], 0.125, averaged=1 << 20, tied=tied)
+            took = steps.play(every, cast(every, [(n,) for n in peers], trainers=1))
+            by_rates = Rates(every, trainers=1).ending_s([(n,) for n in peers])
+            ends.append((took.step_s - took.computing_s, by_rates))
+        for with_none, with_tied in zip(*ends, strict=True):
+            assert with_tied - with_none == pytest.approx(exchange_s + 5 * 0.125, abs=0.3)
+        sent = Counter[tuple[int, int]]()
+        for way, nbytes in ending_bytes(every.cost, [(n,) for n in peers]):
+            sent[way] += nbytes
+        assert sent[0, 0] == 2 * sum(n - 1 for n in peers) * (1 << 20) + (peers[0] + peers[2]) * (8 << 20)
 
 
 def test_what_is_averaged_while_the_next_step_is_computed_takes_no_time_of_its_own() -> None:

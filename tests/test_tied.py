@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from muletrain.compute.base import Update
+from muletrain.compute.estimate import Offer, stage_memory
+from muletrain.compute.swap.fit import swap_memory
+from muletrain.config.load import load_config
 from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError, ProtocolError
 from muletrain.model.chain import TiedParameter
 from muletrain.model.make import make_stage, tied_between
@@ -19,6 +23,7 @@ from muletrain.optim import tied
 from muletrain.runtime.step.messages import TiedEntry
 from muletrain.runtime.step.record_builder import UNDECIDED_S
 from muletrain.runtime.step.tied import TiedSum
+from muletrain.sim.setting import run_cost
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from tests.test_ledger import LINEAGE, Alive, entry
@@ -61,6 +66,22 @@ def test_a_planner_counts_it_once_in_a_stage_that_has_both_ends() -> None:
     assert costs.memory_bytes(0, 1) == pytest.approx(untied.memory_bytes(0, 1))
     assert costs.memory_bytes(2, 3) == pytest.approx(untied.memory_bytes(2, 3))
     assert costs.memory_bytes(0, 3) == pytest.approx(untied.memory_bytes(0, 3) - 16 * chain.vocab * chain.width)
+
+
+def test_the_exchange_costs_time_bytes_and_memory_in_both_stages() -> None:
+    chain, alone = (TracedModel(json.dumps(config_of("qwen2", tie_word_embeddings=t)), CONTEXT) for t in (True, False))
+    cut, numbers, run = chain.cut(3), chain.vocab * chain.width, load_config(None, ["wire.gradients=fp16"])
+    tied_, untied = (run_cost(run, spec, cut) for spec in (chain, alone))
+    assert (tied_.tied, untied.tied) == ((0, 2), ())
+    assert [stage.tied_bytes for stage in tied_.stages] == [2 * numbers, 0, 2 * numbers]
+    for stage, more in enumerate((4 * 4 * numbers, 0, 4 * 4 * numbers)):
+        own, plain = (stage_memory(spec, cut, stage, tokens=64, precision=Precision.FP32) for spec in (chain, alone))
+        assert (own.total - plain.total, own.on_host - plain.on_host) == (more, more)
+        swapped, plainly = (
+            swap_memory(spec, cut, stage, 64, Precision.FP32, microbatches=2, lamb=False) for spec in (chain, alone)
+        )
+        assert swapped.on_host - plainly.on_host == more
+        assert swapped.on_device(Offer(1)) - plainly.on_device(Offer(1)) == more, "a machine with one memory"
 
 
 class Entangled(ModelSpec):

@@ -26,6 +26,16 @@ COPIES = 2
 """Copies of weights and moments made for a checkpoint or a newcomer while training goes on: tensors, and their bytes."""
 
 
+TIED_PARTS = 4
+"""Times that a peer holds the gradient of what its stage shares with another one, in fp32: the other stage's, its own
+beside it while they are multiplied, and copies of both for sending, in 16 bits, of this step and the last one."""
+
+
+def tied_bytes(spec: Model, cut: Cut, stage: int) -> int:
+    """The machine's memory for gradients of what ``stage`` shares with another one [bytes]."""
+    return TIED_PARTS * 4 * spec.shared_params(cut, stage)
+
+
 @dataclass(frozen=True)
 class Offer:
     """The memory that a peer may use [bytes]."""
@@ -54,7 +64,13 @@ class SwapMemory:
     """In backing memory: two accumulators, the reduced gradient, and the last step's."""
     between: int
     """In backing memory, at most: what goes from one sub-model to the next, of the microbatches that are on their way."""
+    tied: int = 0
+    """In the machine's memory, never in files: ``tied_bytes``."""
     disk: bool | None = None
+
+    def on_device(self, offer: Offer) -> int:
+        """At least, on the device of a machine with this offer."""
+        return self.least + (self.tied if offer.host is None else 0)
 
     def on_disk(self, offer: Offer) -> bool:
         """Is the backing memory of a machine with this offer a disk?"""
@@ -63,7 +79,7 @@ class SwapMemory:
     @property
     def on_host(self) -> int:
         """In the machine's memory beside a GPU."""
-        return (1 + COPIES) * self.state + self.gradients + self.between
+        return (1 + COPIES) * self.state + self.gradients + self.between + self.tied
 
     @property
     def in_files(self) -> int:
@@ -73,13 +89,13 @@ class SwapMemory:
     def fits(self, offer: Offer) -> bool:
         """Can a machine with this offer swap the stage? Of its disk nothing is known here."""
         beside = self.on_disk(offer) or (offer.host is not None and self.on_host <= offer.host)
-        return self.least <= offer.device and beside
+        return self.on_device(offer) <= offer.device and beside
 
     def problem(self, offer: Offer) -> str:
         """Why the offer does not do, and what would."""
-        if self.least > offer.device:
+        if (least := self.on_device(offer)) > offer.device:
             return (
-                f"even swapped it needs {format_memory(self.least)}, for its largest block, the next one and a microbatch, and "
+                f"even swapped it needs {format_memory(least)}, for its largest block, the next one and a microbatch, and "
                 f"{format_memory(offer.device)} may be used: give more memory (compute.memory), or take a smaller train.microbatch"
             )
         has = "none is" if offer.host is None else f"{format_memory(offer.host)} may be used"
@@ -98,7 +114,7 @@ class StageMemory:
     moments: int
     gradient: int
     """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and the last step's,
-    kept for peers that missed it."""
+    kept for peers that missed it; and ``tied_bytes``."""
     activations: int
     """The graphs that must exist at once; more are stashed only if memory allows."""
     copies: int
@@ -207,20 +223,21 @@ def stage_memory(
     copy = older + (0 if precision is Precision.FP32 else params * size)
     masters, moments, reduced, kept = 4 * params, 8 * params, 4 * params, 4 * params
     accumulator, second = 4 * params, 4 * params * delayed
+    tied = tied_bytes(spec, cut, stage)
     activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
     older_copies = COPIES * 4 * params * delayed
     copies = COPIES * (masters + moments) + older_copies
     computing = accumulator + second + params * size + activations
     if state_on_cpu:
         on_device = params * size + older + computing
-        on_host = masters + moments + 2 * reduced + kept + copies  # as it came, and scaled
+        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as it came, and scaled
     else:
         on_device = masters + copy + moments + computing
-        on_host = accumulator + reduced + kept + copies
+        on_host = accumulator + reduced + kept + copies + tied
     return StageMemory(
         weights=masters + copy,
         moments=moments,
-        gradient=accumulator + second + params * size + reduced + kept,
+        gradient=accumulator + second + params * size + reduced + kept + tied,
         activations=activations,
         copies=copies,
         on_device=on_device,

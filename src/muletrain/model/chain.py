@@ -206,6 +206,11 @@ class Model(ABC):
         shared = (name for name, stages in self.users(cut).items() if stage in stages and stage != stages[0])
         return sum(self.tied[name].size for name in shared)
 
+    def shared_params(self, cut: Cut, stage: int) -> int:
+        """Parameters of ``stage`` that another stage has as well: their gradients are exchanged at the end of a step."""
+        users = self.users(cut).items()
+        return sum(self.tied[name].size for name, stages in users if stage in stages and len({*stages}) > 1)
+
     def stage_flops(self, cut: Cut, stage: int, tokens: int | None = None) -> float:
         """Forward FLOPs per token of ``stage``."""
         first, end = cut[stage]

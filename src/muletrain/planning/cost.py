@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ class StageCost:
     """Bytes that a newcomer copies: weights and moments."""
     averaged_bytes: int
     """Bytes of the encoded gradient."""
+    tied_bytes: int = 0
+    """The part of these that another stage shares: each peer takes the other stage's, once both have averaged."""
     ending_s: float = 0.0
     """Seconds at the end of a step beside messages and links: measured overhead, and updates on the CPU."""
 
@@ -43,6 +46,11 @@ class RunCost:
     sequences: int
     tokens: int
     """Tokens in a microbatch."""
+
+    @cached_property
+    def tied(self) -> tuple[int, ...]:
+        """The two stages that share parameters, if any do."""
+        return tuple(s for s, stage in enumerate(self.stages) if stage.tied_bytes)
 
     @property
     def ids_bytes(self) -> int:

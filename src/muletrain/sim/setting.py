@@ -181,7 +181,8 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         state = (16 if config.optimizer.delayed else 12) * params
         flops = spec.stage_flops(cut, s) * sequences * tokens
         ending_s = UPDATE_S * params if config.optimizer.state_device == "cpu" else 0.0
-        costs.append(StageCost(flops, s < stages - 1, state, _flat_size(config.wire.gradients, params), ending_s))
+        averaged, tied = (_flat_size(config.wire.gradients, n) for n in (params, spec.shared_params(cut, s)))
+        costs.append(StageCost(flops, s < stages - 1, state, averaged, tied, ending_s))
     return RunCost(
         stages=tuple(costs),
         forward_bytes=(inputs + targets, *(boundary + targets for _ in range(stages - 1))),

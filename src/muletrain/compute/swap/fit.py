@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import SwapMemory
+from muletrain.compute.estimate import SwapMemory, tied_bytes
 from muletrain.compute.swap.backing import WINDOW
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.config.schema import Precision
@@ -93,6 +93,7 @@ def swap_memory(
         state=12 * params,
         gradients=16 * params,
         between=(len(blocks) - 1) * goes_on * microbatches,
+        tied=tied_bytes(spec, cut, stage),
         disk=disk,
     )
 
@@ -126,7 +127,8 @@ def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes
     CapacityError with the numbers."""
     if not memory.fits(offer):
         raise CapacityError(memory.problem(offer))
-    return hidden(blocks, offer.device - memory.beside, load_bytes_per_s, most)
+    beside = memory.beside + memory.on_device(offer) - memory.least
+    return hidden(blocks, offer.device - beside, load_bytes_per_s, most)
 
 
 def swapped_s(blocks: Sequence[Layer], found: Swapping) -> tuple[float, float]:

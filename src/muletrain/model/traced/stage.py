@@ -29,6 +29,7 @@ class Tables:
     def __init__(self, chain: Parts, constants: Mapping[str, Tensor]) -> None:
         self.chain, self._constants = chain, constants
         self.of = functools.lru_cache(maxsize=TABLES)(self._make)
+        self.most_bytes = functools.lru_cache(maxsize=TABLES)(self._most_bytes)
 
     @torch.no_grad()
     def _make(self, sequences: int, length: int, device: torch.device) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class Tables:
         made: Sequence[Any] = chain.tables(*given, sequences, length, device)
         return made
 
-    def most_bytes(self, sequences: int, length: int) -> int:
+    def _most_bytes(self, sequences: int, length: int) -> int:
         """Bytes of the tables of ``TABLES`` such shapes, and of the masks from which the last of them come."""
         made = self._values(sequences, length, torch.device("cpu"))
         kept = self._make(sequences, length, torch.device("cpu")).values()

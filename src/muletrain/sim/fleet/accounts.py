@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from muletrain.sim.steps.endings import ending_bytes
 from muletrain.units import format_duration
 
 if TYPE_CHECKING:
@@ -223,12 +224,8 @@ class Accounts:
                     if share:
                         self._sent(a, b, "activations", microbatches * share * cost.forward_bytes[stage])
                         self._sent(b, a, "gradients", microbatches * share * cost.backward_bytes[stage])
-        for stage, here in enumerate(counts):
-            each = 2 * cost.stages[stage].averaged_bytes / sum(here) * microbatches / cost.microbatches
-            for a, n in enumerate(here):
-                for b, m in enumerate(here):
-                    if n and m and (a != b or n > 1):
-                        self._sent(a, b, "averaging", each * n * (m - (a == b)))
+        for way, nbytes in ending_bytes(cost, counts):
+            self._sent(*way, "averaging", nbytes * microbatches / cost.microbatches)
 
     def fetched(self, kind: int, donors: Sequence[int], nbytes: float) -> None:
         """A machine copied the state of a stage from all peers that serve it."""

@@ -46,6 +46,7 @@ from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.setting import fetch_s, mortal, seat, seated
+from muletrain.sim.steps.endings import exchange_s
 from muletrain.strategies import hub
 from muletrain.strategies.swarm import SWARM
 
@@ -306,7 +307,7 @@ class Actors:
                 self._served[name] = stage
                 self._changed()
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
-            ending_s = self._setting.ending_s(stage, (k,))
+            ending_s = self._setting.ending_s(stage, (k,)) + exchange_s(self._setting, self._serving(), stage)
             hollow = HollowCompute(stage, self.plan.stages, self._clock, ending_s, delayed=self.plan.delayed)
             compute: Compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
             tasks, note = Tasks(InlineExecutor()), partial(self.note, name)

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.planning.cost import all_reduce_s, averages_at, circulating, makespan_s, steady_shares
+from muletrain.sim.steps.endings import ended_s
 from muletrain.strategies.base import capacity
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Rates:
             busiest_s = max(busiest_s, before_s - way_s + stage.makespan_s)
             before_s += stage.service_s
         slowest, carries = min([stage.computes for stage in stages]), min([stage.carries for stage in stages])
-        ending_s = max([stage.ending_s for stage in stages])
+        ending_s = ended_s(self.setting, [stage.ending_s for stage in stages], serving)
         admitted = min([stage.peers for stage in stages]) * capacity(len(stages))
         window = self._trainers * max(2, admitted // (2 * self._trainers))
         linked = min(slowest, carries)
@@ -240,7 +241,7 @@ class Rates:
 
     def ending_s(self, serving: Sequence[Counts]) -> float:
         """Seconds at the end of a step in the slowest stage."""
-        return max(self._ending_s(stage, here) for stage, here in enumerate(serving))
+        return ended_s(self.setting, [self._ending_s(stage, here) for stage, here in enumerate(serving)], serving)
 
     def pause_s(self, serving: Sequence[Counts]) -> float:
         """Seconds from the last gradient of a step to the first forward of the next one."""

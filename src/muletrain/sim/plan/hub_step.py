@@ -19,6 +19,7 @@ from muletrain.planning.splits import ENDING_DELAYS, Member, averaging_s, parted
 from muletrain.policy.pool import SLOWEST
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.plan.question import Bytes
+from muletrain.sim.steps.endings import ended_s
 from muletrain.sim.steps.steps import Cast, play
 from muletrain.strategies.swarm import SWARM
 
@@ -71,11 +72,16 @@ class HubStep:
 
     # Parts of a step --------------------------------------------------------------------------------------------------
 
+    def servers_of(self, stage: int) -> list[int]:
+        """By kind."""
+        return [self.stages[stage].servers.count(k) for k in range(len(self.setting.kinds))]
+
     @property
     def roughly_s(self) -> float:
         """The step, if its microbatches waited for nothing but the slowest stage."""
         ends_s = [self._gathered_s(s) + self._averaged_s(s) for s in range(len(self.stages))]
-        return self._computed_s(range(len(self.stages))) + self._waited_s + max(ends_s)
+        ended = ended_s(self.setting, ends_s, [self.servers_of(s) for s in range(len(self.stages))])
+        return self._computed_s(range(len(self.stages))) + self._waited_s + ended
 
     @cached_property
     def split(self) -> Split:
@@ -247,7 +253,7 @@ def sent(step: HubStep) -> Bytes:
             found[b, a, "gradients"] += cost.microbatches * share * part * back
             found[a, b, "averaging"] += cost.stages[s].weight_bytes / len(here.servers)
             found[b, a, "averaging"] += cost.stages[s].averaged_bytes / len(here.servers)
-        found.averaging([here.servers.count(k) for k in range(len(step.setting.kinds))], cost.stages[s].averaged_bytes)
+    found.ending(cost, [step.servers_of(s) for s in range(len(step.stages))])
     return found
 
 

@@ -275,7 +275,7 @@ def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
                 a, b = placed.kind(s - 1, p), placed.kind(s, p)
                 sent[a, b, "activations"] += share * cost.forward_bytes[s]
                 sent[b, a, "gradients"] += share * cost.backward_bytes[s]
-        sent.averaging(placed.serving[s], cost.stages[s].averaged_bytes)
+    sent.ending(cost, placed.serving)
     return sent
 
 

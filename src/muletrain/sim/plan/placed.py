@@ -11,6 +11,7 @@ from muletrain.planning.cost import averages_at
 from muletrain.planning.splits import Member, Station, averaging_s, pipeline_shares, roughly_s
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.setting import seat
+from muletrain.sim.steps.endings import ended_s
 from muletrain.sim.steps.steps import Cast
 from muletrain.strategies.pipeline import Pipeline
 
@@ -144,11 +145,12 @@ class Placed:
 
 
 def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
-    """Seconds of averaging in the slowest stage. ``serving``: by stage and kind."""
-    kinds, links, longest_s = setting.kinds, setting.links, 0.0
+    """Seconds at the end of a step in the slowest stage. ``serving``: by stage and kind."""
+    kinds, links, ends_s = setting.kinds, setting.links, list[float]()
     for s, (stage, counts) in enumerate(zip(setting.cost.stages, serving, strict=True)):
         here = Counter({k: n for k, n in enumerate(counts) if n})
         paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
+        takes_s = 0.0
         if paths:
             members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
             narrowest = min(path.bandwidth_bytes_per_s for path in paths)
@@ -160,5 +162,5 @@ def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
                 narrowest,
                 max(path.delay_s for path in paths),
             )
-            longest_s = max(longest_s, takes_s + setting.ending_s(s, here))
-    return longest_s
+        ends_s.append(takes_s + setting.ending_s(s, here))
+    return ended_s(setting, ends_s, serving)

@@ -18,6 +18,7 @@ from muletrain.errors import ConfigError
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.machine import AMPLE, flops_of, offer_of
 from muletrain.sim.setting import first_of_each, mixed, once_mixed, setting, stage_needs, stages_for
+from muletrain.sim.steps.endings import ending_bytes
 from muletrain.strategies import find
 from muletrain.strategies.hub import Hub
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from muletrain.config.plan_file import Prediction
     from muletrain.config.schema import RunConfig
     from muletrain.model.chain import Model
+    from muletrain.planning.cost import RunCost
     from muletrain.planning.partition import Cut
     from muletrain.sim.setting import Setting
 
@@ -232,13 +234,10 @@ class Bytes(defaultdict[tuple[int, int, str], float]):
     def __init__(self) -> None:
         super().__init__(float)
 
-    def averaging(self, here: Sequence[int], nbytes: float) -> None:
-        """Add a stage's averaging: each replica sends every other one two shards."""
-        each = 2 * nbytes / max(1, sum(here))
-        for a, n in enumerate(here):
-            for b, m in enumerate(here):
-                if n and m:
-                    self[a, b, "averaging"] += each * n * (m - (a == b))
+    def ending(self, cost: RunCost, serving: Sequence[Sequence[int]]) -> None:
+        """Add what the end of a step sends (``sim.setting.ending_bytes``). ``serving``: by stage and kind."""
+        for (a, b), nbytes in ending_bytes(cost, serving):
+            self[a, b, "averaging"] += nbytes
 
 
 def mixing(scene: Scene, serving: Sequence[Sequence[int]]) -> tuple[str, ...]:

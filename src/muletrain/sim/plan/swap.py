@@ -164,16 +164,16 @@ def _told(question: Question, run: RunConfig, able: list[Whole]) -> Prediction:
     links = [[fleet.between_kinds(a.index, b.index) for b in question.firsts] for a in question.firsts]
     paths = [links[a][b] for a in counts for b in counts if a != b or counts[a] > 1]
     members = [Member(p.up_bytes_per_s, p.down_bytes_per_s) for w in able for p in [question.firsts[w.n]] * counts[w.n]]
-    nbytes = run_cost(run, spec, spec.cut(1)).stages[0].averaged_bytes
+    cost = run_cost(run, spec, spec.cut(1))
     ending_s = averaging_s(
-        nbytes,
+        cost.stages[0].averaged_bytes,
         members,
         min((p.bandwidth_bytes_per_s for p in paths), default=math.inf),
         max((p.delay_s for p in paths), default=0.0),
     )
     split = swap_split(swappers, run.microbatches, ending_s)
     sent = Bytes()
-    sent.averaging([counts.get(n, 0) for n in range(len(fleet.machines))], nbytes)
+    sent.ending(cost, [[counts.get(n, 0) for n in range(len(fleet.machines))]])
     used = [name for w in able for name in question.names[fleet.machines[w.n].name]]
     most = max(able, key=lambda w: len(w.swapper.runs))
     return Prediction(

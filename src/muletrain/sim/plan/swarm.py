@@ -236,6 +236,5 @@ def sent(found: Settled) -> tuple[Traffic, ...]:
             for (b, *_), share in zip(rates.places, row, strict=True):
                 bytes_by[a, b, "activations"] += cost.microbatches * share * cost.forward_bytes[stage]
                 bytes_by[b, a, "gradients"] += cost.microbatches * share * cost.backward_bytes[stage]
-    for stage, here in enumerate(serving):
-        bytes_by.averaging(here, cost.stages[stage].averaged_bytes)
+    bytes_by.ending(cost, serving)
     return traffic([k.region for k in setting.kinds], setting.links, bytes_by)

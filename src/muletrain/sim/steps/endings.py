@@ -1,5 +1,6 @@
-"""Ends of steps in a play without messages (``steps``), as ``runtime.step`` makes them: trainers' last words, seals,
-shards, means, word of who has them; then a peer applies the step."""
+"""Ends of steps: in a play without messages (``steps``), as ``runtime.step`` makes them (trainers' last words, seals,
+shards, means, word of who has them, what two stages exchange that share parameters; then a peer applies the step), and as
+rates."""
 
 from __future__ import annotations
 
@@ -11,22 +12,31 @@ from typing import TYPE_CHECKING
 from muletrain.planning.cost import averages_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from muletrain.planning.cost import RunCost
+    from muletrain.sim.setting import Setting
     from muletrain.sim.steps.wires import Wires
+
+
+TIED_HOPS = 5
+"""Messages one after another while two stages exchange gradients: for what is on offer, for the numbers, and word of
+their product."""
 
 
 class End:
     """One step: what each peer has heard."""
 
     def __init__(self, peers: int) -> None:
-        self.words, self.seals, self.parts, self.means = ([0] * peers for _ in range(4))
+        self.words, self.seals, self.parts, self.means, self.tied = ([0] * peers for _ in range(5))
         self.held: list[set[int]] = [set() for _ in range(peers)]
         """Stages of which some peer has the whole mean, by hearer."""
         self.told = set[tuple[int, int]]()
         """(stage, kind) whose first peer has announced its mean."""
-        self.agreed, self.applied = set[int](), set[int]()
+        self.asked, self.multiplied = set[int](), set[int]()
+        """Peers that asked for the other stage's part of what both share, and kinds whose first peer has it."""
+        self.settled, self.agreed, self.applied = set[int](), set[int](), set[int]()
+        """Peers that heard the product of these parts; that have all they need; that applied the step."""
         self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
         """Times at which the first trainer began, the last one had all answers, and the last peer had applied the
@@ -115,9 +125,55 @@ class Endings:
     def _hear_held(self, p: int, stage: int, step: int) -> None:
         """Some peer has the whole mean of ``stage``. A record needs all stages; applying it also needs one's own
         mean."""
-        end, own = self.of[step], self._stages[p]
-        end.held[p].add(stage)
+        self.of[step].held[p].add(stage)
+        self._perhaps_exchange(p, step)
+        self._perhaps_agree(p, step)
+
+    def _perhaps_exchange(self, p: int, step: int) -> None:
+        """Once both stages that share parameters have their means, ask the other one's peers what they offer, and then
+        for parts of it: one after another, since they have other takers, too."""
+        end = self.of[step]
+        if p in end.asked or self._stages[p] not in self._cost.tied or not end.held[p].issuperset(self._cost.tied):
+            return
+        end.asked.add(p)
+        first = self._giver(p, 0)
+        asks = partial(self._wires.tell, p, first, partial(self._give, p, step))
+        self._wires.tell(p, first, partial(self._wires.tell, first, p, asks))
+
+    def _others(self, p: int) -> list[int]:
+        """The peers of the stage that shares parameters with that of ``p``."""
+        return self._here[sum(self._cost.tied) - self._stages[p]]
+
+    def _giver(self, p: int, taken: int) -> int:
+        """Who gives the next part. Each taker begins with another one."""
+        return self._others(p)[(self._replicas(p).index(p) + taken) % len(self._others(p))]
+
+    def _give(self, p: int, step: int) -> None:
+        nbytes = self._cost.stages[self._stages[p]].tied_bytes / len(self._others(p))
+        giver = self._giver(p, self.of[step].tied[p])
+        self._wires.send(giver, p, nbytes, partial(self._take_tied, p, step), bulk=True)
+
+    def _take_tied(self, p: int, step: int) -> None:
+        end = self.of[step]
+        end.tied[p] += 1
+        if end.tied[p] < len(self._others(p)):
+            self._give(p, step)
+            return
+        if self._wires.kinds[p] not in end.multiplied:  # as with ``told``
+            end.multiplied.add(self._wires.kinds[p])
+            for other in range(len(self._stages)):
+                self._wires.tell(p, other, partial(self._hear_product, other, step))
+        self._perhaps_agree(p, step)
+
+    def _hear_product(self, p: int, step: int) -> None:
+        self.of[step].settled.add(p)
+        self._perhaps_agree(p, step)
+
+    def _perhaps_agree(self, p: int, step: int) -> None:
+        end, own, tied = self.of[step], self._stages[p], self._cost.tied
         if p in end.agreed or len(end.held[p]) < len(self._here) or end.means[p] < len(self._replicas(p)):
+            return
+        if tied and (p not in end.settled or (own in tied and end.tied[p] < len(self._others(p)))):
             return
         end.agreed.add(p)
         self._wires.after(self._wires.ending_s(p, own), partial(self._apply, p, step))
@@ -130,3 +186,39 @@ class Endings:
             self._perhaps_seal(p, step + 1)
         else:
             self._opened(p, step + 1)
+
+
+def ending_bytes(cost: RunCost, serving: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], float]]:
+    """Bytes that go at the end of a step, by sender's and receiver's kind: each replica sends every other one two
+    shards; peers of two stages that share parameters take the other's gradient of them."""
+    ways = [(here, here, 2 * stage.averaged_bytes) for stage, here in zip(cost.stages, serving, strict=True)]
+    if cost.tied:
+        one, other = (serving[s] for s in cost.tied)
+        ways += [(a, b, cost.stages[cost.tied[0]].tied_bytes) for a, b in ((one, other), (other, one))]
+    for senders, receivers, nbytes in ways:
+        for a, n in enumerate(senders):
+            for b, m in enumerate(receivers):
+                if n and (takers := m - (a == b and senders is receivers)):
+                    yield (a, b), nbytes * n * takers / sum(senders)
+
+
+def ended_s(setting: Setting, ends_s: Sequence[float], serving: Sequence[Sequence[int]]) -> float:
+    """Seconds until all stages have ended a step, from when each has (``ends_s``) if it shares no parameters. Two that
+    do exchange gradients of them after both have averaged. ``serving``: by stage and kind."""
+    tied = setting.cost.tied
+    return max([*ends_s, *(max(ends_s[s] for s in tied) + exchange_s(setting, serving, stage) for stage in tied)])
+
+
+def exchange_s(setting: Setting, serving: Sequence[Sequence[int]], stage: int) -> float:
+    """Seconds in which each peer of ``stage`` takes the other stage's gradient of what both share, if it shares anything:
+    from all peers of that stage together."""
+    tied, kinds, nbytes = setting.cost.tied, setting.kinds, setting.cost.stages[stage].tied_bytes
+    if stage not in tied or not all(any(serving[s]) for s in tied):
+        return 0.0
+    takers, givers = serving[stage], serving[sum(tied) - stage]
+    here, there = ([k for k, n in enumerate(counts) if n] for counts in (takers, givers))
+    took_s = sum(takers) * nbytes / sum(givers[k] * kinds[k].up_bytes_per_s for k in there)
+    for k in here:
+        ways = sum(givers[g] * setting.links[g][k].bandwidth_bytes_per_s for g in there)
+        took_s = max(took_s, nbytes / min(kinds[k].down_bytes_per_s, ways))
+    return took_s + TIED_HOPS * max(setting.links[g][k].delay_s for g in there for k in here)
