@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -256,11 +257,11 @@ def test_killed_at_ten_random_moments(run: Run) -> None:
     for moment in moments:
         run.until(lambda: (run.folder / "runs").is_dir() and any((run.folder / "runs").iterdir()))
         done = len(run.steps())
+        due_s = time.monotonic() + rng.uniform(0, 15) if moment == "begun" else math.inf
+        run.until(lambda before=done, due_s=due_s: len(run.steps()) > before or time.monotonic() >= due_s)  # type: ignore[misc]
         if moment == "begun":
-            time.sleep(rng.uniform(0, 15))
             run.kill()
         else:
-            run.until(lambda before=done: len(run.steps()) > before)  # type: ignore[misc]
             time.sleep(rng.uniform(0, 1))
             if moment == "step":
                 run.kill()
