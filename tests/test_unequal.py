@@ -201,7 +201,7 @@ def test_what_stages_of_any_length_take_is_what_the_simulator_has(tmp_path: Path
         for s, (first, end) in enumerate(cut):
             for n, name in enumerate(("big", "small")):
                 kind = next((k for k in setting.kinds if k.name == name), None)
-                expected = kind.service_s(s) if kind is not None and s in kind.fits else np.inf
+                expected = kind.service_s(s) if kind is not None and s in kind.fits - kind.swaps else np.inf
                 assert table[s, n, end - first] == pytest.approx(expected)
 
 
@@ -238,7 +238,8 @@ def test_unequal_stages_do_what_was_predicted(tmp_path: Path, text: str, stages:
 
 def test_swarm_has_unequal_stages_too_where_machines_hold_no_others(tmp_path: Path) -> None:
     """Small machines hold one layer: with even cuts the large one trains alone."""
-    question = asked(tmp_path, machines("big", 1, 0.02, 1.0) + machines("small", 4, 0.02, 0.035), None)
+    text = machines("big", 1, 0.02, 1.0) + machines("small", 4, 0.02, 0.035)
+    question = asked(tmp_path, text, None, "swap.backing=off")
     cut = ((0, 5), (5, 6), (6, 7), (7, 8))
     even, uneven = plan_swarm.predict(question), plan_swarm.predict(question, cuts=[cut])
     assert [stage.machines for stage in even.stages] == [("big",)]

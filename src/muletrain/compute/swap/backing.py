@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 WINDOW = 1 << 18
 """Numbers of a region that are read or written at a time (1 MiB), so that no more of it has to be in memory."""
+SMALLEST_WINDOW, WINDOWS_IN_STATE = 4096, 16
+"""Numbers in a window of the update, and windows in the state of a small stage, at least: they would be most of a small
+budget."""
 PAGE = mmap.PAGESIZE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 22
 """Settings of glibc, and the smallest block that is given back at once [bytes]."""
@@ -36,6 +39,13 @@ LOCK = "swap-lock"
 """Name of the file by whose lock a folder is in use."""
 SPARE_BYTES = 1 << 30
 """Bytes of a disk that stay free."""
+
+
+def update_window(params: int) -> int:
+    """Returns how many of ``params`` numbers are updated at a time: a multiple of the smallest window, so that vectors of
+    the CPU begin where they do in a resident stage."""
+    smallest = SMALLEST_WINDOW
+    return max(smallest, min(WINDOW, params // WINDOWS_IN_STATE // smallest * smallest))
 
 
 class Region:

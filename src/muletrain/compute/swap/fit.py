@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import SwapMemory, tied_bytes
-from muletrain.compute.swap.backing import WINDOW
+from muletrain.compute.swap.backing import update_window
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
@@ -81,11 +81,12 @@ def swap_memory(
     params = spec.stage_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
-    beside = 4 * goes_on + 4 * WINDOWS * WINDOW + spec.tables_bytes(tokens // spec.context)
+    windows = 4 * WINDOWS * update_window(params)
+    beside = 4 * goes_on + windows + spec.tables_bytes(tokens // spec.context)
     head_params = (spec.head_params + spec.copied_params(cut, stage)) * (stage == len(cut) - 1)
     ends = spec.embedding_params * (stage == 0), head_params
     largest = max(*ends, spec.largest_tensor)
-    update = 4 * (TENSORS * largest if lamb else WINDOWS * WINDOW)  # nothing else is there then
+    update = 4 * TENSORS * largest if lamb else windows  # nothing else is there then
     alone = tuple((i, i + 1) for i in range(len(blocks)))
     return SwapMemory(
         beside=beside,

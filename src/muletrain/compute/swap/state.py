@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
-from muletrain.compute.swap.backing import WINDOW
+from muletrain.compute.swap.backing import update_window
 from muletrain.compute.weights import checked_state
 from muletrain.errors import CheckpointError
 
@@ -112,7 +112,8 @@ class State:
         if rule.by_tensor:
             return list(self.layout.ranges())
         ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
-        return [(a, min(a + WINDOW, end)) for begin, end in ends for a in range(begin, end, WINDOW)]
+        window = update_window(self.layout.size)
+        return [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
 
     def skip(self, step: int) -> None:
         """Count update number ``step`` without a change."""
