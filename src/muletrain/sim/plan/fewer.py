@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from muletrain.strategies import find
 from muletrain.units import format_count, format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator
 
     from muletrain.config.plan_file import Memory
     from muletrain.sim.plan.question import Question
@@ -32,12 +33,40 @@ LARGER = (4, 16)
 """Multiples of the batch for which others may be planned; more is no advice."""
 
 
-def improved(question: Question, predicted: Mapping[str, Sequence[Prediction]]) -> dict[str, list[Prediction]]:
+Predictions = Mapping[str, Sequence[Prediction]]
+"""By strategy."""
+
+
+def unswapped(question: Question, predicted: Predictions) -> Predictions:
+    """Replace each prediction of what runs today by one without the machines that have room for a stage only if they swap
+    it, where that is faster."""
+    without = [p for p in _tried(_off(question)) if not p.problem]
+    if not without:
+        return predicted
+    best = max(without, key=lambda p: p.tokens_per_s)
+    idle = {name for names in question.names.values() for name in names}
+    idle -= {name for stage in best.stages for name in stage.machines}
+    return _where_faster(predicted, [question.without(idle)] if idle else [])
+
+
+def improved(question: Question, predicted: Predictions) -> Predictions:
     """Replace each prediction of what runs today by one on fewer machines, where that is faster."""
+    return _where_faster(predicted, _parts(question, _able(predicted)))
+
+
+def _off(question: Question) -> Question:
+    """The same question where no machine swaps its stage."""
+    run = question.run
+    return replace(question, run=run.model_copy(update={"swap": run.swap.model_copy(update={"backing": "off"})}))
+
+
+def _able(predicted: Predictions) -> list[Prediction]:
+    return [p for own in predicted.values() for p in own if p.runnable and not p.problem]
+
+
+def _where_faster(predicted: Predictions, parts: Iterable[Question]) -> Predictions:
     best = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
-    able = [p for p in best.values() if p.runnable and not p.problem]
-    swap = {name for p in able for name in swappers(question, p)}
-    for part in (*([question.without(swap)] if swap else []), *_parts(question, able)):
+    for part in parts:
         for p in _tried(part):
             known = best[p.strategy, p.schedule]
             if not p.problem and not known.problem and p.tokens_per_s > (1 + ALIKE) * known.tokens_per_s:
@@ -81,8 +110,7 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
         f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need(part.offer(entry))})"
         for (entry, s, has), n in rows.items()
     )
-    run = question.run
-    off = replace(question, run=run.model_copy(update={"swap": run.swap.model_copy(update={"backing": "off"})}))
+    off = _off(question)
     swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, pipelines))
     without = [swarm, *plan_pipeline.tried_on(off, swarm, pipelines)]
     best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
@@ -132,7 +160,7 @@ def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
         f"{format_count(chosen.tokens_per_s)} tokens/s against {format_count(whole.tokens_per_s)} on {many} ({title(whole)}), "
         f"which {whole.limit} limits"
     )
-    batches = [_pays_from(question, chosen, p) for p in (whole, *_of_larger_steps(question))]
+    batches = [_pays_from(question, chosen, p) for p in (whole, *_of_larger_steps(_off(question)))]
     batch = min((b for b in batches if b is not None), default=None)
     return f"{told}; from about --batch {batch} on, more machines are faster" if batch else told
 

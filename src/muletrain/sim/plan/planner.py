@@ -59,16 +59,17 @@ def plan(
     pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
     cuts = plan_pipeline.uneven(question, pipelines)
     swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
-    predicted = {
+    predicted: fewer.Predictions = {
         "swarm": [swarm],
         "pipeline": plan_pipeline.tried_on(question, swarm, pipelines),
         "swap": [plan_swap.predict(question)],
         "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
     }
-    whole = in_order(predicted)
+    several = fewer.unswapped(question, predicted)
+    whole = in_order(several)
     if all(p.problem for p in whole):
         raise CapacityError(whole[0].problem)
-    found = [limited(question, p) for p in in_order(fewer.improved(question, predicted))]
+    found = [limited(question, p) for p in in_order(fewer.improved(question, several))]
     best, why = recommend(found)
     chosen = None if best is None else found[best]
     others, told = [], ""
