@@ -76,7 +76,8 @@ def plan(
     if chosen is not None and chosen.left_out:
         able = [p for p in whole if p.runnable and not p.problem]
         others = [limited(question, max(able, key=lambda p: p.tokens_per_s))]
-        told = fewer.compared(question, chosen, others[0])
+        if chosen.left_out != others[0].left_out:  # else only those stay out that would have to swap
+            told = fewer.compared(question, chosen, others[0])
     run, spec = question.run, question.spec
     return Plan(
         fleet=question.fleet.name,
