@@ -207,7 +207,11 @@ WORLDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("resumed", "stage lost", "swapped", "hub") else name for name in WORLDS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("resumed", "stage lost", "swapped", "hub") else name
+        for name in WORLDS
+    ],
 )
 def test_virtual_worlds_train_samples_as_a_single_process_does(name: str) -> None:
     """Images and numbers in frames, with every promise checked; clients of a hub compute parts of microbatches."""
