@@ -339,7 +339,7 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
 
         ctx: Any = SimpleNamespace(clock=clock, detector=SimpleNamespace(probe=probe, silent_s=lambda member: 0.0))
         traffic: Any = SimpleNamespace(owing=lambda: {"b": 2}, taking=set)
-        watching = Attendance(ctx, ROUND, traffic, NOWHERE, usual_round()).watch()
+        watching = Attendance(ctx, ROUND, traffic, NOWHERE, UNMEASURED_S).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 60"):
             await asyncio.wait_for(watching, 2 * UNMEASURED_S)
 

@@ -56,13 +56,16 @@ class Usual:
     """Says when a wait becomes unusual: after a multiple of the median of recent measurements. Unlike mean and
     deviation, a median forgets a cold start or a stall as soon as most measurements are of something else."""
 
-    def __init__(self, unmeasured_s: float, floor_s: float, times: float, slow_times: float = 0.0) -> None:
+    def __init__(
+        self, unmeasured_s: float, floor_s: float, times: float, slow_times: float = 0.0, longest_s: float = CEILING_S
+    ) -> None:
         """``slow_times``: wait at least this multiple of the second slowest measurement, for where slow answers are as
-        usual as fast ones, as on a link that is full now and then."""
+        usual as fast ones, as on a link that is full now and then. ``longest_s``: no wait is longer."""
         self._recent_s: deque[float] = deque(maxlen=RECENT)
         self._base_s: float | None = None
         """Computed from ``_recent_s``; None: not yet."""
         self._unmeasured_s, self._floor_s, self._times, self._slow_times = unmeasured_s, floor_s, times, slow_times
+        self._longest_s = longest_s
 
     def measured(self, seconds: float) -> None:
         """An answer took ``seconds``."""
@@ -80,7 +83,7 @@ class Usual:
             slow_s = sorted(self._recent_s)[max(0, len(self._recent_s) - 2)]
             self._base_s = max(self._times * statistics.median(self._recent_s), self._slow_times * slow_s)
         base = self._unmeasured_s if self._base_s is None else self._base_s
-        return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
+        return min(self._longest_s, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
 
 
 class Pulse:

@@ -133,6 +133,8 @@ class Averager:
     def __init__(self, ctx: Context, holders: Holders, usual: Usual) -> None:
         """``usual``: how long the run's rounds take."""
         self._ctx, self._holders, self._usual = ctx, holders, usual
+        self._tries = 0
+        """Rounds of this step so far. Each waits twice as long for late members: the one before sent the whole gradient."""
         self._inbox = _Inbox()
         self._limits = Limits.of(ctx.compute.n_params, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
@@ -209,7 +211,8 @@ class Averager:
         """
         result = await self._ctx.compute.room(plan.n_params)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(self._ctx, plan, self, self._holders, self._usual)
+        self._attendance = Attendance(self._ctx, plan, self, self._holders, self._usual.seconds(self._tries))
+        self._tries += 1
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._attendance.watch())

@@ -28,14 +28,14 @@ SILENT_S, ASK_S = 1.0, 5.0
 progress."""
 ELSEWHERE_S, STUCK_S = 5.0, 60.0
 """Seconds after which a round has failed: if a member that owes a chunk is not in the round; and if it moves no bytes."""
-UNMEASURED_S, USUAL = 600.0, 2.0
-"""Seconds before the first round, and usual rounds after it, until a member is overdue whose part in a round does not
-come, although it says that it moves bytes (large chunks on slow links take minutes)."""
+UNMEASURED_S, USUAL, LONGEST_S = 600.0, 2.0, 3600.0
+"""A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds before the first
+round, and for USUAL usual rounds after it, up to LONGEST_S seconds (1 GB takes many minutes on a slow link)."""
 
 
 def usual_round() -> Usual:
     """Returns a new measure of how long rounds take: it says when a member's part in one is overdue."""
-    return Usual(UNMEASURED_S, floor_s=STUCK_S, times=USUAL)
+    return Usual(UNMEASURED_S, floor_s=STUCK_S, times=USUAL, longest_s=LONGEST_S)
 
 
 class RoundFailed(MuletrainError):
@@ -103,9 +103,9 @@ class Traffic(Protocol):
 class Attendance:
     """Watches the other members of one round: senders of chunks to us, and receivers of ours."""
 
-    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders, usual: Usual) -> None:
-        """``usual``: how long rounds take."""
-        self._ctx, self._round, self._traffic, self._holders, self._usual = ctx, round_, traffic, holders, usual
+    def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders, overdue_s: float) -> None:
+        """``overdue_s``: seconds without a chunk after which a member that reports progress fails the round."""
+        self._ctx, self._round, self._traffic, self._holders, self._overdue_s = ctx, round_, traffic, holders, overdue_s
         self._begun = ctx.clock.now()
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
@@ -153,5 +153,5 @@ class Attendance:
             )
         if stuck_s > ELSEWHERE_S and self._holders.held_by_a_replica():
             raise RoundFailed(f"{who} makes no progress, and a replica holds the whole gradient")
-        if stuck_s > STUCK_S or late_s > self._usual.seconds():
+        if stuck_s > STUCK_S or late_s > self._overdue_s:
             raise RoundFailed(f"{who} is alive, but has sent nothing for {late_s:.0f} s")

@@ -23,8 +23,8 @@ class PartWriter:
         """The last checkpoint that was written because no trainer was left."""
 
     async def write(self, key: Key, *, last: bool) -> None:
-        """Write our part of checkpoint ``key``, if it begins there. One that was written because no trainer was left is not
-        needed any more: the run has gone on. Its copy of the state would be in the way of those that are due."""
+        """Write our part of checkpoint ``key``, if it begins there. Drop a checkpoint that was written because no trainer was
+        left: the run has gone on, and its copy of the state would block the checkpoints that are due."""
         if (earlier := self._written) is not None:
             self._written = None
             self._own_part.drop(earlier)

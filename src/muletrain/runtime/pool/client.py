@@ -104,7 +104,7 @@ class Client:
         self._wanted: bytes | None = None
         """Digest of the server's newest weights."""
         self._steps: tuple[int, ...] = ()
-        """Those that compute with them; (): there are no others."""
+        """The steps that compute with these weights; (): all steps."""
         self._version = -1
         self._told = self._sits_out = -1
         """Versions of the weights: that we told our server to have, and that we do without."""

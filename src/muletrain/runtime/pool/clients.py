@@ -152,7 +152,7 @@ class Clients:
         self._digest: bytes | None = None
         """Of the newest weights."""
         self._steps: tuple[int, ...] = ()
-        """Those that compute with them; (): there are no others."""
+        """The steps that compute with these weights; (): all steps."""
         self._digests: dict[int, bytes] = {}
         """Of the weights that each step under way computes with."""
         self._version = 0
