@@ -201,7 +201,7 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-1c")} == {"finished"}
     longest = max(t for t, text in outcome.timeline if "step_applied" in text)
-    assert longest < {"work": 80.0, "seals": 80.0, "attests": 80.0, "holds": 150.0}.get(how, 20.0)
+    assert longest < {"work": 80.0, "seals": 80.0, "attests": 80.0, "admits": 120.0, "holds": 150.0}.get(how, 20.0)
     assert [t for t, text in outcome.timeline if "checkpoint_written" in text]
 
 
@@ -224,7 +224,7 @@ def test_a_replica_that_answers_but_never_seals_is_left_out_of_many_steps() -> N
 
 
 @pytest.mark.parametrize(("replicas", "liar"), [(2, "peer-1b"), (3, "peer-1a")])
-@pytest.mark.parametrize(("how", "most_s"), [("attests", 180.0), ("holds", 170.0)])
+@pytest.mark.parametrize(("how", "most_s"), [("attests", 180.0), ("admits", 120.0), ("holds", 200.0)])
 def test_a_replica_that_holds_up_the_end_of_steps_is_left_out_of_many(
     how: str, most_s: float, replicas: int, liar: str
 ) -> None:

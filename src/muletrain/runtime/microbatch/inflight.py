@@ -203,5 +203,5 @@ class InFlightStep:
 
     def uncount(self) -> None:
         """Count what was accumulated as recomputed."""
-        self.accumulated -= len(self.ledger.accumulated)
-        self.recomputed += len(self.ledger.accumulated)
+        self.recomputed += self.accumulated
+        self.accumulated = 0

@@ -90,8 +90,6 @@ class Reduction:
         self._gathering = False
         """We are receiving a gradient."""
         self._reducing: Seal | None = None
-        self._blamed = False
-        """We blamed a replica for an attestation that did not come."""
         self._overflowed = False
         """Finite accumulators gave a mean that is not finite."""
         self._rivals: set[bytes] = set()
@@ -194,13 +192,18 @@ class Reduction:
         ctx.spawn(ctx.tell(ctx.roster.everyone(), state.attested), "entry")  # a frozen peer must not hold us up
 
     async def ask_entries(self) -> None:
-        """Ask for round entries while we wait for the record. If a single replica went on without telling us, it may be
-        one that never does."""
+        """Ask for round entries while we wait for the record."""
         await self._exchange.ask_entries()
-        if len(self._state.unsaid) == 1 and not self._blamed:
-            self._blamed = True
-            self._company.silent(dict.fromkeys(self._state.unsaid & {*self._ctx.roster.replicas()}, 1))
         self._give_way()
+
+    def look_back(self) -> None:
+        """The record is there. If a single live member of all its rounds did not tell us what it holds, and is a replica,
+        blame it: it may never tell. If several did not, our own links may be at fault."""
+        builder, roster = self._state.builder, self._ctx.roster
+        unsaid = {m for e in builder.agreed() for m in {*e.members} - builder.holders(e) if roster.is_alive(m)}
+        unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
+        if len(unsaid) == 1:
+            self._company.silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))
 
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can

@@ -126,6 +126,7 @@ class StepRunner:
             f"the record of step {self._position.step}",
             self._reduction.ask_entries,
         )
+        self._reduction.look_back()
         record = builder.record()
         assert record is not None  # until returned
         builder.settle()

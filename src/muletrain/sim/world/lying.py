@@ -49,6 +49,7 @@ LIES = (
     "seals",
     "history",
     "attests",
+    "admits",
     "holds",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
@@ -57,10 +58,16 @@ to newcomers, parts of checkpoints, the gradient that it averages, and its work:
 ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
 microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
 microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone; whether it
-holds the gradient (it never says so), and that it sends its part of it, although none comes."""
+holds the gradient (it never tells; or only when it is asked, once it has applied the step), and that it sends its part of
+it, although none comes."""
 
 
-_UNSAID: dict[str, type | UnionType] = {"seals": Seal, "attests": RoundEntry, "holds": Shard | Reduced}
+_UNSAID: dict[str, type | UnionType] = {
+    "seals": Seal,
+    "attests": RoundEntry,
+    "admits": RoundEntry,
+    "holds": Shard | Reduced,
+}
 """What it never sends."""
 
 
@@ -100,6 +107,8 @@ class Liar:
             self._past[message.step] = message.lineage
             if self.how == "history":
                 await self._boast(peer)
+            if self.how == "holds" and message.attempt:
+                return 0  # it makes no other attempt: the round goes on
             self._sealed = message
         if (silent := _UNSAID.get(self.how)) is not None and isinstance(message, silent):
             return 0
@@ -239,9 +248,10 @@ class Liar:
     def _entries(self, payload: bytes, told: bytes) -> bytes:
         """It applied a record that nobody made."""
         ask, answer = AskEntries.unpack(payload), Entries.unpack(told)
-        if self.how == "attests":
-            unsaid = answer if ask.step % 2 else Entries(step=answer.step)  # it may pretend to have forgotten the step
-            return unsaid.model_copy(update={"own": None}).pack()
+        if self.how == "attests":  # it has also forgotten that it applied the step
+            return Entries(step=answer.step).pack()
+        if self.how == "admits":
+            return answer.model_copy(update={"own": None}).pack()
         if self.how != "records" or not answer.applied:
             return told
         forged = tuple(
