@@ -20,7 +20,6 @@ from muletrain.wire.codec import encode_raw
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection
-    from types import UnionType
 
     from muletrain.network.base import CallHandler, Frame, FrameHandler, PeerId
     from muletrain.network.memory import MemoryNetwork
@@ -62,11 +61,11 @@ holds the gradient (it never tells; or only when it is asked, once it has applie
 it, although none comes."""
 
 
-_UNSAID: dict[str, type | UnionType] = {
+_UNSAID: dict[str, type] = {
     "seals": Seal,
     "attests": RoundEntry,
     "admits": RoundEntry,
-    "holds": Shard | Reduced,
+    "holds": Reduced,
 }
 """What it never sends."""
 
@@ -85,6 +84,8 @@ class Liar:
         """Microbatches whose answers it withheld."""
         self._moved = 0
         """Bytes that it says to have moved, and has not."""
+        self._rounds: dict[int, bytes] = {}
+        """The first round of each step."""
         self._past: dict[int, bytes] = {}
         """The lineages of its steps."""
 
@@ -272,13 +273,14 @@ class Liar:
             answer = answer.model_copy(update={"accumulated": everything, "accumulated_losses": ()})
         if self.how == "holds":
             self._moved += 1 << 20
-            answer = answer.model_copy(update={"moved": answer.moved + self._moved})
+            first = self._rounds.setdefault(answer.step, answer.round) if answer.round else answer.round
+            answer = answer.model_copy(update={"moved": answer.moved + self._moved, "round": first})
         if self.how == "progress" and answer.current:
             answer = answer.model_copy(update={"current": False, "step": answer.step + 1})
         return answer.pack()
 
     def _seal(self, payload: bytes, told: bytes) -> bytes:
-        if self.how == "seals":
+        if self.how == "seals" or (self.how == "holds" and told and Seal.unpack(told).attempt):
             return b""
         return self._alone(Seal.unpack(told)).pack() if self.how == "views" and told else told
 

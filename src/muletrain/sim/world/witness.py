@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import safetensors.torch
 
+from muletrain.runtime.averaging.rounds import UNMEASURED_S
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.transfer.donor import MAX_COPIES
@@ -49,8 +50,8 @@ nobody knows yet how long the operations of a device take, and that comes after 
 
 MOST_TIMES, MOST_S, HANGING_S, HELD_S, GONE_S = 20.0, 200.0, 700.0, 100.0, 1100.0
 """A step takes at most this many undisturbed ones, the time that the faults last, and MOST_S; HANGING_S more if a
-device hangs, HELD_S if a liar keeps microbatches to itself, GONE_S if a stage loses all peers or the run all trainers
-(the others wait 15 minutes for a newcomer)."""
+device hangs, HELD_S if a liar keeps microbatches to itself (the wait for a first round if it keeps a gradient), GONE_S if
+a stage loses all peers or the run all trainers (the others wait 15 minutes for a newcomer)."""
 
 
 def difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -207,6 +208,7 @@ class Witness:
         needed.append({p for p, _ in s.members[: s.trainers]})
         waits_s = MOST_S + HANGING_S * any(f.kind == "hang" for f in s.faults) + GONE_S * any(n <= gone for n in needed)
         waits_s += HELD_S * any(f.how in ("work", "idle", "fast") for f in s.faults)
+        waits_s += UNMEASURED_S * any(f.how == "holds" for f in s.faults)
         lasting_s = sum(f.for_s for f in s.faults if f.for_s < FOR_EVER_S)
         most_s = MOST_TIMES * s.step_s + lasting_s + math.exp(s.skew) * waits_s
         ends = [0.0, *(self._applied_s[step] for step in sorted(self._applied_s))]
