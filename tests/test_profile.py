@@ -250,6 +250,7 @@ def test_plan_predicts_with_a_profile(tmp_path: Path) -> None:
     assert swarm["split"]["compute_s"] == pytest.approx(16 * 0.04 * 3.1 / 1, rel=0.25), "16 microbatches, slower stage"
 
 
+@pytest.mark.slow
 def test_plan_refuses_profiles_that_are_not_of_its_model_and_fleet(tmp_path: Path) -> None:
     model = native()
     right = invented(model)
