@@ -53,7 +53,7 @@ class Made:
                 spec, spec.cut(stages), s, tokens, setup.precision, microbatches=most, lamb=lamb, disk=disk
             )
             folder = self.folder / f"swap-{len(self.opened)}-{s}" if disk else None
-            offer = Offer(budget or memory.least, None if disk else 1 << 30)
+            offer = Offer(budget or memory.least, None if disk else 1 << 31)
             swap = Swap(offer, folder, most)
             made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))
         self.opened += made

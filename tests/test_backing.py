@@ -66,7 +66,7 @@ def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_w
         step, digest = died.stdout.split()
         state, rule = opened(tmp_path, STEPS)
         assert (state.step, int(step), state.digest().hex()) == (steps, steps, digest)
-    plain, rule = State(state.layout, Memory(pinned=False)), rule
+    plain, rule = State(state.layout, Memory(gpu=False)), rule
     plain.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
     for step in range(3):
         plain.update(rule, torch.ones(state.layout.size), Update(step, 1.0, skip=False))
@@ -98,15 +98,17 @@ def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.M
     the copies for a checkpoint and a newcomer."""
     sizes, region = list[int](), Memory.region
 
-    def counted(memory: Memory, numbers: int) -> Region:
+    def counted(memory: Memory, numbers: int, *, copied: bool = False) -> Region:
         sizes.append(4 * numbers)
-        return region(memory, numbers)
+        return region(memory, numbers, copied=copied)
 
     monkeypatch.setattr(Memory, "region", counted)
-    swapped = made.swapped(1, disk=False, most=MICROBATCHES)
+    most = MICROBATCHES - 1
+    swapped = made.swapped(1, disk=False, most=most)
     run(train(swapped, 2))
+    assert swapped[0].rounds.rounds > 2, "a second round in a step takes the second accumulator"
     tokens = SEQUENCES * SPEC.context
-    need = swap_memory(SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=MICROBATCHES, lamb=False, disk=False)
+    need = swap_memory(SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=most, lamb=False, disk=False)
     beside = 4 * 2 * swapped[0].n_params + 2 * need.state
     assert 0.98 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
     assert need.between > 0.02 * need.on_host, "it would be seen"

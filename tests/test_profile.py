@@ -301,8 +301,9 @@ def test_a_gpu_profiles_a_model_larger_than_what_it_may_use() -> None:
     model = make_model(ModelConfig(**{**SIZES, "layers": 24, "width": 512, "heads": 8}))  # type: ignore[arg-type]
     at = Conditions(2, torch.device("cuda", 0), Precision.FP32)
     largest = max(needed(model, part[0], at) for part in alike(model))
+    before = torch.cuda.memory_allocated(at.device)
     blocks = list(profiled(model, Conditions(2, at.device, at.precision, memory=largest)))
     assert 4 * model.params > largest
     assert [len(b.parts) for b in blocks] == [1, 24, 1]
     assert all(b.load_s > 0 and b.activation_bytes + b.workspace_bytes >= b.parameter_bytes for b in blocks[1:])
-    assert torch.cuda.memory_allocated(at.device) < largest
+    assert torch.cuda.memory_allocated(at.device) - before < largest

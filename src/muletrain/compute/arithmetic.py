@@ -234,6 +234,39 @@ class StageArithmetic:
         return timed(self.counters, counter, self.setup.device)
 
 
+class Timer:
+    """Adds the seconds of operations to ``counters``. On CUDA it is the device's time, and an operation's kernels may be
+    launched while the one before computes, so that the device does not wait for this thread. Only one thread uses it."""
+
+    def __init__(self, counters: Counters, device: torch.device) -> None:
+        self._counters, self._device = counters, device
+        self._begun: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, counter: str) -> Iterator[None]:
+        if self._device.type != "cuda":
+            with timed(self._counters, counter, self._device):
+                yield
+            return
+        stream = torch.cuda.current_stream(self._device)
+        begin = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        yield
+        end = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self._begun.append((counter, begin, end))
+        self._collect(1)
+
+    def finish(self) -> None:
+        """Returns when the device is through; its failure shows up here, or at an earlier operation."""
+        self._collect(0)
+
+    def _collect(self, left: int) -> None:
+        while len(self._begun) > left:
+            counter, begin, end = self._begun.pop(0)
+            end.synchronize()
+            before: float = getattr(self._counters, counter)
+            setattr(self._counters, counter, before + begin.elapsed_time(end) / 1000)
+
+
 @contextmanager
 def timed(counters: Counters, counter: str, device: torch.device) -> Iterator[None]:
     """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not later.

@@ -19,6 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
+import torch
+
 from muletrain.compute.slot import AT_ONCE, Turn
 
 if TYPE_CHECKING:
@@ -67,6 +69,17 @@ class Update:
     tied: Sequence[tuple[int, int, Tensor]] = ()
     """(begin, end, values fp32 on the CPU): the gradient that another stage has for parameters that both share, and where
     they lie in this one's."""
+
+    def write_scaled(self, gradient: Tensor, begin: int, out: Tensor) -> None:
+        """Fill ``out``, fp32 on any device, with the numbers of ``gradient``, fp32 [P], from ``begin`` on: ``tied`` added,
+        then scaled."""
+        part = gradient[begin : begin + len(out)]
+        if not self.tied and part.device == out.device:
+            torch.mul(part, self.scale, out=out)
+            return
+        out.copy_(part)
+        self.add_tied(out, begin)
+        out.mul_(self.scale)
 
     def add_tied(self, gradient: Tensor, begin: int = 0) -> None:
         """Add ``tied`` to ``gradient``, fp32: numbers of the stage's from ``begin`` on, not scaled yet."""

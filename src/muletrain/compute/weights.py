@@ -90,10 +90,7 @@ class StageWeights:
             self.masters = newest
         if not update.skip:
             scratch = accumulator if self.masters.device == accumulator.device else torch.empty_like(self.masters)
-            scratch.copy_(gradient)
-            update.add_tied(scratch)
-            if update.scale != 1.0:
-                scratch.mul_(update.scale)
+            update.write_scaled(gradient, 0, scratch)
             self.rule.step(self.masters, scratch, step)
         if not self._direct:
             newest.copy_(self.masters)

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from muletrain.compute.arithmetic import Counters, timed
+from muletrain.compute.arithmetic import Counters, Timer
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
-from muletrain.compute.swap.loading import Drain, Loader
+from muletrain.compute.swap.loading import Drain, Ferry, Loader
 from muletrain.config.schema import Precision
 from muletrain.optim.rules import make_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Sequence
 
     from muletrain.compute.arithmetic import StageSetup
     from muletrain.compute.base import Microbatch, Update
@@ -50,15 +49,18 @@ class Passage:
     inputs_gradient: Tensor | None = None
     shape: tuple[int, ...] = ()
     """The output's."""
+    rows: tuple[int, int] = (0, 0)
+    """B, T of what goes from one sub-model to the next."""
     dropped: bool = False
     """Nobody waits for it any more."""
 
 
 @dataclass
 class _Accumulator:
-    """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count."""
+    """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count. ``region`` None: of a round,
+    which takes the sum's as long as that is empty, so that one round in a step needs no second one."""
 
-    region: Region
+    region: Region | None
     empty: bool = True
 
 
@@ -72,7 +74,7 @@ class _Spare:
         found = next((r for r in self.regions if r.values.numel() >= numbers), None)
         if found is None:
             self.regions.clear()  # sequences have become longer: they are too small from now on
-            return backing.region(numbers)
+            return backing.region(numbers, copied=True)
         self.regions.remove(found)
         return found
 
@@ -95,12 +97,14 @@ class SwappedArithmetic:
         self._width, self.models = width, models
         self.setup, self.state, self._backing, self._jobs = setup, state, backing, jobs
         self.counters = Counters()
+        self._timed = Timer(self.counters, setup.device)
         dtype = precision_dtype(setup.precision)
         self.loader = Loader(models, state, setup.device, dtype, jobs, inline=setup.inline)
-        self.drain = Drain(self.loader.traffic, setup.device, jobs, inline=setup.inline)
+        self.drain = Drain(models, self.loader.traffic, setup.device, jobs, inline=setup.inline)
+        self.ferry = Ferry(setup.device)
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
-        self._sum, self._round = (_Accumulator(backing.region(state.layout.size)) for _ in range(2))
+        self._sum, self._round = _Accumulator(self._region()), _Accumulator(None)
         self._spare = _Spare()
         self._changing = threading.Lock()
         """Held while the state changes, or is copied."""
@@ -110,10 +114,12 @@ class SwappedArithmetic:
     def forward(self, passages: Sequence[Passage]) -> None:
         """Compute the outputs of a stage before the last."""
         self._ahead(passages, len(self.models))
+        self._timed.finish()
 
     def backward(self, passages: Sequence[Passage]) -> None:
         """Differentiate a stage before the last, whose ``forward`` is done."""
         self._back(passages, len(self.models) - 1)
+        self._timed.finish()
 
     def loss(self, passages: Sequence[Passage]) -> None:
         """Compute and differentiate the last stage."""
@@ -121,9 +127,9 @@ class SwappedArithmetic:
         self._ahead(passages, last)
         back = [p for p in passages if self._wanted(p)]
         model, parameters = self.models[last], self.loader.get(last, last - 1 if last > 0 and back else None)
-        for p in self._alive(passages):
+        for p, (x, *_) in self._arriving(last, passages):
             with self._jobs.at("loss", part=last), self._timed("forward_s"), torch.set_grad_enabled(p in back):
-                leaf = self._leaf(p, last)
+                leaf = self._leaf(x)
                 assert p.targets is not None  # at the last stage
                 loss = model.loss(leaf, p.targets, self._masks(p))
                 p.loss = float(loss.detach())
@@ -135,6 +141,7 @@ class SwappedArithmetic:
         del parameters, leaf  # the last sub-model's weights leave the device
         if last > 0:
             self._back(back, last - 1)
+        self._timed.finish()
 
     def again(self, passages: Sequence[Passage]) -> None:
         """Compute the gradients of a round anew: some of its microbatches do not count."""
@@ -151,11 +158,12 @@ class SwappedArithmetic:
         count = len(self.models)
         for k in range(end):
             self.loader.get(k, k + 1 if k + 1 < count else None)
-            for p in self._alive(passages):
+            for p, (x, *_) in self._arriving(k, passages):
                 with self._jobs.at("forward", part=k), self._timed("forward_s"), torch.no_grad():
-                    output = self.models[k](self._leaf(p, k), self._masks(p)).float()
+                    output = self.models[k](self._leaf(x), self._masks(p)).float()
                     if k + 1 < count:
-                        self._between(p, k + 1, output).copy_(output)
+                        p.rows = (output.shape[0], output.shape[1])
+                        self.ferry.store(output, self._between(p, k + 1))
                     else:
                         p.output = output.to("cpu", copy=True)
 
@@ -167,14 +175,16 @@ class SwappedArithmetic:
                 break
             parameters: list[Tensor] = []  # those of the sub-model before leave first
             parameters = self.loader.get(k, k - 1 if k > 0 else min(1, len(self.models) - 1))
-            for p in self._alive(passages):
+            for p, (x, seed) in self._arriving(k, passages, backward=True):
                 with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
-                        leaf = self._leaf(p, k)
+                        leaf = self._leaf(x)
                         output = self.models[k](leaf, self._masks(p)).float()
                     self.counters.recomputed += k == 0
-                    self._differentiate(p, k, output, leaf, parameters, self._seed(p, k, output))
-                del output
+                    if k + 1 == len(self.models):
+                        seed = seed * self.scale.of(p.mb.step)
+                    self._differentiate(p, k, output, leaf, parameters, seed)
+                del output, x, leaf, seed
             self._end_of(k, passages)
 
     def _differentiate(
@@ -185,7 +195,7 @@ class SwappedArithmetic:
             wanted = [leaf] if leaf.requires_grad else []
             gradients = torch.autograd.grad(output, wanted + (parameters if p.accumulate else []), seed)
             if leaf.requires_grad and k > 0:
-                self._between(p, k, gradients[0]).copy_(gradients[0])
+                self.ferry.store(gradients[0], self._between(p, k))
             elif leaf.requires_grad:
                 p.inputs_gradient = (gradients[0].float() / self.scale.of(p.mb.step)).to("cpu", copy=True).contiguous()
             if p.accumulate:
@@ -194,40 +204,58 @@ class SwappedArithmetic:
     def _end_of(self, k: int, passages: Sequence[Passage]) -> None:
         """Sub-model ``k`` is done: its gradient leaves."""
         if any(p.accumulate for p in passages):
+            if self._round.region is None and self._sum.empty:
+                self._sum, self._round = self._round, self._sum
+            self._round.region = self._round.region or self._region()
             self.drain.send(self.models[k], self._round.region)
             self._round.empty = False
+
+    def _region(self) -> Region:
+        return self._backing.region(self.state.layout.size, copied=True)
 
     def _wanted(self, p: Passage) -> bool:
         """Is any gradient wanted?"""
         return p.accumulate or (self.stage > 0 and not p.mb.heldout)
 
-    def _alive(self, passages: Sequence[Passage]) -> list[Passage]:
-        return [p for p in passages if not p.dropped]
+    def _arriving(
+        self, k: int, passages: Sequence[Passage], *, backward: bool = False
+    ) -> Iterator[tuple[Passage, list[Tensor]]]:
+        """The microbatches that are still wanted, each with what goes into sub-model ``k``, and in ``backward`` with
+        d loss / d its output, on the device. The next one's comes while one computes."""
 
-    def _leaf(self, p: Passage, k: int) -> Tensor:
-        """What goes into sub-model ``k``, on the device; a leaf if its gradient is wanted."""
-        if k == 0 and self.stage == 0:
-            return p.inputs.to(self.setup.device)
-        x = p.inputs if k == 0 else self._between(p, k, p.inputs)
-        return x.detach().to(self.setup.device).requires_grad_(torch.is_grad_enabled())
+        def fetched(p: Passage) -> list[Callable[[], Tensor]]:
+            if p.dropped:
+                return []
+            places = [p.inputs if k == 0 else self._between(p, k)]
+            if backward and k + 1 < len(self.models):
+                places.append(self._between(p, k + 1))
+            elif backward:
+                assert p.grad is not None  # at a stage before the last
+                places.append(p.grad)
+            return [self.ferry.fetch(place) for place in places]
 
-    def _seed(self, p: Passage, k: int, output: Tensor) -> Tensor:
-        """d loss / d output of sub-model ``k``, scaled."""
-        if k + 1 < len(self.models):
-            return self._between(p, k + 1, output).to(self.setup.device)
-        assert p.grad is not None  # at a stage before the last
-        return p.grad.to(self.setup.device) * self.scale.of(p.mb.step)
+        coming = fetched(passages[0]) if passages else []
+        for n, p in enumerate(passages):
+            arrived = [get() for get in coming]
+            coming = fetched(passages[n + 1]) if n + 1 < len(passages) else []
+            if arrived and not p.dropped:
+                yield p, arrived
+            arrived.clear()
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        """``x`` as it goes into a sub-model; a leaf if its gradient is wanted."""
+        return x.detach().requires_grad_(torch.is_grad_enabled()) if x.is_floating_point() else x
 
     def _masks(self, p: Passage) -> Masks | None:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
 
-    def _between(self, p: Passage, k: int, like: Tensor) -> Tensor:
+    def _between(self, p: Passage, k: int) -> Tensor:
         """Where what goes into sub-model ``k`` > 0 is kept, fp32 [B, T, D]."""
-        size = like.shape[0] * like.shape[1] * self._width
+        size = p.rows[0] * p.rows[1] * self._width
         if p.between is None:
+            self.ferry.finish()  # no copy is under way where the new one may take memory from
             p.between = self._spare.take((len(self.models) - 1) * size, self._backing)
-        place = p.between.values[(k - 1) * size : k * size]
-        return place.view(like.shape[0], like.shape[1], self._width)
+        return p.between.values[(k - 1) * size : k * size].view(*p.rows, self._width)
 
     def free(self, p: Passage) -> None:
         """Its backward is through, or nobody wants it."""
@@ -244,6 +272,7 @@ class SwappedArithmetic:
         if not self._round.empty and self._sum.empty:
             self._sum, self._round = self._round, self._sum
         elif not self._round.empty:
+            assert self._round.region is not None  # a gradient is there
             self._add(self._round.region.values)
         self._round.empty = True
         self.drain.drop()
@@ -270,9 +299,15 @@ class SwappedArithmetic:
         self._add(gradient)
 
     def _add(self, gradient: Tensor) -> None:
-        for a, b in self._sum.region.windows():
-            self._sum.region.values[a:b].add_(gradient[a:b])
+        total = self._total()
+        for a, b in total.windows():
+            total.values[a:b].add_(gradient[a:b])
         self._sum.empty = False
+
+    def _total(self) -> Region:
+        """The sum's region. It has none while a round uses it and nothing was added."""
+        self._sum.region = self._sum.region or self._region()
+        return self._sum.region
 
     def clear(self) -> None:
         """Empty the accumulator."""
@@ -280,11 +315,12 @@ class SwappedArithmetic:
 
     def accumulated(self) -> Tensor:
         """The accumulator, flat fp32 [P]."""
+        total = self._total()
         if self._sum.empty:
-            for a, b in self._sum.region.windows():
-                self._sum.region.values[a:b].zero_()
+            for a, b in total.windows():
+                total.values[a:b].zero_()
             self._sum.empty = False
-        return self._sum.region.values
+        return total.values
 
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Optimizer step with ``gradient``, fp32 [P]."""
@@ -297,6 +333,7 @@ class SwappedArithmetic:
                     self.state.update(self._rule, gradient, update)
                 self.scale.update(update.step, skipped=update.skip)
             self.clear()
+        self._timed.finish()
 
     def copied_state(self) -> dict[str, Tensor]:
         """Weights, moments and loss scale of one moment. The copy is in backing memory: no memory is taken for it where
@@ -312,6 +349,3 @@ class SwappedArithmetic:
     def close(self) -> None:
         self.loader.close()
         self.drain.close()
-
-    def _timed(self, counter: str) -> AbstractContextManager[None]:
-        return timed(self.counters, counter, self.setup.device)

@@ -1,7 +1,7 @@
-"""Backing memory holds what the device has no room for: pinned memory of the machine beside a GPU, or memory-mapped
-files.
+"""Backing memory holds what the device has no room for: memory of the machine beside a GPU, or memory-mapped files.
 
-Both are tensors of fp32 numbers on the CPU. Pages of a file that are not in use can leave memory (``release``); the
+Both are tensors of fp32 numbers on the CPU. Memory that a GPU copies from or to is pinned, so that its copy engines do
+that at the speed of the bus, without the CPU. Pages of a file that are not in use can leave memory (``release``); the
 kernel writes them back. A file's room is taken when it is made, so that a full disk is an error then, and no crash
 later.
 """
@@ -60,6 +60,11 @@ class Region:
     def release(self, begin: int, end: int) -> None:
         """The numbers from ``begin`` to before ``end`` are not needed soon."""
 
+    @property
+    def pinned(self) -> bool:
+        """Do a GPU's copy engines reach the numbers?"""
+        return False
+
     def read(self, begin: int, out: Tensor) -> None:
         """Copy the numbers from ``begin`` on to ``out``, flat fp32 in memory."""
         out.copy_(self.values[begin : begin + out.numel()])
@@ -80,6 +85,23 @@ class Region:
     def copy(self) -> Tensor:
         """A copy of the numbers as they are now, which does not change any more."""
         return self.values.clone()
+
+
+class _Pinned(Region):
+    """A region in pinned memory. torch's own pinned memory comes in powers of two: up to twice what is asked for."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(values)
+        driver, nbytes = torch.cuda.cudart(), values.nbytes  # type: ignore[no-untyped-call]
+        self._at = values.data_ptr() if nbytes and not int(driver.cudaHostRegister(values.data_ptr(), nbytes, 0)) else 0
+
+    @property
+    def pinned(self) -> bool:
+        return self._at != 0
+
+    def __del__(self) -> None:
+        if getattr(self, "_at", 0):  # the numbers live as long as a tensor uses them, like any others
+            torch.cuda.cudart().cudaHostUnregister(self._at)  # type: ignore[no-untyped-call]
 
 
 class _File(Region):
@@ -143,22 +165,23 @@ class _File(Region):
 
 
 class Memory:
-    """Backing memory in the machine's RAM; ``pinned``: a GPU copies from it directly."""
+    """Backing memory in the machine's RAM; ``gpu``: beside a GPU."""
 
     durable = False
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, *, gpu: bool) -> None:
+        self._gpu = gpu
 
     def check(self, nbytes: int) -> None:
         """The offer says what there is (``SwapMemory.fits``)."""
 
-    def region(self, numbers: int) -> Region:
-        """Zeros."""
-        return Region(torch.zeros(numbers, pin_memory=self._pinned))
+    def region(self, numbers: int, *, copied: bool = False) -> Region:
+        """Zeros. ``copied``: the device copies from it, or to it."""
+        values = torch.zeros(numbers)
+        return _Pinned(values) if self._gpu and copied else Region(values)
 
-    def named(self, name: str, numbers: int) -> Region:
-        return self.region(numbers)
+    def named(self, name: str, numbers: int, *, copied: bool = False) -> Region:
+        return self.region(numbers, copied=copied)
 
     def close(self) -> None:
         """Nothing stays behind."""
@@ -187,14 +210,14 @@ class Disk:
         if nbytes + SPARE_BYTES > free:
             raise CapacityError(_full(self.folder, nbytes, free))
 
-    def region(self, numbers: int) -> Region:
+    def region(self, numbers: int, *, copied: bool = False) -> Region:
         """Zeros, in a file without a name: it ends with the process. Raises CapacityError if the disk is full."""
         self._count += 1
         file = _File(self.folder / f"region-{self._count}", numbers, existing=False)
         file.forget()
         return file
 
-    def named(self, name: str, numbers: int) -> Region:
+    def named(self, name: str, numbers: int, *, copied: bool = False) -> Region:
         """The region of that name: what an earlier process left in it if it has the right size, else zeros. Raises
         CapacityError if the disk is full."""
         path = self.folder / name

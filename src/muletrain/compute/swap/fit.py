@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.estimate import SwapMemory, tied_bytes
 from muletrain.compute.swap.backing import update_window
 from muletrain.compute.swap.chain import chain_cut
+from muletrain.compute.swap.loading import device_window
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.swapping import Layer, held_bytes, hidden
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 BACKWARD = 3.0
 """Times of a forward that a backward takes, with the forward that is computed again before it."""
+PASSING = 8
+"""Times that what one microbatch passes on is on the device: its input, output and their gradients; the next one's input
+and gradient, which come meanwhile; and what is leaving."""
 WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
 TENSORS = 8
@@ -82,7 +86,7 @@ def swap_memory(
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
     windows = 4 * WINDOWS * update_window(params)
-    beside = 4 * goes_on + windows + spec.tables_bytes(tokens // spec.context)
+    beside = PASSING * goes_on + windows + 4 * device_window(params) + spec.tables_bytes(tokens // spec.context)
     head_params = (spec.head_params + spec.copied_params(cut, stage)) * (stage == len(cut) - 1)
     ends = spec.embedding_params * (stage == 0), head_params
     largest = max(*ends, spec.largest_tensor)

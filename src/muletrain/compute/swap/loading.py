@@ -1,8 +1,9 @@
 """Weights come to the device beside the computation, and gradients leave it.
 
 One thread loads the next sub-model while the current one computes; another one brings summed gradients into backing
-memory. Weights in 16 bits are made from the fp32 masters on the way. On CUDA each thread has a stream and two pinned
-buffers of its own.
+memory. Weights in 16 bits are made from the fp32 masters on the way: on the GPU, where pinned memory comes at the speed of
+the bus, and on the CPU, where they come from a file through pinned buffers. What goes from one sub-model to the next
+leaves the device and comes back beside the computation, too.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 
 from muletrain.compute.executor import InlineExecutor
-from muletrain.compute.swap.backing import WINDOW, return_freed_memory
+from muletrain.compute.swap.backing import SMALLEST_WINDOW, WINDOW, return_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -26,6 +28,18 @@ if TYPE_CHECKING:
     from muletrain.compute.swap.backing import Region
     from muletrain.compute.swap.chain import SubModel
     from muletrain.compute.swap.state import State
+
+
+DEVICE_WINDOW, WINDOWS_IN_DEVICE = 1 << 24, 64
+"""Numbers in a window of the device at most, and windows in a small stage at least."""
+ALIGNED = 128
+"""Numbers of which the weights' place on the device is a multiple: matrix products are slow elsewhere."""
+
+
+def device_window(params: int) -> int:
+    """Numbers that are copied at a time from or to pinned memory, of a stage with ``params``. In 16 bits they pass through
+    a buffer of the device. Small copies would keep the computing thread from launching kernels: all threads take turns."""
+    return max(SMALLEST_WINDOW, min(DEVICE_WINDOW, params // WINDOWS_IN_DEVICE))
 
 
 @dataclass
@@ -38,23 +52,44 @@ class Traffic:
     wait_s: float = 0.0
 
 
-class _Lane:
+class Lane:
     """One direction between backing memory and the device. Its thread runs one copy after the other."""
 
-    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, *, inline: bool) -> None:
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, window: int, *, inline: bool) -> None:
+        """``window``: numbers that are copied at a time from or to pinned memory."""
         self.thread: Executor = InlineExecutor() if inline else ThreadPoolExecutor(1, thread_name_prefix=name)
         self._cuda = device.type == "cuda"
-        self._device, self._turn = device, 0
+        self._device, self._dtype, self._window, self._turn = device, dtype, window, 0
+        self._staging: list[Tensor] = []
+        self._arriving: Tensor | None = None
         if self._cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._staging = [torch.empty(WINDOW, dtype=dtype, pin_memory=True) for _ in range(2)]
             self._free = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
-    def to_device(self, source: Tensor, target: Tensor) -> None:
-        """At most ``WINDOW`` numbers; they are there after ``finish``."""
+    def window(self, region: Region) -> int:
+        """Numbers to copy at a time."""
+        return self._window if region.pinned else WINDOW
+
+    def to_device(self, source: Tensor, target: Tensor, *, pinned: bool) -> None:
+        """At most a ``window``; they are there after ``finish``. ``pinned``: ``source`` is."""
         if not self._cuda:
             target.copy_(source)
-            return
+        elif pinned:
+            with torch.cuda.stream(self._stream):
+                if target.dtype == source.dtype:
+                    target.copy_(source, non_blocking=True)
+                    return
+                if self._arriving is None:
+                    self._arriving = torch.empty(self._window, device=self._device)
+                arriving = self._arriving[: source.numel()]
+                arriving.copy_(source, non_blocking=True)
+                target.copy_(arriving)
+        else:
+            self._staged(source, target)
+
+    def _staged(self, source: Tensor, target: Tensor) -> None:
+        if not self._staging:
+            self._staging = [torch.empty(WINDOW, dtype=self._dtype, pin_memory=True) for _ in range(2)]
         k = self._turn = 1 - self._turn
         self._free[k].synchronize()
         staged = self._staging[k][: source.numel()]
@@ -63,11 +98,17 @@ class _Lane:
             target.copy_(staged, non_blocking=True)
             self._free[k].record(self._stream)
 
-    def to_backing(self, source: Tensor, target: Tensor) -> None:
-        """At most ``WINDOW`` numbers; they are there when it returns."""
+    def to_backing(self, source: Tensor, target: Tensor, *, pinned: bool) -> None:
+        """At most a ``window``; they are there after ``finish``. ``pinned``: ``target`` is."""
         if not self._cuda:
             target.copy_(source)
             return
+        if pinned:
+            with torch.cuda.stream(self._stream):
+                target.copy_(source, non_blocking=True)
+            return
+        if not self._staging:
+            self._staging = [torch.empty(WINDOW, dtype=self._dtype, pin_memory=True)]
         staged = self._staging[0][: source.numel()]
         with torch.cuda.stream(self._stream):
             staged.copy_(source, non_blocking=True)
@@ -85,9 +126,50 @@ class _Lane:
             self._stream.synchronize()
 
 
+class Ferry:
+    """What goes from one sub-model to the next, between the device and backing memory. On CUDA its copies run beside the
+    computation, in the order of the calls. Only the compute thread calls it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def store(self, values: Tensor, place: Tensor) -> None:
+        """Bring ``values`` to ``place`` in backing memory. They are there for every later ``fetch``."""
+        if self._stream is None:
+            place.copy_(values)
+            return
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            place.copy_(values, non_blocking=True)
+        values.record_stream(self._stream)
+
+    def fetch(self, place: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy ``place`` to the device. Call what it returns when the computation needs the copy."""
+        if self._stream is None:
+            return lambda: place.to(self._device)
+        values = torch.empty_like(place, device=self._device)
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # its memory may have been another tensor's
+        with torch.cuda.stream(self._stream):
+            values.copy_(place, non_blocking=True)
+            arrived = self._stream.record_event()
+
+        def get() -> Tensor:
+            torch.cuda.default_stream(self._device).wait_event(arrived)
+            return values
+
+        return get
+
+    def finish(self) -> None:
+        """Returns when nothing is under way."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 class Loader:
-    """Keeps at most two sub-models on the device: the one that computes, and the next. Only the compute thread calls
-    it."""
+    """Keeps at most two sub-models on the device: the one that computes, and a neighbour of it, which comes next. Those
+    with even numbers have their place at the beginning of one buffer, the others at its end, so that nothing is taken and
+    given back between them. Only the compute thread calls it."""
 
     def __init__(
         self,
@@ -100,8 +182,10 @@ class Loader:
         inline: bool,
     ) -> None:
         self._models, self._state, self._device, self._dtype, self._jobs = models, state, device, dtype, jobs
-        self._lane = _Lane("load", device, dtype, inline=inline)
+        self.lane = Lane("load", device, dtype, device_window(state.layout.size), inline=inline)
         self.traffic = Traffic()
+        self._size = max([m.size for m in models] + [a.size + b.size for a, b in pairwise(models)]) + ALIGNED
+        self._buffer: Tensor | None = None
         self._held: dict[int, Tensor] = {}
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
@@ -121,48 +205,50 @@ class Loader:
         return self._models[k].bind(self._held[k])
 
     def forget(self) -> None:
-        """The weights have changed."""
-        self._make_room(set())
+        """The weights have changed. On the CPU, where the update needs it, the memory is given back."""
+        self._let_go(set())
+        if self._device.type == "cpu":
+            self._buffer = None
 
     def _begin(self, k: int, keep: set[int]) -> None:
         """Load sub-model ``k``, in place of all but ``keep``."""
-        free = self._make_room(keep)
-        self._coming[k] = self._lane.thread.submit(self._load, self._models[k], free)
+        self._let_go(keep)
+        if self._buffer is None:
+            self._buffer = torch.empty(self._size, dtype=self._dtype, device=self._device)
+        model = self._models[k]
+        at = (self._size - model.size) // ALIGNED * ALIGNED if k % 2 else 0
+        place = self._buffer.data[at : at + model.size]  # autograd must not take it for a change of its neighbour
+        self.lane.follow()
+        self._coming[k] = self.lane.thread.submit(self._load, model, place)
 
-    def _make_room(self, keep: set[int]) -> list[Tensor]:
-        """Let go of all but ``keep``. Returns memory that may be used again."""
+    def _let_go(self, keep: set[int]) -> None:
+        """Let go of all but ``keep``."""
         for k in [k for k in self._coming if k not in keep]:
             self._held[k] = self._coming.pop(k).result()
-        free = []
         for k in [k for k in self._held if k not in keep]:
-            free.append(self._held.pop(k))
+            del self._held[k]
             self._models[k].unbind()
-        return free
 
-    def _load(self, model: SubModel, free: list[Tensor]) -> Tensor:
+    def _load(self, model: SubModel, target: Tensor) -> Tensor:
         begin = time.perf_counter()
         with self._jobs.at("load", part=model.number):
-            fitting = next((t for t in free if t.numel() == model.size), None)
-            free.clear()  # what does not fit is freed before more is taken
-            target = torch.empty(model.size, dtype=self._dtype, device=self._device) if fitting is None else fitting
-            self._lane.follow()
             source = self._state.model
             direct = target.device.type == "cpu" and target.dtype == torch.float32
-            for a, b, at in model.pieces(WINDOW):
+            for a, b, at in model.pieces(self.lane.window(source)):
                 source.expect(b, min(2 * b - a, source.values.numel()))
                 if direct:
                     source.read(a, target[at : at + b - a])
                 else:
-                    self._lane.to_device(source.values[a:b], target[at : at + b - a])
+                    self.lane.to_device(source.values[a:b], target[at : at + b - a], pinned=source.pinned)
                     source.release(a, b)
-            self._lane.finish()
+            self.lane.finish()
         self.traffic.loads += 1
         self.traffic.loaded_bytes += target.numel() * target.element_size()
         self.traffic.load_s += time.perf_counter() - begin
         return target
 
     def close(self) -> None:
-        self._lane.thread.shutdown(wait=False, cancel_futures=True)
+        self.lane.thread.shutdown(wait=False, cancel_futures=True)
         self._held.clear()
         self._coming.clear()
 
@@ -171,24 +257,25 @@ class Drain:
     """Sums the gradients of one sub-model on the device, and brings the sum into backing memory while the next one
     computes. Only the compute thread calls it."""
 
-    def __init__(self, traffic: Traffic, device: torch.device, jobs: Jobs, *, inline: bool) -> None:
+    def __init__(
+        self, models: Sequence[SubModel], traffic: Traffic, device: torch.device, jobs: Jobs, *, inline: bool
+    ) -> None:
         self._traffic, self._device, self._jobs = traffic, device, jobs
-        self._lane = _Lane("drain", device, torch.float32, inline=inline)
+        window = device_window(sum(model.size for model in models))
+        self._lane = Lane("drain", device, torch.float32, window, inline=inline)
+        self._size = max(model.size for model in models)
+        self._buffer: Tensor | None = None
         self._leaving: Future[None] | None = None
         self._sum: Tensor | None = None
         self._views: list[Tensor] = []
-        self._free: Tensor | None = None
-        """Memory of the last sum, which has left."""
 
     def add(self, model: SubModel, gradients: Sequence[Tensor], alpha: float) -> None:
         """Add ``alpha`` x ``gradients`` of a microbatch, in the order of the sub-model's layout."""
         if self._sum is None:
             self.finish()  # one sum at a time
-            self._sum, self._free = self._free, None
-            if self._sum is None or self._sum.numel() != model.size:
-                self._sum = None  # before another one is taken
-                self._sum = torch.empty(model.size, device=self._device)
-            self._sum.zero_()
+            if self._buffer is None:
+                self._buffer = torch.empty(self._size, device=self._device)
+            self._sum = self._buffer[: model.size].zero_()
             self._views = list(model.layout.views(self._sum).values())
         torch._foreach_add_(self._views, list(gradients), alpha=alpha)
 
@@ -196,6 +283,7 @@ class Drain:
         """Bring the sum to its place in ``target``, flat [P]; zeros if nothing was added."""
         values, self._sum, self._views = self._sum, None, []
         self.finish()
+        self._lane.follow()
         self._leaving = self._lane.thread.submit(self._store, model, values, target)
 
     def finish(self) -> None:
@@ -207,21 +295,23 @@ class Drain:
             self._traffic.wait_s += time.perf_counter() - begin
 
     def drop(self) -> None:
-        """Forget what was added and not sent."""
-        self._sum, self._free, self._views = None, None, []
+        """Forget what was added and not sent. On the CPU, where the update needs it, the memory is given back."""
+        self._sum, self._views = None, []
+        if self._device.type == "cpu":
+            self._buffer = None
 
     def _store(self, model: SubModel, values: Tensor | None, target: Region) -> None:
         with self._jobs.at("drain", part=model.number), torch.no_grad():
-            for a, b, at in model.pieces(WINDOW):
+            for a, b, at in model.pieces(self._lane.window(target)):
                 if values is None:
                     target.values[a:b].zero_()
                 elif values.device.type == "cpu":
                     target.write(a, values[at : at + b - a])
                     continue
                 else:
-                    self._lane.to_backing(values[at : at + b - a], target.values[a:b])
+                    self._lane.to_backing(values[at : at + b - a], target.values[a:b], pinned=target.pinned)
                 target.release(a, b)
-        self._free = values
+            self._lane.finish()
 
     def close(self) -> None:
         self._lane.thread.shutdown(wait=False, cancel_futures=True)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from muletrain.optim.flat import FlatLayout
     from muletrain.optim.rules import Rule
 
+IN_PLACE = 16
+"""Times of ``update_window`` that are updated at a time where nothing is copied: each call of the rule costs time."""
 KINDS = ("model", "moment1", "moment2")
 
 
@@ -38,7 +40,10 @@ class State:
         """Raises CapacityError if the backing memory is too small."""
         self.layout = layout
         versions = 2 if backing.durable else 1
-        self._versions = [{kind: backing.named(f"{kind}-{v}", layout.size) for kind in KINDS} for v in range(versions)]
+        self._versions = [
+            {kind: backing.named(f"{kind}-{v}", layout.size, copied=kind == "model") for kind in KINDS}
+            for v in range(versions)
+        ]
         self._counts = backing.named("counts", 1)
         self._lock = threading.Lock()
 
@@ -92,17 +97,19 @@ class State:
         with self._lock, torch.no_grad():
             old, new = self._current, self._next
             ranges = self._ranges(rule)
-            buffers = torch.empty(4, max((b - a for a, b in ranges), default=0))
+            in_place = old is new
+            buffers = torch.empty(1 if in_place else 4, max((b - a for a, b in ranges), default=0))
             for a, b in ranges:
                 piece, *state = buffers[:, : b - a]
-                piece.copy_(gradient[a:b])
-                update.add_tied(piece, a)
-                piece *= update.scale
-                for kind, values in zip(KINDS, state, strict=True):
-                    old[kind].read(a, values)
+                update.write_scaled(gradient, a, piece)
+                if in_place:
+                    state = [old[kind].values[a:b] for kind in KINDS]
+                else:
+                    for kind, values in zip(KINDS, state, strict=True):
+                        old[kind].read(a, values)
                 weights, first, second = state
                 rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
-                for kind, values in zip(KINDS, state, strict=True):
+                for kind, values in zip(KINDS, state, strict=True) if not in_place else ():
                     new[kind].write(a, values)
                     old[kind].expect(b, min(2 * b - a, self.layout.size))
             self._count(new, update.step + 1)
@@ -112,7 +119,7 @@ class State:
         if rule.by_tensor:
             return list(self.layout.ranges())
         ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
-        window = update_window(self.layout.size)
+        window = update_window(self.layout.size) * (1 if len(self._versions) > 1 else IN_PLACE)
         return [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
 
     def skip(self, step: int) -> None:

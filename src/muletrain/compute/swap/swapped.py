@@ -16,12 +16,14 @@ import torch
 
 from muletrain.compute import checks
 from muletrain.compute.block import block_times
+from muletrain.compute.probe import precision_dtype
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
-from muletrain.compute.swap.backing import WINDOW, Disk, Memory, keep_freed_memory_small
+from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
+from muletrain.compute.swap.loading import Lane, device_window
 from muletrain.compute.swap.rounds import Rounds
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Layer
 
-PROBED = 16 * WINDOW
+PROBED = 1 << 24
 """Numbers that are read to measure how fast weights are loaded."""
 
 
@@ -109,9 +111,7 @@ class SwappedCompute(ThreadedCompute):
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
         chain = chain_of(spec, cut, stage)
-        self._backing: Backing = (
-            Memory(pinned=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
-        )
+        self._backing: Backing = Memory(gpu=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
         if setup.device.type == "cpu":
             keep_freed_memory_small()
         self._failure: BaseException | None = None
@@ -141,7 +141,7 @@ class SwappedCompute(ThreadedCompute):
         self.jobs = self.threads.jobs
         self.state_ = state = State(layout, self._backing)
         state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
-        rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model)
+        rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model, setup)
         self.plan = fitted(*needs, swap.offer, rate, swap.most)
         self.parts = len(self.plan.runs)
         models = sub_models(chain, self.plan.runs, layout)
@@ -367,10 +367,17 @@ def measured_flops(spec: Model, setup: StageSetup) -> float:
     return spec.layer_flops() * found.sequences * found.tokens / found.forward_s
 
 
-def measured_rate(model: Region) -> float:
-    """How fast weights come from backing memory [bytes/s]."""
-    numbers = min(PROBED, model.values.numel())
-    target, begin = torch.empty(numbers), time.perf_counter()
-    for a, b in model.windows(0, numbers):
-        target[a:b].copy_(model.values[a:b])
-    return 4 * numbers / max(1e-9, time.perf_counter() - begin)
+def measured_rate(model: Region, setup: StageSetup) -> float:
+    """How fast weights come from backing memory [bytes/s, in the precision that the device computes in]."""
+    numbers, dtype = min(PROBED, model.values.numel()), precision_dtype(setup.precision)
+    lane = Lane("probe", setup.device, dtype, device_window(model.values.numel()), inline=True)
+    target = torch.empty(numbers, dtype=dtype, device=setup.device)
+    begin = time.perf_counter()
+    for _again in range(2 if setup.device.type == "cuda" else 1):  # the first copy takes buffers
+        begin = time.perf_counter()
+        for a in range(0, numbers, lane.window(model)):
+            b = min(a + lane.window(model), numbers)
+            lane.to_device(model.values[a:b], target[a:b], pinned=model.pinned)
+            model.release(a, b)
+        lane.finish()
+    return target.nbytes / max(1e-9, time.perf_counter() - begin)
