@@ -119,12 +119,11 @@ class Arrival:
     async def _may_stay(self) -> bool:
         """Has no replica a later state, and can the step still be done? Nobody keeps weights of more than one step back,
         so our state is of no use once most others are further on: the one replica that went on with them is lost."""
-        ctx, position, step = self._ctx, self._position, self._position.step
-        replicas = ctx.roster.replicas()
-        asked = tuple(dict.fromkeys((*replicas, *ctx.roster.spread(MAX_ASKED))))
-        answers = await ctx.detector.ask_all(asked, position.lineage, step)
-        if any(progress.beyond(step) for peer, progress in answers.items() if peer in replicas):
+        ctx, lineage, step = self._ctx, self._position.lineage, self._position.step
+        answers = await ctx.detector.ask_all(ctx.roster.replicas(), lineage, step)
+        if any(progress.beyond(step) for progress in answers.values()):
             return False
+        answers |= await ctx.detector.ask_all(ctx.roster.spread(MAX_ASKED), lineage, step)
         far = sum(progress.step > step + 1 for progress in answers.values())
         return far <= sum(step <= progress.step <= step + 1 for progress in answers.values())
 
