@@ -40,10 +40,12 @@ def test_two_machines_train_and_a_stranger_is_refused(
     # the end of the ticket protects it against typing errors; another run's ticket is whole, but of another secret
     assert "damaged" in output(machines("c", "join", ticket[:-6] + "AAAAAA"), code=2)
     assert "other" in (told := output(machines("c", "join", _with_other_secret(ticket)), code=2)) or "another" in told
-    joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2", "--name", "helping-hand")
+    slow = ["--bandwidth", "2"]  # steps wait for the link: without it, training takes all cores from the commands
+    joiner = machines("b", "join", ticket, "--data", "pydoc", "--memory", "2", "--name", "helping-hand", *slow)
     wait_for(lambda: trained(tmp_path / "b", "helping-hand") > 2)
     status: dict[str, Any] = {"step": 0}
     while not status["step"]:  # peers announce their step now and then
+        time.sleep(3)
         status = json.loads(output(machines("c", "status", ticket, "--json")))
     assert [p["stage"] for p in status["peers"]] == [0, 1]
     assert 0 < status["step"] < status["steps"] == 100000

@@ -16,6 +16,7 @@ from muletrain.errors import MuletrainError, ProtocolError
 from muletrain.events import TransferFailed
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.deadline import Deadline
+from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.mean_gradient import fetch_gradient
 from muletrain.runtime.averaging.messages import AskGradient
 from muletrain.runtime.members.context import Context
@@ -100,6 +101,22 @@ def test_a_donor_with_another_state_is_outvoted_and_one_that_is_behind_is_not_wa
         stage.states["c"].tensors["model/a"][0] += 1
         stage.at["d"].step = 2
         await stage.receiver.fetch(lambda offer: True)
+        stage.check()
+        assert not stage.networks["c"].counters.sent["t", Block.KIND]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["together", "a step apart"])
+def test_what_one_donor_alone_claims_is_not_taken_however_far_it_is(ahead: int) -> None:
+    async def scenario() -> None:
+        stage = Stage("abc")
+        for donor, chain in {
+            "b": Chain(3 + ahead, (bytes(32),) * (1 + ahead)),
+            "c": Chain(7, (b"\xff" * 32,) * 5),  # of a later branch, too
+        }.items():
+            stage.at[donor].step, stage.at[donor].applied, stage.at[donor].chain = chain.step, chain.lineages[-1], chain
+        assert (await stage.receiver.fetch(lambda offer: True)).step == 3
         stage.check()
         assert not stage.networks["c"].counters.sent["t", Block.KIND]
 

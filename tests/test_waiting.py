@@ -195,6 +195,26 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
     assert took[-1] < 4.0
 
 
+@pytest.mark.parametrize(
+    ("comes_s", "deadline_s"), [((1.0, 2.0, 100.0), 6.0), ((1.0, 31.0, 100.0), 93.0), ((95.0, 100.0), 300.0)]
+)
+def test_what_came_before_the_second_question_says_how_long_a_first_wait_takes(
+    comes_s: tuple[float, ...], deadline_s: float
+) -> None:
+    """One keeps its part to itself until the others do without: all later waits would last as long."""
+    deadline = Deadline()
+
+    async def scenario() -> None:
+        clock, news, came = LoopClock(), News(), list[float]()
+        waits = Waits(clock, news, _Waiter())
+        for at_s in comes_s:
+            asyncio.get_running_loop().call_later(at_s, lambda at_s=at_s: (came.append(at_s), news.touched()))
+        await waits.until(lambda: len(came) == len(comes_s), deadline, "it", so_far=lambda: len(came))
+
+    virtually(scenario())
+    assert deadline.seconds() == pytest.approx(deadline_s)
+
+
 def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() -> None:
     """Deadlines doubled to more than the patience: nobody was asked meanwhile, and stages without replicas gave up
     while others averaged 2 GB on 37 Mb/s (fleet 109 of the grid)."""

@@ -21,6 +21,7 @@ from muletrain.cli.commands.steer import kick, status, stop, ticket
 from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.errors import MuletrainError, no_room
+from muletrain.runs.fleet import PASSIVE
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
@@ -82,6 +83,7 @@ def main() -> None:
     """Run the program. An error prints its message without a traceback and exits with code 2."""
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
+    os.environ.update(PASSIVE | os.environ)
     try:
         _run()
     except SystemExit as e:

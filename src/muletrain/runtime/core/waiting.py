@@ -80,14 +80,23 @@ class Waits:
         what: str,
         ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
         pulse: Pulse | None = None,
+        so_far: Callable[[], int] = lambda: 0,
     ) -> None:
         """Wait for ``condition``. Call ``ask`` at each missed deadline, and when a peer dies, and wait on meanwhile. No
-        deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
+        deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline. ``so_far`` counts what has
+        come of what we wait for.
 
         Raises MuletrainError when the wait is hopeless, and what ``ask`` and ``look_around`` raise.
         """
         begin = self._clock.now()
-        attempt, due = 0, begin + deadline.seconds()
+        attempt, due, count, came_s = 0, begin + deadline.seconds(), so_far(), math.inf
+
+        def met() -> bool:
+            nonlocal count, came_s
+            if attempt < 2 and (now_count := so_far()) != count:
+                count, came_s = now_count, self._clock.now()
+            return condition()
+
         self._signals.hurried = False
         asking: asyncio.Task[None] | None = None
         try:
@@ -97,13 +106,13 @@ class Waits:
                     asking.result()
                     asking = None
                 self._waiter.look_around()
-                if condition():
+                if met():
                     break
                 if self._signals.hurried and asking is None:
                     self._signals.hurried = False
                     asking = asyncio.create_task(ask())
                     asking.add_done_callback(lambda _: self._signals.touched())
-                news = self._news(condition, asking)
+                news = self._news(met, asking)
                 try:  # other news does not delay the question
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
@@ -121,9 +130,10 @@ class Waits:
             if asking is not None:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-        # a wait that our question ended does not tell how long such waits take (Karn's algorithm)
+        # a wait that our question ended does not tell how long such waits take (Karn's algorithm); for a first idea of
+        # that, what came before the second question tells more than a wait that a liar may have held up
         if attempt == 0 or not deadline.known:
-            deadline.measured(self._clock.now() - begin)
+            deadline.measured(min(came_s if attempt else math.inf, self._clock.now()) - begin)
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
         """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""

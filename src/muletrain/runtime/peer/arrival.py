@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
 """Times that a checkpoint's part is requested, or that a step is tried again which others went on from, before a peer
 gives up; and the pause between, which doubles [s]."""
+MAX_ASKED = 8
+"""Peers of any stage asked how far the run is."""
 MAX_PURSUITS = 10
 """States that a peer takes one after the other, each too old when it has come, before it gives up."""
 
@@ -100,9 +102,9 @@ class Arrival:
 
     async def catch_up(self, why: Behind) -> None:
         """Take the state of a replica that has gone on or, if our weights are wrong, of one at our step. If ours are
-        right and no replica has later ones, take part in the step again: they may be the last of our stage. Raises
-        MuletrainError if no replica has what is needed."""
-        if why.weights_hold and self._stays < TRIES and not await self._has_later_replica():
+        right, no replica has later ones and most others are near, take part in the step again: they may be the last of
+        our stage. Raises MuletrainError if no replica has what is needed."""
+        if why.weights_hold and self._stays < TRIES and await self._may_stay():
             return await self._stay(why)
         self._ctx.emit(StateMissed(reason=str(why)))
         self._life.to(State.RECOVERING)
@@ -114,10 +116,16 @@ class Arrival:
         else:
             await self._take_state(lambda offer: offer.step >= own.step, own.step)
 
-    async def _has_later_replica(self) -> bool:
-        ctx, position = self._ctx, self._position
-        answers = await ctx.detector.ask_all(ctx.roster.replicas(), position.lineage, position.step)
-        return any(progress.beyond(position.step) for progress in answers.values())
+    async def _may_stay(self) -> bool:
+        """Has no replica a later state, and can the step still be done? Nobody keeps weights of more than one step back,
+        so our state is of no use once most others are further on: the one replica that went on with them is lost."""
+        ctx, lineage, step = self._ctx, self._position.lineage, self._position.step
+        answers = await ctx.detector.ask_all(ctx.roster.replicas(), lineage, step)
+        if any(progress.beyond(step) for progress in answers.values()):
+            return False
+        answers |= await ctx.detector.ask_all(ctx.roster.spread(MAX_ASKED), lineage, step)
+        far = sum(progress.step > step + 1 for progress in answers.values())
+        return far <= sum(step <= progress.step <= step + 1 for progress in answers.values())
 
     async def _stay(self, why: Behind) -> None:
         self._ctx.emit(StateKept(reason=str(why)))

@@ -113,6 +113,7 @@ class Reduction:
                     "microbatches to go through",
                     self._ask_progress,
                     self._ctx.meter.pulse,
+                    lambda: len(self._work.losses),
                 )
                 await self._begin_ahead()
                 gradient = await self._reduce(weights)

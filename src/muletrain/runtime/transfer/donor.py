@@ -354,14 +354,19 @@ class Receiver:
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """The copy of the latest branch that most donors offer, and these donors. Ties: the newest copy, then the lowest
-    donor's."""
+    """The copy to take, and the donors that offer it. A state counts before others if two donors have it in their
+    histories, since one alone could make up a later branch or step. Then come the latest branch, the most donors, the
+    newest copy, and the lowest donor's."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))
     if not by_copy:
         return None, []
-    latest = max(branch_of(lineage) for _, lineage, _ in by_copy)
-    copies = [o for (_, lineage, _), o in by_copy.items() if branch_of(lineage) == latest]
-    best = min(copies, key=lambda o: (-len(o), -o[0][1].step, o[0][0]))
+
+    def order(copy: tuple[int, bytes, bytes]) -> tuple[bool, bytes, int, int]:
+        step, lineage, _ = copy
+        confirmed = sum(offer.chain.at(step) == lineage for _, offer in offers) > 1
+        return confirmed, branch_of(lineage), len(by_copy[copy]), step
+
+    best = by_copy[max(by_copy, key=order)]
     return best[0][1], [donor for donor, _ in best]

@@ -89,7 +89,7 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
         s = replace(s, faults=())
     lies = [Fault(rng.uniform(0.0, span(s)), "lie", (liar,), FOR_EVER_S, how=how)]
     later_s = rng.uniform(0.2, 0.8) * span(s)
-    if how in ("copies", "others"):
+    if how in ("copies", "others", "history"):
         lies.append(Fault(later_s, "join", (f"peer-{stage}l",)))
     if how == "claims":  # what is lost, it claims to hold
         lies.append(Fault(later_s, "slow" if s.trainers == 1 and other == s.members[0][0] else "kill", (other,), 1.0))
