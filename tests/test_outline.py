@@ -76,6 +76,19 @@ def test_the_estimate_of_a_blocks_activations_is_what_autograd_keeps(name: str, 
     assert SEQUENCES * CONTEXT * model.kept_bytes(0, dtype.itemsize) == pytest.approx(kept_by(block, x), rel=0.02)
 
 
+def test_in_16_bits_one_block_of_each_kind_is_traced() -> None:
+    """Layers whose attention differs in its mask alone are of two kinds."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = config_of("gemma3", layer_types=kinds, num_hidden_layers=4)
+    model = TracedModel(json.dumps(config, sort_keys=True), CONTEXT)
+    found = [model.kept_bytes(layer, 2) for layer in range(4)]
+    assert found[0] > found[1]
+    assert tracing.made.cache_info().currsize == 2, "in fp32 and, shorter, in bf16"
+    whole = tracing.made(model.architecture, CONTEXT, "bfloat16").outline.parts
+    assert tracing.made.cache_info().currsize == 3
+    assert found == [part.kept_bytes for part in whole[1:-1]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loss_counts_at_its_peak(dtype: torch.dtype) -> None:
     for model in (model_of("llama-linear", vocab_size=3000, num_hidden_layers=2), NATIVE):

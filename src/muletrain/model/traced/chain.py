@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
 from muletrain.model.chain import LOSS_BYTES, TOKENS, Model, TensorType, TiedParameter
-from muletrain.model.traced.outline import Outline, PartOutline, agreed, outline, with_tables
+from muletrain.model.traced.outline import Outline, PartOutline, agreed, extend, outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,7 +146,7 @@ class TracedModel(Model):
     @property
     def outline(self) -> Outline:
         """What is known of the chain without its graph."""
-        return outlined(self.architecture, self.context, "float32")
+        return outlined(self.architecture, self.context)
 
     @property
     def _made(self) -> _Made:
@@ -227,8 +227,9 @@ class TracedModel(Model):
 
     def _kept(self, part: int, size: int) -> float:
         """A precision of 16 bits has a graph of its own: some values stay in fp32."""
-        precision = "float32" if size == 4 else "bfloat16"
-        return outlined(self.architecture, self.context, precision).parts[part].kept_bytes
+        if size == 4:
+            return self.outline.parts[part].kept_bytes
+        return kept_in_16_bits(self.architecture, self.context)[part]
 
     @property
     def largest_tensor(self) -> int:
@@ -268,7 +269,7 @@ class TracedModel(Model):
         if found is None:
             found = self._made.tables.most_bytes(sequences, self.context)
             if not self.own_loss:
-                with_tables(self.outline, self.architecture, self.context, sequences, found)
+                extend(self.architecture, self.context, tables={sequences: found})
         return found
 
 
@@ -283,16 +284,17 @@ class _Made:
 
 
 @functools.lru_cache(maxsize=8)
-def outlined(architecture: str, context: int, precision: str) -> Outline:
+def outlined(architecture: str, context: int) -> Outline:
     """Of ``made``, from the cache where it has the model. A user's own module is always traced: its code may change."""
     if TracedModel(architecture, context).own_loss:
-        return made(architecture, context, precision).outline
-    return outline(architecture, context, precision, lambda: made(architecture, context, precision).outline)
+        return made(architecture, context, "float32").outline
+    return outline(architecture, context, lambda: made(architecture, context, "float32").outline)
 
 
 @functools.lru_cache(maxsize=8)
-def made(architecture: str, context: int, precision: str) -> _Made:
-    """Build, trace and cut the model; ``precision``: 'float32', 'bfloat16' or 'float16'. Raises ConfigError."""
+def made(architecture: str, context: int, precision: str, blocks: int | None = None) -> _Made:
+    """Build, trace and cut the model, or a model of its first ``blocks``; ``precision``: 'float32', 'bfloat16' or
+    'float16'. Raises ConfigError."""
     import torch
 
     from muletrain.model.traced.costs import costs
@@ -302,6 +304,8 @@ def made(architecture: str, context: int, precision: str) -> _Made:
 
     spec, dtype = TracedModel(architecture, context), getattr(torch, precision)
     module, buffers = _built(spec, dtype)
+    if blocks is not None:
+        del _layers(module)[blocks:]
     try:
         traced = trace(module, context, (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,), dtype)
         parts = cut(traced, module)
@@ -323,9 +327,42 @@ def made(architecture: str, context: int, precision: str) -> _Made:
         shapes=traced.shapes,
         parts=costs(parts, traced, context, tables.causal(context)),
     )
-    if not spec.own_loss:
-        found = agreed(found, architecture, context, precision)
+    if not spec.own_loss and precision == "float32":
+        found = agreed(found, architecture, context)
     return _Made(parts, constants, found, tables)
+
+
+@functools.lru_cache(maxsize=8)
+def kept_in_16_bits(architecture: str, context: int) -> tuple[float, ...]:
+    """``PartOutline.kept_bytes`` of each part in bf16, from the cache where it has them."""
+    spec = TracedModel(architecture, context)
+    if not (found := spec.outline.kept_16):
+        found = _kept_in_16_bits(spec)
+        if not spec.own_loss:
+            extend(architecture, context, kept_16=found)
+    return found
+
+
+def _kept_in_16_bits(spec: TracedModel) -> tuple[float, ...]:
+    """Of a model with as many blocks as it takes to have one of each kind, if that can be traced; else of the whole."""
+    kinds = spec.outline.kinds
+    alike = [kinds.index(kind) for kind in kinds]
+    if not spec.own_loss and max(alike) + 1 < len(kinds):
+        try:
+            first, *short, last = made(spec.architecture, spec.context, "bfloat16", max(alike) + 1).outline.parts
+        except ConfigError:
+            short = []
+        if len(short) == max(alike) + 1:
+            return (first.kept_bytes, *(short[k].kept_bytes for k in alike), last.kept_bytes)
+    return tuple(part.kept_bytes for part in made(spec.architecture, spec.context, "bfloat16").outline.parts)
+
+
+def _layers(module: nn.Module) -> nn.ModuleList:
+    """The list that holds most of the parameters."""
+    from torch import nn
+
+    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList))
+    return max(lists, key=lambda child: sum(p.numel() for p in child.parameters()))
 
 
 def _digest(traced: Traced, parts: Parts, buffers: list[str]) -> str:

@@ -4,6 +4,7 @@ pass on the meta device, which computes no numbers. There attention keeps what f
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -
         slope = (at_whole - at_half) / (context - half) if context > half else 0.0
         found.append(
             PartOutline(
+                code=kept.code(part),
                 weights=part.weights,
                 params=sum(math.prod(traced.shapes[name]) for name in own),
                 linear_flops=at_whole - slope * context,
@@ -81,10 +83,21 @@ class _Kept:
         self._weights = {name: node for node, name in traced.parameters.items()}
         self._known: dict[object, float] = {}
 
+    def code(self, part: Part) -> str:
+        """``PartOutline.code``"""
+        kinds = [self._kind(name) for name in part.tables]
+        return hashlib.sha256(f"{part.code} {kinds}".encode()).hexdigest()[:16]
+
+    def _kind(self, table: str) -> str:
+        node = self._nodes[table]
+        if table in self._causal or not isinstance(val := node.meta["val"], Tensor):
+            return "causal" if table in self._causal else "size"
+        return f"{val.dtype} {_shape(node, self._traced, self._tokens)}"
+
     def of(self, part: Part) -> float:
         weights = [self._meta(self._weights[name]) for name in part.weights]
         inputs = [self._meta(self._nodes[name]) for name in part.inputs]
-        key = (part.code, *(tuple(tensor.shape) for tensor in (*weights, *inputs)))
+        key = (self.code(part), *(tuple(tensor.shape) for tensor in (*weights, *inputs)))
         if key not in self._known:
             try:
                 self._known[key] = self._passed(part, weights, inputs)

@@ -1,9 +1,9 @@
 """What planning asks of a traced chain: its parameters and costs, without its graph. Tracing takes seconds to minutes, so
 the outline is kept in the user's cache (``config.cache``).
 
-An entry belongs to a configuration, a length and a precision, and to the software that traces: versions, and the text of
-this package. A process that traces compares what it finds with the entry, so blocks that are computed are never other
-ones than those that were agreed on.
+An entry belongs to a configuration, a length, and the software that traces: versions, and the text of this package. A
+process that traces compares what it finds with the entry, so blocks that are computed are never other ones than those
+that were agreed on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muletrain.config.section import Section
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 KIND = "traced"
 """The cache's folder."""
@@ -31,13 +31,14 @@ KIND = "traced"
 class PartOutline(Section):
     """One part of the chain. Costs are per token."""
 
+    code: str = Field(description="digest of its function's code and of the kinds of tables that it takes")
     weights: tuple[str, ...] = Field(description="its parameters by name, in the order of its function")
     params: int = Field(ge=0, description="parameters that no earlier part has")
     linear_flops: float = Field(description="forward FLOPs that do not depend on the length of the sequence")
     token_flops: float = Field(description="forward FLOPs for each token of the sequence")
     kept_bytes: float = Field(
         ge=0,
-        description="what autograd keeps from forward to backward in the precision of the chain, at the context's length",
+        description="what autograd keeps from forward to backward in the precision of the graph, at the context's length",
     )
 
     def flops(self, tokens: int) -> float:
@@ -46,24 +47,32 @@ class PartOutline(Section):
 
 
 class Outline(Section):
-    """A chain that was traced."""
+    """A chain that was traced in fp32."""
 
     digest: str = Field(description="of names and shapes of parameters, and of the code of each part")
     width: int = Field(gt=0, description="numbers that go from one block to the next for each token")
     shapes: dict[str, tuple[int, ...]] = Field(description="shape of each parameter; tied ones once")
     parts: tuple[PartOutline, ...] = Field(min_length=3, description="before the blocks, the blocks, after them")
     tables: dict[int, int] = Field(default={}, description="by microbatch [sequences], the tables' size [bytes]")
+    kept_16: tuple[float, ...] = Field(
+        default=(), description="kept_bytes of each part in 16 bits; empty: not known yet"
+    )
+
+    @property
+    def kinds(self) -> list[object]:
+        """What equal blocks have in common, for each block."""
+        return [(part.code, *(self.shapes[name] for name in part.weights)) for part in self.parts[1:-1]]
 
 
-def outline(architecture: str, context: int, precision: str, trace: Callable[[], Outline]) -> Outline:
+def outline(architecture: str, context: int, trace: Callable[[], Outline]) -> Outline:
     """The outline of a model of ``transformers``: from the cache, or what ``trace`` finds."""
-    return kept(KIND, _about(architecture, context, precision), Outline) or trace()
+    return kept(KIND, _about(architecture, context), Outline) or trace()
 
 
-def agreed(found: Outline, architecture: str, context: int, precision: str) -> Outline:
+def agreed(found: Outline, architecture: str, context: int) -> Outline:
     """Keep what tracing found. Raises ConfigError if the cache had another chain, which this process may have agreed on
     with others; the next one finds this chain there."""
-    about = _about(architecture, context, precision)
+    about = _about(architecture, context)
     earlier = kept(KIND, about, Outline)
     if earlier is not None and earlier.digest == found.digest:
         return earlier
@@ -76,17 +85,20 @@ def agreed(found: Outline, architecture: str, context: int, precision: str) -> O
     return found
 
 
-def with_tables(found: Outline, architecture: str, context: int, sequences: int, nbytes: int) -> None:
-    """Keep the size of the tables for microbatches of ``sequences`` as well."""
-    about = _about(architecture, context, "float32")
-    latest = kept(KIND, about, Outline) or found
-    keep(KIND, about, latest.model_copy(update={"tables": {**latest.tables, sequences: nbytes}}))
+def extend(
+    architecture: str, context: int, *, tables: Mapping[int, int] | None = None, kept_16: tuple[float, ...] = ()
+) -> None:
+    """Add to the entry what took time as well."""
+    about = _about(architecture, context)
+    if (latest := kept(KIND, about, Outline)) is not None:
+        update = {"tables": {**latest.tables, **(tables or {})}, "kept_16": kept_16 or latest.kept_16}
+        keep(KIND, about, latest.model_copy(update=update))
 
 
-def _about(architecture: str, context: int, precision: str) -> dict[str, object]:
+def _about(architecture: str, context: int) -> dict[str, object]:
     software = {name: version(name) for name in ("torch", "transformers")}
     software |= {"python": sys.version, "muletrain": _own_text()}
-    return {"architecture": architecture, "context": context, "precision": precision, **software}
+    return {"architecture": architecture, "context": context, **software}
 
 
 @functools.cache
