@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 
+from muletrain.config.cache import cache_folder
 from muletrain.data.corpus import Corpus, is_heldout
 from muletrain.data.tokenizer import (
     end_of_text,
@@ -299,13 +300,6 @@ def _check_sides(train: _Side, heldout: _Side, share: float, path: str) -> None:
             f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; change it, or add text "
             "(blank lines separate paragraphs)"
         )
-
-
-def cache_folder(config: DataConfig) -> Path:
-    """The folder of all caches, which may not exist yet."""
-    if config.cache:
-        return Path(config.cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muletrain"
 
 
 def _key(config: DataConfig, corpus: Corpus, tokenizer: tokenizers.Tokenizer | None, vocab: int) -> str:

@@ -27,6 +27,9 @@ MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
 
 
+LOSS_BYTES = 3 * 4
+"""Bytes for each entry of the vocabulary when the loss's backward is at its peak: log-probabilities, their gradient and
+that of the logits, in fp32."""
 MAX_SAMPLE = 1 << 28
 """Most numbers of one sample."""
 
@@ -145,7 +148,7 @@ class Model(ABC):
 
     @abstractmethod
     def head_kept_bytes(self, size: int) -> float:
-        """The same of the part after the last block."""
+        """The same of the part after the last block, and ``LOSS_BYTES``."""
 
     def tables_bytes(self, sequences: int) -> int:
         """Bytes of what all blocks share on the device besides weights, with microbatches of ``sequences``."""

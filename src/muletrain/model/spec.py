@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
-from muletrain.model.chain import Model
+from muletrain.model.chain import LOSS_BYTES, Model
 from muletrain.model.presets import preset_fields
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class ModelSpec(Model):
         return norms + size * (2 * self.width + 2 * self.kv_width + 4 * self.ffn) + masks
 
     def head_kept_bytes(self, size: int) -> float:
-        return self.width * (2 * 4 + size) + self.vocab * (size + 2 * 4)
+        return self.width * (2 * 4 + size) + self.vocab * LOSS_BYTES
 
 
 def _default_ffn(width: int) -> int:

@@ -35,8 +35,9 @@ class Tied:
         return self.ranges[self.stages.index(stage)]
 
     def part(self, gradient: Tensor, stage: int) -> Tensor:
-        """The shared numbers of a stage's ``gradient`` [P], as a copy [T]."""
-        return torch.cat([gradient[begin:end] for begin, end in self.ranges_of(stage)])
+        """The shared numbers of a stage's ``gradient`` [P]: [T], to read only; a copy if they do not lie together."""
+        found = [gradient[begin:end] for begin, end in self.ranges_of(stage)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def placed(self, part: Tensor, stage: int) -> list[tuple[int, int, Tensor]]:
         """Where the other stage's ``part`` [T] belongs in a stage's gradient: (begin, end, values)."""

@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.config.cache import cache_folder
 from muletrain.config.model_sections import DataConfig
 from muletrain.config.trusted import trusted
-from muletrain.data.tokens import TokenCache, cache_folder
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import AdmissionError, DataError
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.transfer.tokens import WANTED, Sharing, Store, share

@@ -2,9 +2,9 @@
 
 ``architecture`` builds a module of ``transformers`` from its configuration, ``factory`` a user's own, without weights.
 ``export`` traces it to one flat graph of operators, ``cutting`` cuts that graph where a block begins, and ``operators``
-replaces what draws random numbers. ``costs`` counts parameters, FLOPs and memory. ``chain`` is the model as planning and
-runs see it, and ``stage`` a run of its blocks with weights. ``folder`` reads Hugging Face folders, and ``source`` writes
-the parts as Python for readers.
+replaces what draws random numbers. ``costs`` counts parameters, FLOPs and memory, and ``outline`` keeps them in the
+user's cache. ``chain`` is the model as planning and runs see it, and ``stage`` a run of its blocks with weights.
+``folder`` reads Hugging Face folders, and ``source`` writes the parts as Python for readers.
 
 Nothing here executes code that came over the network: a joiner gets sizes and names of an architecture, or the name of a
 factory that its own user must have named too. It builds the chain with its own software, and compares digests.

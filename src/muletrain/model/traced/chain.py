@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
-from muletrain.model.chain import TOKENS, Model, TensorType, TiedParameter
+from muletrain.model.chain import LOSS_BYTES, TOKENS, Model, TensorType, TiedParameter
+from muletrain.model.traced.outline import Outline, PartOutline, agreed, extend, outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor, fx, nn
 
     from muletrain.model.module import StageModule
-    from muletrain.model.traced.costs import Cost
     from muletrain.model.traced.cutting import Part, Parts
     from muletrain.model.traced.export import Traced
     from muletrain.model.traced.stage import Tables
@@ -102,7 +102,7 @@ class TracedModel(Model):
             from muletrain.model.traced.factory import version_of
 
             maker = version_of(self.factory)
-        return f"{self._made.digest[:16]} ({maker}, torch {version('torch')})"
+        return f"{self.outline.digest[:16]} ({maker}, torch {version('torch')})"
 
     def to_json(self) -> str:
         return json.dumps({"architecture": self.architecture, "context": self.context}, sort_keys=True)
@@ -137,11 +137,16 @@ class TracedModel(Model):
 
     @property
     def layers(self) -> int:  # type: ignore[override]
-        return len(self._chain.parts) - 2
+        return len(self.outline.parts) - 2
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        return self._made.width
+        return self.outline.width
+
+    @property
+    def outline(self) -> Outline:
+        """What is known of the chain without its graph."""
+        return outlined(self.architecture, self.context)
 
     @property
     def _made(self) -> _Made:
@@ -154,17 +159,12 @@ class TracedModel(Model):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter; tied ones once."""
-        return dict(self._made.traced.shapes)
+        return dict(self.outline.shapes)
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """What comes before the first block, the blocks, what comes after the last one."""
         return self._chain.parts
-
-    @property
-    def costs(self) -> tuple[Cost, ...]:
-        """Of each of ``parts``."""
-        return self._made.costs
 
     @property
     def table_function(self) -> fx.GraphModule:
@@ -185,7 +185,7 @@ class TracedModel(Model):
     @functools.cached_property
     def tied(self) -> dict[str, TiedParameter]:
         users: dict[str, list[int]] = {}
-        for part, found in enumerate(self._chain.parts):
+        for part, found in enumerate(self.outline.parts):
             for name in found.weights:
                 users.setdefault(name, []).append(part)
         return {
@@ -222,8 +222,14 @@ class TracedModel(Model):
 
     # Costs --------------------------------------------------------------------------------------------------------
 
-    def _cost(self, part: int) -> Cost:
-        return self._made.costs[part]
+    def _cost(self, part: int) -> PartOutline:
+        return self.outline.parts[part]
+
+    def _kept(self, part: int, size: int) -> float:
+        """A precision of 16 bits has a graph of its own: some values stay in fp32."""
+        if size == 4:
+            return self.outline.parts[part].kept_bytes
+        return kept_in_16_bits(self.architecture, self.context)[part]
 
     @property
     def largest_tensor(self) -> int:
@@ -253,53 +259,53 @@ class TracedModel(Model):
         return self._cost(-1).flops(self.context) + (1.0 if self.own_loss else 5.0 * self.vocab)
 
     def kept_bytes(self, layer: int, size: int) -> float:
-        return self._cost(1 + layer).kept_bytes * size / 4
+        return self._kept(1 + layer, size)
 
     def head_kept_bytes(self, size: int) -> float:
-        return self._cost(-1).kept_bytes * size / 4 + (0 if self.own_loss else 2 * 4 * self.vocab)
+        return self._kept(-1, size) + (0 if self.own_loss else LOSS_BYTES * self.vocab)
 
     def tables_bytes(self, sequences: int) -> int:
-        return self._made.tables.most_bytes(sequences, self.context)
+        found = self.outline.tables.get(sequences)
+        if found is None:
+            found = self._made.tables.most_bytes(sequences, self.context)
+            if not self.own_loss:
+                extend(self.architecture, self.context, tables={sequences: found})
+        return found
 
 
 @dataclass(frozen=True)
 class _Made:
     """What tracing found."""
 
-    traced: Traced
     parts: Parts
     constants: dict[str, Tensor]
-    costs: tuple[Cost, ...]
-    width: int
-    own_buffers: tuple[str, ...]
-    """What the buffers of a user's module hold, in a few digits."""
-
-    @functools.cached_property
-    def tables(self) -> Tables:
-        from muletrain.model.traced.stage import Tables
-
-        return Tables(self.parts, self.constants)
-
-    @functools.cached_property
-    def digest(self) -> str:
-        codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in self.parts.parts]
-        names = [[[name, self.traced.shapes[name]] for name in part.weights] for part in self.parts.parts]
-        known = [codes, names, self.parts.tables.code, *self.own_buffers]
-        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    outline: Outline
+    tables: Tables
 
 
 @functools.lru_cache(maxsize=8)
-def made(architecture: str, context: int, precision: str) -> _Made:
-    """Build, trace and cut the model; ``precision``: 'float32', 'bfloat16' or 'float16'. Raises ConfigError."""
+def outlined(architecture: str, context: int) -> Outline:
+    """Of ``made``, from the cache where it has the model. A user's own module is always traced: its code may change."""
+    if TracedModel(architecture, context).own_loss:
+        return made(architecture, context, "float32").outline
+    return outline(architecture, context, lambda: made(architecture, context, "float32").outline)
+
+
+@functools.lru_cache(maxsize=8)
+def made(architecture: str, context: int, precision: str, blocks: int | None = None) -> _Made:
+    """Build, trace and cut the model, or a model of its first ``blocks``; ``precision``: 'float32', 'bfloat16' or
+    'float16'. Raises ConfigError."""
     import torch
 
-    from muletrain.model.traced.costs import cost
+    from muletrain.model.traced.costs import costs
     from muletrain.model.traced.cutting import cut
     from muletrain.model.traced.export import trace
-    from muletrain.model.traced.stage import numbers
+    from muletrain.model.traced.stage import Tables, numbers
 
     spec, dtype = TracedModel(architecture, context), getattr(torch, precision)
     module, buffers = _built(spec, dtype)
+    if blocks is not None:
+        del _layers(module)[blocks:]
     try:
         traced = trace(module, context, (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,), dtype)
         parts = cut(traced, module)
@@ -311,12 +317,59 @@ def made(architecture: str, context: int, precision: str) -> _Made:
             )
     except ConfigError as e:
         raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
-    counted: set[str] = set()
-    costs = tuple(cost(part, traced, context, counted) for part in parts.parts)
     width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
     constants = {**buffers(), **traced.values}
-    own = tuple(_fingerprint(name, constants[name]) for name in parts.constants) if spec.own_loss else ()
-    return _Made(traced, parts, constants, costs, width, own)
+    own = [_fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
+    tables = Tables(parts, constants)
+    found = Outline(
+        digest=_digest(traced, parts, own),
+        width=width,
+        shapes=traced.shapes,
+        parts=costs(parts, traced, context, tables.causal(context)),
+    )
+    if not spec.own_loss and precision == "float32":
+        found = agreed(found, architecture, context)
+    return _Made(parts, constants, found, tables)
+
+
+@functools.lru_cache(maxsize=8)
+def kept_in_16_bits(architecture: str, context: int) -> tuple[float, ...]:
+    """``PartOutline.kept_bytes`` of each part in bf16, from the cache where it has them."""
+    spec = TracedModel(architecture, context)
+    if not (found := spec.outline.kept_16):
+        found = _kept_in_16_bits(spec)
+        if not spec.own_loss:
+            extend(architecture, context, kept_16=found)
+    return found
+
+
+def _kept_in_16_bits(spec: TracedModel) -> tuple[float, ...]:
+    """Of a model with as many blocks as it takes to have one of each kind, if that can be traced; else of the whole."""
+    kinds = spec.outline.kinds
+    alike = [kinds.index(kind) for kind in kinds]
+    if not spec.own_loss and max(alike) + 1 < len(kinds):
+        try:
+            first, *short, last = made(spec.architecture, spec.context, "bfloat16", max(alike) + 1).outline.parts
+        except ConfigError:
+            short = []
+        if len(short) == max(alike) + 1:
+            return (first.kept_bytes, *(short[k].kept_bytes for k in alike), last.kept_bytes)
+    return tuple(part.kept_bytes for part in made(spec.architecture, spec.context, "bfloat16").outline.parts)
+
+
+def _layers(module: nn.Module) -> nn.ModuleList:
+    """The list that holds most of the parameters."""
+    from torch import nn
+
+    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList))
+    return max(lists, key=lambda child: sum(p.numel() for p in child.parameters()))
+
+
+def _digest(traced: Traced, parts: Parts, buffers: list[str]) -> str:
+    """``buffers``: what those of a user's module hold, in a few digits."""
+    codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in parts.parts]
+    names = [[[name, traced.shapes[name]] for name in part.weights] for part in parts.parts]
+    return hashlib.sha256(json.dumps([codes, names, parts.tables.code, *buffers]).encode()).hexdigest()
 
 
 def _built(spec: TracedModel, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:

@@ -1,16 +1,25 @@
-"""What a traced part costs, counted in its graph: parameters, FLOPs, and what autograd keeps."""
+"""What traced parts cost: parameters and FLOPs are counted in the graph, and what autograd keeps is seen in a forward
+pass on the meta device, which computes no numbers. There attention keeps what fused kernels do."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from muletrain.model.dropout import Masks, drop_threshold
+from muletrain.model.traced import operators
+from muletrain.model.traced.outline import PartOutline
 
 if TYPE_CHECKING:
-    from muletrain.model.traced.cutting import Part
+    from collections.abc import Collection, Sequence
+
+    from muletrain.model.traced.cutting import Part, Parts
     from muletrain.model.traced.export import Traced
 
 aten = torch.ops.aten
@@ -42,38 +51,113 @@ _VIEWS = {
 _VIEWS |= {"contiguous", "to", "type_as", "detach", "alias", "t", "unflatten", "flatten", "narrow", "unbind", "movedim"}
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one part, per token."""
+def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -> tuple[PartOutline, ...]:
+    """Count the parts of ``chain``, which was cut from ``traced``. ``causal``: masks of attention that need no table."""
+    counted: set[str] = set()
+    half, kept = max(1, context // 2), _Kept(chain, traced, context, causal)
+    found = []
+    for part in chain.parts:
+        own = [name for name in part.weights if name not in counted]
+        counted.update(own)
+        at_half, at_whole = (_flops(part, traced, tokens) / tokens for tokens in (half, context))
+        slope = (at_whole - at_half) / (context - half) if context > half else 0.0
+        found.append(
+            PartOutline(
+                code=kept.code(part),
+                weights=part.weights,
+                params=sum(math.prod(traced.shapes[name]) for name in own),
+                linear_flops=at_whole - slope * context,
+                token_flops=slope,
+                kept_bytes=kept.of(part) / context,
+            )
+        )
+    return tuple(found)
 
-    params: int
-    """Parameters that no earlier part has."""
-    linear_flops: float
-    """Forward FLOPs that do not depend on the length of the sequence."""
-    token_flops: float
-    """Forward FLOPs for each token of the sequence."""
-    kept_bytes: float
-    """What autograd keeps between forward and backward in fp32, at the context's length: an upper estimate, every
-    result that is no view."""
 
-    def flops(self, tokens: int) -> float:
-        """Forward FLOPs per token in a sequence of ``tokens``."""
-        return self.linear_flops + self.token_flops * tokens
+class _Kept:
+    """Counts the bytes that autograd keeps of the parts of a chain, for one sequence of ``tokens``."""
+
+    def __init__(self, chain: Parts, traced: Traced, tokens: int, causal: Collection[str]) -> None:
+        self._chain, self._traced, self._tokens, self._causal = chain, traced, tokens, causal
+        self._nodes = {node.name: node for node in traced.graph.nodes}
+        self._weights = {name: node for node, name in traced.parameters.items()}
+        self._known: dict[object, float] = {}
+
+    def code(self, part: Part) -> str:
+        """``PartOutline.code``"""
+        kinds = [self._kind(name) for name in part.tables]
+        return hashlib.sha256(f"{part.code} {kinds}".encode()).hexdigest()[:16]
+
+    def _kind(self, table: str) -> str:
+        node = self._nodes[table]
+        if table in self._causal or not isinstance(val := node.meta["val"], Tensor):
+            return "causal" if table in self._causal else "size"
+        return f"{val.dtype} {_shape(node, self._traced, self._tokens)}"
+
+    def of(self, part: Part) -> float:
+        weights = [self._meta(self._weights[name]) for name in part.weights]
+        inputs = [self._meta(self._nodes[name]) for name in part.inputs]
+        key = (self.code(part), *(tuple(tensor.shape) for tensor in (*weights, *inputs)))
+        if key not in self._known:
+            try:
+                self._known[key] = self._passed(part, weights, inputs)
+            except Exception:  # whatever an operator that needs numbers raises; then at most every result is kept
+                self._known[key] = sum(_size(node, self._traced, self._tokens) for node in part.nodes)
+        return self._known[key]
+
+    def _meta(self, node: fx.Node) -> Tensor:
+        dtype = node.meta["val"].dtype
+        made = torch.empty(_shape(node, self._traced, self._tokens), dtype=dtype, device="meta")
+        return made.requires_grad_(dtype.is_floating_point)
+
+    def _passed(self, part: Part, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> float:
+        where = torch.device("meta")
+        tables = [self._tables[name] for name in part.tables]
+        others = {t.untyped_storage()._cdata for t in (*weights, *tables) if isinstance(t, Tensor)}
+        kept: dict[int, Any] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()  # which stays, so that no other one has its address
+            if storage._cdata not in others:
+                kept[storage._cdata] = storage
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            _Dry(part.function).run(*weights, *inputs, *tables, where, Masks(0, 0, 0), part.site, 1)
+        return float(sum(storage.nbytes() for storage in kept.values()))
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, Any]:
+        """What the parts share, so that it does not count."""
+        names = {name: node for node, name in self._traced.constants.items()}
+        given = [self._meta(names[name]).detach() for name in self._chain.constants]
+        made = self._chain.tables(*given, 1, self._tokens, torch.device("meta"))
+        named = zip(self._chain.table_names, made, strict=True)
+        return {name: operators.Causal() if name in self._causal else table for name, table in named}
 
 
-def cost(part: Part, traced: Traced, context: int, counted: set[str]) -> Cost:
-    """Count ``part``. ``counted``: parameters of earlier parts, to which this one's are added."""
-    own = [name for name in part.weights if name not in counted]
-    counted.update(own)
-    half = max(1, context // 2)
-    at_half, at_whole = (_flops(part, traced, tokens) / tokens for tokens in (half, context))
-    slope = (at_whole - at_half) / (context - half) if context > half else 0.0
-    return Cost(
-        params=sum(math.prod(traced.shapes[name]) for name in own),
-        linear_flops=at_whole - slope * context,
-        token_flops=slope,
-        kept_bytes=sum(_kept(node, traced, context) for node in part.nodes) / context,
-    )
+class _Dry(fx.Interpreter):
+    """Runs a part on the meta device, where no fused kernel for attention exists."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is operators.attention and drop_threshold(args[4]) == 0:
+            return _Fused.apply(*args[:4])  # type: ignore[no-untyped-call]
+        return super().call_function(target, args, kwargs)
+
+
+class _Fused(torch.autograd.Function):
+    """Saves what fused kernels for attention save (Dao et al. 2022, sec. 3.1), and a mask as the numbers that they add."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: object) -> Tensor:
+        out = torch.empty_like(q)[..., : v.shape[-1]]
+        added = mask.to(q.dtype) if isinstance(mask, Tensor) else None
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32), added)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("nothing is computed here")
 
 
 def _flops(part: Part, traced: Traced, tokens: int) -> float:
@@ -96,8 +180,8 @@ def _node_flops(node: fx.Node, traced: Traced, tokens: int) -> float:
     return 0.0
 
 
-def _kept(node: fx.Node, traced: Traced, tokens: int) -> float:
-    """Bytes of one sequence."""
+def _size(node: fx.Node, traced: Traced, tokens: int) -> float:
+    """Bytes of a result for one sequence; 0 for views."""
     val = node.meta.get("val")
     if not isinstance(val, Tensor) or _name(node) in _VIEWS:
         return 0.0
@@ -111,7 +195,9 @@ def _name(node: fx.Node) -> str:
 
 def _shape(node: Any, traced: Traced, tokens: int) -> tuple[int, ...]:
     """Of one sequence of ``tokens``. A size that depends on data counts as ``tokens``."""
-    known = {size.node.expr: value for size, value in zip(traced.sizes, (1, tokens), strict=False) if _symbolic(size)}
+    sizes = [traced.sizes, *([] if traced.targets is None else [traced.targets.meta["val"].shape[: len(traced.sizes)]])]
+    pairs = [pair for lead in sizes for pair in zip(lead, (1, tokens), strict=False)]
+    known = {size.node.expr: value for size, value in pairs if _symbolic(size)}
 
     def size_of(size: Any) -> int:
         if not _symbolic(size):

@@ -269,7 +269,7 @@ def table_rows(model: TracedModel) -> Iterator[dict[str, Any]]:
     for number, (name, part) in enumerate(zip(class_names(model), model.parts, strict=True)):
         last = len(model.parts) - 1
         where = "before" if number == 0 else "after" if number == last else str(number - 1)
-        cost = model.costs[number]
+        cost = model.outline.parts[number]
         yield {
             "part": where,
             "class": name,

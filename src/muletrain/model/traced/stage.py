@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TABLES = 4
 """Shapes of microbatches whose tables are kept."""
+MOST_MASK = 1 << 27
+"""Numbers of the largest mask that is made to see whether it is causal; larger ones are taken to be."""
 
 
 class Tables:
@@ -36,6 +38,13 @@ class Tables:
         chain, made = self.chain, self._values(sequences, length, device)
         named = dict(zip(chain.table_names, made, strict=True))
         return {k: Causal() if k in chain.masks and is_causal(v, length) else v for k, v in named.items()}
+
+    def causal(self, length: int) -> set[str]:
+        """Masks for which fused kernels need no table, in sequences of ``length`` tokens."""
+        if not self.chain.masks or length**2 > MOST_MASK:
+            return set(self.chain.masks)
+        made = self._make(1, length, torch.device("cpu"))
+        return {name for name, table in made.items() if isinstance(table, Causal)}
 
     def _values(self, sequences: int, length: int, device: torch.device) -> Sequence[Any]:
         chain = self.chain

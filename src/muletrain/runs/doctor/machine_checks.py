@@ -141,7 +141,7 @@ def memory_check(config: RunConfig) -> Check:
 
 def disk_checks(config: RunConfig, temporary: Path) -> Iterator[Check]:
     """Check the disks of the run folder, the token cache and temporary files."""
-    from muletrain.data.tokens import cache_folder
+    from muletrain.config.cache import cache_folder
     from muletrain.runs.assemble import RunFacts, resolve_start
 
     kept = config.checkpoint.keep + 1

@@ -11,10 +11,9 @@ import torch
 
 from muletrain.compute.probe import chip
 from muletrain.compute.profile import PASSES, alike, profiled
-from muletrain.config.model_sections import DataConfig, ModelConfig
-from muletrain.config.profile_file import VERSION, Profile, read_profile
-from muletrain.data.tokens import cache_folder
-from muletrain.errors import ConfigError
+from muletrain.config.cache import keep, kept
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.profile_file import VERSION, Profile
 from muletrain.model.hf import is_native, spec_in
 from muletrain.model.hub import local_folder
 from muletrain.model.make import make_model
@@ -24,7 +23,6 @@ from muletrain.model.traced.folder import traced_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from muletrain.compute.profile import Conditions
     from muletrain.model.chain import Model
@@ -61,9 +59,7 @@ def measured_profile(
         "context": model.context,
         "versions": _versions(at.device),
     }
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    kept = cache_folder(DataConfig()) / "profiles" / f"{key}.json"
-    if not again and (found := _kept(kept)) is not None:
+    if not again and (found := kept("profiles", about, Profile)) is not None:
         return found.model_copy(update={"title": title})
     blocks, count = [], len(alike(model))
     tell("block 1", 0.0)
@@ -73,29 +69,10 @@ def measured_profile(
     profile = Profile.model_validate(
         {**about, "title": title, "params": model.params, "passes": PASSES[0], "blocks": blocks}
     )
-    _keep(kept, profile)
+    keep("profiles", about, profile)
     return profile
 
 
 def _versions(device: torch.device) -> dict[str, str]:
     found = {name: version(name) for name in ("muletrain", "torch", "transformers")}
     return found | {"threads": str(torch.get_num_threads())} if device.type == "cpu" else found
-
-
-def _kept(path: Path) -> Profile | None:
-    """None: there is none, or it cannot be read."""
-    try:
-        return read_profile(path)
-    except ConfigError:
-        return None
-
-
-def _keep(path: Path, profile: Profile) -> None:
-    """In the cache, if that can be written: without it the next call measures again."""
-    partial = path.with_suffix(".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(profile.model_dump_json(), encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)

@@ -187,14 +187,14 @@ async def _take_tied(
 def _tied_values(ctx: Context, entry: RoundEntry, pieces: dict[int, Tensor]) -> Tensor:
     """What is tied, fp32 [T], from the encoded ``pieces`` that hold it."""
     assert ctx.plan.tied is not None, "nobody else asks"
-    decoded = {k: _decoded(ctx, entry, pieces[k], size) for k, size in _tied_pieces(ctx, entry).items()}
-    return torch.cat(
-        [
-            decoded[k][max(begin, k) - k : min(end, k + PIECE) - k]
-            for begin, end in ctx.plan.tied.ranges_of(entry.stage)
-            for k in range(begin // PIECE * PIECE, end, PIECE)
-        ]
-    )
+    sizes, ranges = _tied_pieces(ctx, entry), ctx.plan.tied.ranges_of(entry.stage)
+    values, at = torch.empty(sum(end - begin for begin, end in ranges)), 0
+    for begin, end in ranges:
+        for k in range(begin // PIECE * PIECE, end, PIECE):  # one by one, so that no second copy of all is made
+            found = _decoded(ctx, entry, pieces[k], sizes[k])[max(begin, k) - k : min(end, k + PIECE) - k]
+            values[at : at + len(found)] = found
+            at += len(found)
+    return values
 
 
 async def _pieces(

@@ -1,0 +1,143 @@
+"""The outline of a traced chain: memory as autograd needs it, and what the cache gives is what tracing would."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from muletrain.compute.profile import _Live
+from muletrain.config import cache
+from muletrain.config.model_sections import ModelConfig
+from muletrain.errors import ConfigError
+from muletrain.model.dropout import Masks
+from muletrain.model.make import make_model, make_stage
+from muletrain.model.traced import chain as tracing
+from muletrain.model.traced import export
+from muletrain.model.traced.chain import TracedModel
+from tests.traced_models import CONTEXT, config_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from muletrain.model.module import StageModule
+
+SEQUENCES = 3
+NATIVE = make_model(ModelConfig(layers=2, width=32, heads=4, ffn=64, vocab=3000, context=CONTEXT))
+
+
+@pytest.fixture(autouse=True)
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that is empty, and a process that has traced nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget()
+    return tmp_path / "muletrain" / "traced"
+
+
+def forget() -> None:
+    tracing.outlined.cache_clear()
+    tracing.made.cache_clear()
+
+
+def model_of(name: str, **changes: int) -> TracedModel:
+    return TracedModel(json.dumps(config_of(name, **changes), sort_keys=True), CONTEXT)
+
+
+def kept_by(block: StageModule, x: Tensor) -> int:
+    """Bytes that autograd keeps of a pass; weights and what all blocks share do not count."""
+    shared = [*block.parameters(), *block._tables.of(SEQUENCES, CONTEXT, x.device).values()]  # type: ignore[operator, union-attr]
+    others = {t.untyped_storage()._cdata for t in shared if isinstance(t, torch.Tensor)}
+    found = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in others:
+            found[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x, Masks(0, 0, 0))
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_estimate_of_a_blocks_activations_is_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
+    """Dropout of attention, grouped heads, a window that is no causal mask, experts."""
+    model = model_of(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 1})
+    block = model.block(1)
+    block.bind({n: (torch.randn(s) * 0.1).to(dtype) for n, s in block.shapes().items()})
+    x = torch.randn(SEQUENCES, CONTEXT, model.width, dtype=dtype, requires_grad=True)
+    assert SEQUENCES * CONTEXT * model.kept_bytes(0, dtype.itemsize) == pytest.approx(kept_by(block, x), rel=0.02)
+
+
+def test_in_16_bits_one_block_of_each_kind_is_traced() -> None:
+    """Layers whose attention differs in its mask alone are of two kinds."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = config_of("gemma3", layer_types=kinds, num_hidden_layers=4)
+    model = TracedModel(json.dumps(config, sort_keys=True), CONTEXT)
+    found = [model.kept_bytes(layer, 2) for layer in range(4)]
+    assert found[0] > found[1]
+    assert tracing.made.cache_info().currsize == 2, "in fp32 and, shorter, in bf16"
+    whole = tracing.made(model.architecture, CONTEXT, "bfloat16").outline.parts
+    assert tracing.made.cache_info().currsize == 3
+    assert found == [part.kept_bytes for part in whole[1:-1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_counts_at_its_peak(dtype: torch.dtype) -> None:
+    for model in (model_of("llama-linear", vocab_size=3000, num_hidden_layers=2), NATIVE):
+        stage = make_stage(model, 1, model.cut(2))
+        stage.bind({n: torch.ones(s, dtype=dtype) for n, s in stage.shapes().items()})
+        x = torch.randn(SEQUENCES, CONTEXT, model.width, dtype=dtype, requires_grad=True)
+        with _Live() as live:
+            loss = stage.loss(x, torch.zeros(SEQUENCES, CONTEXT, dtype=torch.int64))
+            torch.autograd.grad(loss, [x, *stage.parameters()])
+        found = model.kept_bytes(1, dtype.itemsize) + model.head_kept_bytes(dtype.itemsize)
+        assert SEQUENCES * CONTEXT * found == pytest.approx(live.peak, rel=0.05)
+
+
+def test_the_cache_says_what_tracing_does(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("qwen2", num_hidden_layers=2)
+    traced, tables = model.outline, model.tables_bytes(2)
+    forget()
+    with monkeypatch.context() as without:
+        without.setattr(export, "trace", None)
+        assert model_of("qwen2", num_hidden_layers=2).tables_bytes(2) == tables
+        assert model_of("qwen2", num_hidden_layers=2).outline.model_copy(update={"tables": {}}) == traced
+        with pytest.raises(TypeError):  # another length is another chain
+            _ = TracedModel(model.architecture, CONTEXT + 1).layers
+    (entry,) = kept_in.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-9])  # torn
+    forget()
+    assert model_of("qwen2", num_hidden_layers=2).outline == traced
+    assert json.loads(entry.read_text())["digest"] == traced.digest
+
+
+def test_blocks_other_than_the_kept_ones_are_not_computed(kept_in: Path) -> None:
+    """The cache gave a digest to the run, and software that was changed under the same version makes another one."""
+    right = model_of("qwen2", num_hidden_layers=2).outline
+    (entry,) = kept_in.iterdir()
+    entry.write_text(right.model_copy(update={"digest": "0" * 64}).model_dump_json())
+    forget()
+    model = model_of("qwen2", num_hidden_layers=2)
+    assert model.chain_name.startswith("0000")
+    with pytest.raises(ConfigError, match=rf"makes other blocks \({right.digest[:16]}\) than before.*begin again"):
+        model.stage(0, model.cut(2))
+    forget()
+    assert model_of("qwen2", num_hidden_layers=2).outline == right
+
+
+def test_the_oldest_entries_go(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST", 2)
+    found = model_of("qwen2", num_hidden_layers=2).outline
+    for number in range(5):
+        cache.keep("traced", {"number": number}, found)
+    assert len([*kept_in.iterdir()]) == 2
+    assert cache.kept("traced", {"number": 4}, type(found)) == found
+    assert cache.kept("traced", {"number": 0}, type(found)) is None
