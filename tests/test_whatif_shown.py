@@ -48,7 +48,7 @@ def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str],
     options = (tmp_path / "fleet.toml", None, "gpt3-350m", ["train.batch=512"])
     what_if(*options, hours=2.0, seed=0, plot=None, json=True)
     said = json.loads(capsys.readouterr().out)
-    assert said["events"]["moved"] > 7
+    assert said["events"]["moved"] > 0
     assert (said["recoveries_s"], said["not_recovered"]) == ([], False)
     what_if(*options, hours=2.0, seed=0, plot=None, json=False)
     text = " ".join(capsys.readouterr().out.split())
