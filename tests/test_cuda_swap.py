@@ -17,9 +17,9 @@ from muletrain.model.spec import ModelSpec
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .small_stages import SPEC, run
-from .swapped_stages import ADAMW, LAMB, SETUP, STEPS, Made, stages_in, train
+from .swapped_stages import ADAMW, LAMB, SETUP, Made, stages_in, train
 from .test_equivalence import facts_of, relative_difference
-from .test_swap import states, worst
+from .test_swap import check_same_training, states, worst
 from .traced_models import chain_of, new_model
 
 if TYPE_CHECKING:
@@ -39,12 +39,7 @@ def test_a_swapped_stage_trains_as_the_cpus_resident_one(
     """Dropout, clipping that is hit, several microbatches a load."""
     resident = made.resident(stages, optimizer=optimizer)
     swapped = made.swapped(stages, optimizer=optimizer, device=GPU, disk=disk)
-    assert all(len(c.plan.runs) > 1 for c in swapped), "it is cut"
-    expected, clipped = run(train(resident))
-    assert clipped > STEPS // 2
-    assert run(train(swapped))[0] == pytest.approx(expected, rel=1e-3)
-    assert worst(run(states(swapped)), run(states(resident))) <= 1e-3
-    assert swapped[0].rounds.microbatches > swapped[0].rounds.rounds, "several pass a load together"
+    check_same_training(resident, swapped, loss=1e-3, tensor=1e-3)
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])

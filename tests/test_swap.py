@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,12 +21,15 @@ from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import OptimizerConfig, Precision
+from muletrain.data.samples import SampleData
 from muletrain.errors import CapacityError, CheckpointError, ProtocolError
 from muletrain.model.spec import ModelSpec
+from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.stage import TABLES
 from tests.small_stages import SPEC, data, run, through
 from tests.swapped_stages import ADAMW, LAMB, MICROBATCHES, SEQUENCES, SETUP, STEPS, Made, stages_in, train
 
+from .test_factory import of as module_facts
 from .traced_models import chain_of, new_model
 
 made = pytest.fixture(stages_in)
@@ -41,6 +46,18 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return max(float((found[n] - e).norm() / max(1e-30, float(e.norm()))) for n, e in expected.items())
 
 
+def check_same_training(
+    resident: list[TorchCompute], swapped: list[SwappedCompute], *, loss: float, tensor: float
+) -> None:
+    """Losses and each tensor of the states agree within these relative differences."""
+    assert all(len(c.plan.runs) > 1 for c in swapped), "it is cut"
+    expected, clipped = run(train(resident))
+    assert clipped > STEPS // 2
+    assert run(train(swapped))[0] == pytest.approx(expected, rel=loss)
+    assert worst(run(states(swapped)), run(states(resident))) <= tensor
+    assert swapped[0].rounds.microbatches > swapped[0].rounds.rounds, "several pass a load together"
+
+
 # The same numbers -----------------------------------------------------------------------------------------------------
 
 
@@ -49,12 +66,7 @@ def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_a_swapped_stage_trains_as_a_resident_one(made: Made, stages: int, optimizer: OptimizerConfig) -> None:
     """Weights and moments of every tensor within 1e-5 after 20 steps with dropout and clipping that is hit."""
     resident, swapped = made.resident(stages, optimizer=optimizer), made.swapped(stages, optimizer=optimizer)
-    assert all(len(c.plan.runs) > 1 for c in swapped), "it is cut"
-    expected, clipped = run(train(resident))
-    assert clipped > STEPS // 2
-    assert run(train(swapped))[0] == pytest.approx(expected, rel=1e-4)
-    assert worst(run(states(swapped)), run(states(resident))) <= 1e-5
-    assert swapped[0].rounds.microbatches > swapped[0].rounds.rounds, "several pass a load together"
+    check_same_training(resident, swapped, loss=1e-4, tensor=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-yarn", "mixtral"])
@@ -87,6 +99,27 @@ def test_a_traced_model_is_swapped(made: Made, name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(type(chain), "tables_bytes", lambda self, sequences: 0)
     without = swap_memory(chain, cut, 0, SEQUENCES * chain.context, setup.precision, microbatches=4, lamb=False).beside
     assert plain - without >= TABLES * 4, "they are on the device beside the blocks"
+
+
+@pytest.mark.parametrize("kind", ["regression", "vit"])
+def test_a_module_of_samples_is_swapped(made: Made, kind: str) -> None:
+    """What goes from one sub-model to the next has another shape than its samples, whose gradient nobody wants."""
+    facts = module_facts(kind)
+    spec, own = facts.spec, facts.data()
+    assert isinstance(own, SampleData)
+    inputs, targets = map(torch.from_numpy, own.batch(own.train, np.arange(SEQUENCES), spec.vocab))
+    weights = first_weights(json.loads(str(facts.config.model.architecture)), 0)
+    cut, source = spec.cut(1), weights.__getitem__
+    memory = swap_memory(spec, cut, 0, SEQUENCES * spec.context, SETUP.precision, microbatches=4, lamb=False, disk=True)
+    swapped = SwappedCompute(spec, cut, 0, SETUP, Swap(Offer(memory.least), made.folder / kind, 4), source)
+    made.opened += (pair := [TorchCompute(spec, cut, 0, SETUP, source), swapped])
+    assert len(swapped.plan.runs) > 1, "it is cut"
+    found = [run(c.loss_backward(Microbatch(0, 0), inputs, targets, accumulate=True)) for c in pair]
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[0][1] is None
+    assert found[1][1] is None
+    expected, own_gradient = (run(c.gradient(0)) for c in pair)
+    assert float((own_gradient - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
 def test_weights_that_two_blocks_share_are_not_swapped(made: Made) -> None:

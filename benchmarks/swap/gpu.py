@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -244,8 +245,6 @@ def busy_s(traced: torch.profiler.profile) -> float:
 def fsdp(row: Row, device: torch.device) -> dict[str, object]:
     """The same size with torch's FSDP2: parameters, gradients and AdamW on the host, checkpointed layers, one process
     (what ZeRO-3 with offload is on one GPU)."""
-    import tempfile
-
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -261,8 +260,8 @@ def fsdp(row: Row, device: torch.device) -> dict[str, object]:
         use_cache=False,
         hidden_act="gelu",
     )
-    with tempfile.NamedTemporaryFile() as file:
-        init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{file.name}-store", rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         with torch.device("meta"):
             net = LlamaForCausalLM(config)
         net.gradient_checkpointing_enable({"use_reentrant": False})

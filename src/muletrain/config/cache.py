@@ -41,7 +41,8 @@ def kept(kind: str, about: Mapping[str, object], section: type[S]) -> S | None:
 
 
 def keep(kind: str, about: Mapping[str, object], entry: Section) -> None:
-    """Keep ``entry``, if the cache can be written. Readers see an older entry or this one, never a part of it."""
+    """Write ``entry`` to the cache. A reader finds the old entry or the new one, never half of one. A cache that cannot be
+    written stays as it is."""
     path = _path(kind, about)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

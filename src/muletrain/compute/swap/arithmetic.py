@@ -57,8 +57,8 @@ class Passage:
 
 @dataclass
 class _Accumulator:
-    """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count. ``region`` None: of a round,
-    which takes the sum's as long as that is empty, so that one round in a step needs no second one."""
+    """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count. ``region`` None: none is taken
+    yet. A round uses the sum's while that is empty, so that a step of one round needs no second region."""
 
     region: Region | None
     empty: bool = True
@@ -104,7 +104,8 @@ class SwappedArithmetic:
         self.ferry = Ferry(setup.device)
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
-        self._sum, self._round = _Accumulator(self._region()), _Accumulator(None)
+        self._sum = _Accumulator(self._region())
+        self._round = _Accumulator(self._region() if backing.durable else None)  # a disk may be full later
         self._spare = _Spare()
         self._changing = threading.Lock()
         """Held while the state changes, or is copied."""
@@ -129,7 +130,7 @@ class SwappedArithmetic:
         model, parameters = self.models[last], self.loader.get(last, last - 1 if last > 0 and back else None)
         for p, (x, *_) in self._arriving(last, passages):
             with self._jobs.at("loss", part=last), self._timed("forward_s"), torch.set_grad_enabled(p in back):
-                leaf = self._leaf(x)
+                leaf = self._leaf(x, last)
                 assert p.targets is not None  # at the last stage
                 loss = model.loss(leaf, p.targets, self._masks(p))
                 p.loss = float(loss.detach())
@@ -160,7 +161,7 @@ class SwappedArithmetic:
             self.loader.get(k, k + 1 if k + 1 < count else None)
             for p, (x, *_) in self._arriving(k, passages):
                 with self._jobs.at("forward", part=k), self._timed("forward_s"), torch.no_grad():
-                    output = self.models[k](self._leaf(x), self._masks(p)).float()
+                    output = self.models[k](self._leaf(x, k), self._masks(p)).float()
                     if k + 1 < count:
                         p.rows = (output.shape[0], output.shape[1])
                         self.ferry.store(output, self._between(p, k + 1))
@@ -178,7 +179,7 @@ class SwappedArithmetic:
             for p, (x, seed) in self._arriving(k, passages, backward=True):
                 with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
-                        leaf = self._leaf(x)
+                        leaf = self._leaf(x, k)
                         output = self.models[k](leaf, self._masks(p)).float()
                     self.counters.recomputed += k == 0
                     if k + 1 == len(self.models):
@@ -242,9 +243,9 @@ class SwappedArithmetic:
                 yield p, arrived
             arrived.clear()
 
-    def _leaf(self, x: Tensor) -> Tensor:
-        """``x`` as it goes into a sub-model; a leaf if its gradient is wanted."""
-        return x.detach().requires_grad_(torch.is_grad_enabled()) if x.is_floating_point() else x
+    def _leaf(self, x: Tensor, k: int) -> Tensor:
+        """``x`` as it goes into sub-model ``k``; a leaf if its gradient is wanted. That of samples never is."""
+        return x if k == 0 and self.stage == 0 else x.detach().requires_grad_(torch.is_grad_enabled())
 
     def _masks(self, p: Passage) -> Masks | None:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)

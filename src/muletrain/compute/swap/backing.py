@@ -100,7 +100,8 @@ class _Pinned(Region):
         return self._at != 0
 
     def __del__(self) -> None:
-        if getattr(self, "_at", 0):  # the numbers live as long as a tensor uses them, like any others
+        if getattr(self, "_at", 0):
+            torch.cuda.synchronize()  # a copy that is under way may be all that still uses the memory
             torch.cuda.cudart().cudaHostUnregister(self._at)  # type: ignore[no-untyped-call]
 
 

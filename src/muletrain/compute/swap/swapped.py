@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Layer
 
-PROBED = 1 << 24
+PROBED = 1 << 22
 """Numbers that are read to measure how fast weights are loaded."""
 
 
