@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -286,15 +288,15 @@ def test_points_of_a_step_are_hit_once_and_said_first(tmp_path: Path, monkeypatc
 
 def test_nothing_is_held_open_for_peers_that_ended(tmp_path: Path) -> None:
     with LocalFleet(tmp_path, 1) as fleet:
+        before = len(os.listdir("/proc/self/fd"))
         fleet.spawn(["peer-0"])
-        stdin = fleet._running["peer-0"].stdin
-        assert stdin is not None
         assert fleet.alive() == ["peer-0"]
+        assert len(os.listdir("/proc/self/fd")) > before
         fleet.signal("peer-0", signal.SIGKILL)
-        fleet._running["peer-0"].wait()
-        assert not stdin.closed
+        while not fleet.exit_codes():
+            time.sleep(0.01)
         assert fleet.alive() == []
-        assert stdin.closed
+        assert len(os.listdir("/proc/self/fd")) == before
         fleet.tell("peer-0", "stop")
 
 

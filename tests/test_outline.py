@@ -50,7 +50,7 @@ def model_of(name: str, **changes: int) -> TracedModel:
 
 def kept_by(block: StageModule, x: Tensor) -> int:
     """Bytes that autograd keeps of a pass; weights and what all blocks share do not count."""
-    shared = [*block.parameters(), *block._tables.of(SEQUENCES, CONTEXT, x.device).values()]  # type: ignore[operator, union-attr]
+    shared = [*block.parameters(), *block.tables.of(SEQUENCES, CONTEXT, x.device).values()]  # type: ignore[operator, union-attr]
     others = {t.untyped_storage()._cdata for t in shared if isinstance(t, torch.Tensor)}
     found = {}
 

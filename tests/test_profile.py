@@ -107,7 +107,7 @@ def test_the_blocks_together_take_about_what_the_whole_takes(
 def test_only_one_block_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the weights of a block are copied to the device, nothing is left of those before."""
     loaded: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-    right, numbers = measuring._Block.load, itertools.count()
+    right, numbers = measuring.Block.load, itertools.count()
 
     def watched(self: Any) -> float:
         own = self.__dict__.setdefault("number", next(numbers))
@@ -116,7 +116,7 @@ def test_only_one_block_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
         loaded.extend((own, weakref.ref(parameter)) for parameter in self._module.parameters())
         return took_s
 
-    monkeypatch.setattr(measuring._Block, "load", watched)
+    monkeypatch.setattr(measuring.Block, "load", watched)
     assert len(list(profiled(native(), CPU))) == 3
     assert len({block for block, _ in loaded}) == 3
 

@@ -198,7 +198,7 @@ def test_another_product_is_another_history() -> None:
     world = Alive(("me",), ("b", "c"))
     claimed, told = (entry(0, "me"), entry(1, "b")), world.builder()
     told.tied = (0, 1)
-    right = cast("Any", told)._of(claimed, 1.0)
+    right = told.record_of(claimed, 1.0)
     assert not told.claim("b", claimed, right.hash, 2.0)
     assert told.claim("b", claimed, right.hash, 1.0)
     assert told.record() is None, "one may lie"
@@ -265,7 +265,7 @@ def test_one_that_claims_another_content_of_what_is_tied_misleads_nobody() -> No
     told = Alive(("me",), ("b", "c")).builder()
     told.tied = (0, 1)
     right = (entry(0, "me", tied=bytes(32)), entry(1, "b", tied=bytes(32)))
-    record = cast("Any", told)._of(right, 1.0)
+    record = told.record_of(right, 1.0)
     assert not told.claim("b", (right[0], entry(1, "b", tied=b"x" * 32)), record.hash, 1.0)
 
 

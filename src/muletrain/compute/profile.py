@@ -110,7 +110,7 @@ def needed(model: Model, part: int, at: Conditions) -> int:
     return int(2 * size * model.params_of(part - 1) + tokens * model.kept_bytes(part - 1, size) + passed)
 
 
-class _Block:
+class Block:
     """One block, alone on the device."""
 
     def __init__(self, model: Model, part: int, at: Conditions, hidden: Tensor) -> None:
@@ -215,7 +215,7 @@ def _drawn(shape: tuple[int, ...], at: Conditions) -> Tensor:
 
 
 def _cost(model: Model, parts: list[int], at: Conditions, hidden: Tensor) -> BlockCost:
-    block = _Block(model, parts[0], at, hidden)
+    block = Block(model, parts[0], at, hidden)
     load_s = median(block.load() for _ in range(LOADS))
     block.once()  # libraries load, and choose how to compute
     deadline, found = time.perf_counter() + BUDGET_S, list[tuple[float, float]]()

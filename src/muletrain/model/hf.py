@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hub import CONFIG, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS
+from muletrain.model.hf_hub import CONFIG, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel

@@ -30,7 +30,7 @@ from muletrain.data.samples import SampleData, SampleSource, open_data
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import import_hf, is_native
-from muletrain.model.hub import local_folder
+from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights

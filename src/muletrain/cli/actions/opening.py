@@ -17,7 +17,7 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
-from muletrain.model.hub import is_hub_name
+from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.folder import ROOT, held, new_run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.units import plural

@@ -22,7 +22,7 @@ SOURCE, TABLE = "blocks.py", "blocks.json"
 
 def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> None:
     """Trace the model of the folder or the Hub's ``name``, and write its blocks to ``out``. Raises MuletrainError."""
-    from muletrain.model.hub import local_folder
+    from muletrain.model.hf_hub import local_folder
     from muletrain.model.traced.folder import traced_in
     from muletrain.model.traced.source import source_of, table_rows
 

@@ -74,14 +74,14 @@ class TracedStage(StageModule):
     ) -> None:
         chain = tables(torch.float32).chain
         super().__init__(spec, first=run[0] == 0, last=run[1] == len(chain.parts))
-        self._tables_in, self._run, self._tables = tables, run, tables(torch.float32)
+        self._tables_in, self._run, self.tables = tables, run, tables(torch.float32)
         names = dict.fromkeys(name for part in chain.parts[slice(*run)] for name in part.weights)
         for name in names:
             place(self, name, nn.Parameter(torch.empty(shapes[name], device="meta")))
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
         super().bind(weights)
-        self._tables = self._tables_in(next(iter(weights.values())).dtype)
+        self.tables = self._tables_in(next(iter(weights.values())).dtype)
         return self
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
@@ -93,10 +93,10 @@ class TracedStage(StageModule):
         return self._run_parts(inputs, targets, masks).float()
 
     def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None) -> Tensor:
-        samples = self.is_first and self._tables.chain.lead == 1
+        samples = self.is_first and self.tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
-        chain, weights = self._tables.chain, dict(self.named_parameters())
-        tables = self._tables.of(sequences, length, inputs.device)
+        chain, weights = self.tables.chain, dict(self.named_parameters())
+        tables = self.tables.of(sequences, length, inputs.device)
         first, end = self._run
         env = (
             {chain.inputs: self._cast(inputs)} if self.is_first else unpack(inputs, chain.passed[first - 1], chain.lead)

@@ -15,7 +15,7 @@ from muletrain.config.cache import keep, kept
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.profile_file import VERSION, Profile
 from muletrain.model.hf import is_native, spec_in
-from muletrain.model.hub import local_folder
+from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
 from muletrain.model.traced.chain import TracedModel

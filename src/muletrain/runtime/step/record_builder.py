@@ -167,7 +167,7 @@ class RecordBuilder:
             self._check_facts(entry)
         if [e.stage for e in entries] != list(range(self.stages)):
             raise ProtocolError(f"a record of {len(entries)} stages instead of {self.stages}, or out of order")
-        record = self._of(entries, product)
+        record = self.record_of(entries, product)
         if record.hash != hash_:
             return False
         self._claims[peer] = _Claim(record, entries)
@@ -220,7 +220,7 @@ class RecordBuilder:
         agreed, product = self._attested() or self._claimed()
         if (agreed, product) != (self._agreed, self._product):
             self._agreed, self._product = agreed, product
-            self._record = self._of(agreed, product) if agreed else None
+            self._record = self.record_of(agreed, product) if agreed else None
         return self._record
 
     def round_of(self, stage: int) -> RoundEntry | None:
@@ -321,7 +321,8 @@ class RecordBuilder:
             return (), 0.0
         return next((c.entries, c.record.product) for c in self._claims.values() if c.record.hash == most)
 
-    def _of(self, entries: tuple[RoundEntry, ...], product: float) -> StepRecord:
+    def record_of(self, entries: tuple[RoundEntry, ...], product: float) -> StepRecord:
+        """The record that these rounds make."""
         stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled, e.tied) for e in entries)
         return StepRecord(self.step, self.previous, tuple(stages), product)
 
