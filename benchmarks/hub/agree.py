@@ -51,9 +51,10 @@ def question_of(fleet: Fleet, run: list[str], stages: int | None = None) -> Ques
     return Question(fleet, config, ModelSpec.from_config(config.model), stages)
 
 
-def compared(seed: int) -> dict[str, Any]:
-    """One fleet, predicted and played."""
+def compared(seed: int, *more: str) -> dict[str, Any]:
+    """One fleet, predicted and played. ``more``: settings of the run."""
     text, run = drawn(seed)
+    run += more
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text)
         file.flush()
@@ -85,17 +86,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fleets", type=int, default=10)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--delayed", action="store_true", help="delayed parameter updates; writes delayed.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for seed in range(arguments.first, arguments.first + arguments.fleets):
-        rows.append(compared(seed))
+        rows.append(compared(seed, *(["optimizer.delayed=true"] if arguments.delayed else [])))
         print(json.dumps(rows[-1]), flush=True)
     ratios = [row["played / predicted"] for row in rows if "played / predicted" in row]
     near = {f"within {share:.0%}": sum(abs(ratio - 1) <= share for ratio in ratios) for share in (0.1, 0.2)}
     summary = {"fleets": len(rows), **near}
     print(json.dumps(summary))
-    (HERE / "agree.json").write_text(json.dumps({"summary": summary, "fleets": rows}, indent=1) + "\n")
+    file = HERE / ("delayed.json" if arguments.delayed else "agree.json")
+    file.write_text(json.dumps({"summary": summary, "fleets": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ class Allocated:
         """A step of it."""
         kind_of = self.kinds()
         stages = (StageMachines(*(tuple(kind_of[name] for name in names) for names in both)) for both in self.stages)
-        return HubStep(self.scene.setting, tuple(stages), self.scene.run.fleet.trainers or TRAINERS)
+        run = self.scene.run
+        return HubStep(self.scene.setting, tuple(stages), run.fleet.trainers or TRAINERS, run.optimizer.delayed)
 
     @property
     def roughly_per_s(self) -> float:

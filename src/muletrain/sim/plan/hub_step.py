@@ -53,11 +53,13 @@ class Crew(NamedTuple):
 
 @dataclass(frozen=True)
 class HubStep:
-    """A step of the hub with these ``stages`` in a setting. ``trainers``: servers that build microbatches."""
+    """A step of the hub with these ``stages`` in a setting. ``trainers``: servers that build microbatches. ``delayed``:
+    accumulators are collected and averaged beside the next step (delayed parameter updates)."""
 
     setting: Setting
     stages: tuple[StageMachines, ...]
     trainers: int = TRAINERS
+    delayed: bool = False
 
     @cached_property
     def crews(self) -> tuple[Crew, ...]:
@@ -81,7 +83,8 @@ class HubStep:
         """The step, if its microbatches waited for nothing but the slowest stage."""
         ends_s = [self._gathered_s(s) + self._averaged_s(s) for s in range(len(self.stages))]
         ended = ended_s(self.setting, ends_s, [self.servers_of(s) for s in range(len(self.stages))])
-        return self._computed_s(range(len(self.stages))) + self._waited_s + ended
+        computed_s = self._computed_s(range(len(self.stages)))
+        return self._waited_s + (max(computed_s, ended) if self.delayed else computed_s + ended)
 
     @cached_property
     def split(self) -> Split:
@@ -91,7 +94,10 @@ class HubStep:
         linked = self._played(linked=True)
         linked_s = max(free_s, linked.computing_s)
         ended_s = linked.step_s - linked.computing_s + max(self._gathered_s(s) for s in range(len(self.stages)))
-        return parted(computed_s, free_s, linked_s, linked_s + self._waited_s + ended_s)
+        step_s = linked_s + ended_s
+        if self.delayed:
+            step_s = max(linked_s, ended_s, self._played(linked=True, delayed=True).step_s)
+        return parted(computed_s, free_s, linked_s, self._waited_s + step_s)
 
     def _computed_s(self, stages: Sequence[int]) -> float:
         return max(self.setting.cost.microbatches / sum(map(sum, self._rates_at(s))) for s in stages)
@@ -142,7 +148,7 @@ class HubStep:
         outputs = cost.ids_bytes if s == last else cost.backward_bytes[s + 1]
         return inputs + outputs, (cost.backward_bytes[s] if s else 0) + (0 if s == last else outputs)
 
-    def _played(self, *, linked: bool) -> Took:
+    def _played(self, *, linked: bool, delayed: bool = False) -> Took:
         """A step of crews."""
         setting = self.setting
         kinds = [self._as_kind(crew, linked=linked) for crew in self.crews]
@@ -150,7 +156,7 @@ class HubStep:
         peers = tuple((crew.stage, n) for n, crew in enumerate(self.crews))
         of_crews = replace(setting, kinds=tuple(kinds), links=tuple(map(tuple, cut)))
         trainers = range(min(self.trainers, len(self.crews)))
-        return play(of_crews, Cast(peers, tuple(trainers), SWARM))
+        return play(of_crews, Cast(peers, tuple(trainers), SWARM), delayed=delayed)
 
     def _as_kind(self, crew: Crew, *, linked: bool) -> Kind:
         """A crew as one machine, which is no faster than the links of its server are for its own parts and for what goes

@@ -139,10 +139,6 @@ class Question:
     def with_clients(self) -> Question:
         """The same question about a hub, whose unreliable machines are clients. Raises ConfigError if the run can have
         none."""
-        if self.run.optimizer.delayed:
-            raise ConfigError(
-                "optimizer.delayed: steps of a hub are predicted without it only; leave it out for strategy hub"
-            )
         clients = sum(not peer.reliable for peer in self.fleet.peers())
         return replace(self, run=Hub.asked(self.run, clients))
 

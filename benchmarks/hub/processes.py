@@ -1,0 +1,105 @@
+"""Strategies on real processes whose unreliable machines freeze and come back: seconds of a step. See README.md.
+``python processes.py [--seconds 240]`` writes processes.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from muletrain.events import EventTail, StepDone
+
+HERE = Path(__file__).parent
+MACHINES, STAGES, MICROBATCHES = 6, 2, 16
+FORWARD_S = 1.0
+"""Of a microbatch at one stage; a backward takes twice as long."""
+STEP_S = MICROBATCHES * 3 * FORWARD_S * STAGES / MACHINES
+"""A step in which nobody waits. An unreliable machine leaves ``rate`` times in it, for half of it on average."""
+CASES = ((4, 0.9), (4, 0.1), (2, 0.9))
+"""Unreliable machines, and rate."""
+SETTINGS = (
+    "model.width=32",
+    "model.heads=2",
+    "model.layers=4",
+    "model.context=16",
+    "model.vocab=512",
+    "train.microbatch=12",
+    f"train.batch={12 * MICROBATCHES}",
+    f"fleet.stages={STAGES}",
+    "fleet.trainers=1",
+    "train.steps=1000000",
+    "compute.precision=fp32",
+    "compute.threads=1",
+    "checkpoint.every=0",
+)
+
+
+def absences(names: list[str], rate: float, seconds: float) -> str:
+    """A plan for ``--chaos``. The machines leave at the same times under each strategy."""
+    faults = []
+    for number, name in enumerate(names):
+        rng, at = random.Random(f"absences/{number}"), 0.0
+        while (at := at + rng.expovariate(rate / STEP_S)) < seconds - 10:
+            away_s = 1 + rng.expovariate(2 / STEP_S)
+            faults.append((at, f"freeze {name}@{at:.1f}s for {away_s:.1f}s"))
+            at += away_s
+    return "; ".join(text for _, text in sorted(faults))
+
+
+def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dict[str, Any]:
+    """One run of ``muletrain run``."""
+    hub = strategy == "hub"
+    peers = MACHINES - unreliable if hub else MACHINES
+    names = (
+        [f"client-{k}" for k in range(unreliable)] if hub else [f"peer-{MACHINES - 1 - k}" for k in range(unreliable)]
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        profile = folder / "fleet.toml"
+        profile.write_text(
+            f'[[machines]]\nname = "home"\ncount = {MACHINES}\n'
+            f"[pacing]\nforward_ms = {1000 * FORWARD_S}\nbackward_ms = {2000 * FORWARD_S}\n"
+        )
+        own = [f"fleet.peers={peers}", f"fleet.profile={profile}", f"train.time_limit={seconds}"]
+        own += [f"data.cache={folder / 'cache'}", *([f"hub.clients={unreliable}"] if hub else [])]
+        command = [sys.executable, "-m", "muletrain.cli.main", "run", "--strategy", strategy]
+        command += ["--chaos", absences(names, rate, seconds)]
+        command += [word for s in (*SETTINGS, *own) for word in ("--set", s)]
+        with (folder / "out.txt").open("w") as out:
+            code = subprocess.run(command, cwd=folder, stdout=out, stderr=out, timeout=seconds + 400).returncode
+        runs = list((folder / "runs").glob("*"))
+        first: dict[int, float] = {}
+        for event in EventTail(runs[0]).poll() if runs else ():
+            if isinstance(event, StepDone):
+                first[event.step] = min(event.t, first.get(event.step, event.t))
+        ends = sorted(first.values())[1:]  # in the first step speeds are unknown
+        row: dict[str, Any] = {"strategy": strategy, "unreliable": unreliable, "rate": rate, "steps": len(first)}
+        if len(ends) > 1:
+            row["step_s"] = round(fmean(b - a for a, b in pairwise(ends)), 1)
+        if code:
+            row["last words"] = (folder / "out.txt").read_text()[-600:]
+        return row | {"exit code": code}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--strategies", nargs="*", default=["hub", "swarm", "pipeline"])
+    arguments = parser.parse_args()
+    rows = []
+    for unreliable, rate in CASES:
+        for strategy in arguments.strategies:
+            rows.append(measured(strategy, unreliable, rate, arguments.seconds))
+            print(json.dumps(rows[-1]), flush=True)
+            (HERE / "processes.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
