@@ -14,7 +14,6 @@ import numpy as np
 from muletrain.config.costs import Costs
 from muletrain.config.fleet_file import Fleet
 from muletrain.config.plan_file import Memory, Traffic
-from muletrain.errors import ConfigError
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.machine import AMPLE, flops_of, offer_of
 from muletrain.sim.setting import first_of_each, mixed, once_mixed, setting, stage_needs, stages_for
@@ -137,8 +136,7 @@ class Question:
         )
 
     def with_clients(self) -> Question:
-        """The same question about a hub, whose unreliable machines are clients. Raises ConfigError if the run can have
-        none."""
+        """The same question about a hub, whose unreliable machines are clients."""
         clients = sum(not peer.reliable for peer in self.fleet.peers())
         return replace(self, run=Hub.asked(self.run, clients))
 
