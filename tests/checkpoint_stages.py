@@ -132,7 +132,7 @@ class Stages:
         self.hub.kill(name)
         del self.checkpoints[name]
         for ctx in self.contexts.values():
-            ctx.roster.dead(name)
+            ctx.roster.mark_dead(name)
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [e for e in self.events if isinstance(e, kind)]

@@ -12,7 +12,7 @@ import pytest
 
 from muletrain.cli.actions.fit_costs import calibrate
 from muletrain.cli.actions.opening import save_config
-from muletrain.cli.actions.whatif import what_if
+from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.config.costs import Costs, DeviceSpeed, explained, load_costs
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config

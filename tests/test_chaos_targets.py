@@ -17,8 +17,8 @@ from muletrain.events import (
     FaultInjected,
     FrameRefused,
     Note,
+    PeerDown,
     PeerJoined,
-    PeerSuspected,
     RunStarted,
     StepApplied,
     StepDone,
@@ -307,12 +307,12 @@ def test_the_report_sets_faults_beside_what_was_noticed() -> None:
         return FaultInjected(what=what, who=[who], for_s=0.0, planned=f"{what} any@1s", step=7, t=t)
 
     for event in (
-        PeerSuspected(peer_id="id-1", reason="before", t=1.0, peer="peer-0"),
+        PeerDown(peer_id="id-1", reason="before", t=1.0, peer="peer-0"),
         injected("kill", "peer-1", 10.0),
         injected("freeze", "peer-2", 11.0),
         injected("corrupt", "peer-2", 12.0),
-        PeerSuspected(peer_id="id-1", reason="gone", t=12.5, peer="peer-3"),
-        PeerSuspected(peer_id="id-1", reason="gone", t=13.0, peer="peer-0"),
+        PeerDown(peer_id="id-1", reason="gone", t=12.5, peer="peer-3"),
+        PeerDown(peer_id="id-1", reason="gone", t=13.0, peer="peer-0"),
         FrameRefused(remote="id-2", reason="damaged", t=12.01, peer="peer-0"),
     ):
         view.fold(event)

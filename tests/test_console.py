@@ -114,7 +114,7 @@ def test_peers_add_up() -> None:
 
 
 def test_a_suspected_peer_is_so_until_it_applies_a_step() -> None:
-    view = fold([joined("a", 0), ev.PeerSuspected(ID, "late")])
+    view = fold([joined("a", 0), ev.PeerDown(ID, "late")])
     assert view.peers["a"].state == "suspected"
     view.fold(applied("a", 0))
     assert view.peers["a"].state == "training"
@@ -149,8 +149,8 @@ def test_a_peer_that_the_run_calls_otherwise_than_its_log_has_one_row() -> None:
     assert plain_line(view).endswith("stage 1: no peer; 1 gone")
 
 
-def late(peer_id: str = OTHER_ID, **kw: Any) -> ev.PeerSuspected:
-    return ev.PeerSuspected(peer_id, "late", t=100.0, **kw)
+def late(peer_id: str = OTHER_ID, **kw: Any) -> ev.PeerDown:
+    return ev.PeerDown(peer_id, "late", t=100.0, **kw)
 
 
 def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
@@ -241,10 +241,10 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
         (ev.CheckpointWritten(5, "runs/x", 2_000_000, 0.25), ("step 5: runs/x (2 MB, 250 ms)",)),
         (ev.CheckpointFailed(5, "no space"), ("step 5", ": no space")),
         (ev.Evaluated(5, 3.64, 38.09, 100), ("step 5: ", "loss 3.640, perplexity 38.1")),
-        (ev.PeerSuspected(ID, "no answer"), (f"..{ID[-8:]} does not answer and gets no work: no answer",)),
-        (ev.PeerSuspected(ID, "it trains in another lineage", "b"), ("b gets no work: it trains in",)),
+        (ev.PeerDown(ID, "no answer"), (f"..{ID[-8:]} does not answer and gets no work: no answer",)),
+        (ev.PeerDown(ID, "it trains in another lineage", "b"), ("b gets no work: it trains in",)),
         (
-            ev.PeerSuspected(
+            ev.PeerDown(
                 ID,
                 "sending to TimEcZ: Connect failed. msg=failed to dial: failed to dial 12D3: all dials failed * [/ip4/127.0.0.1/tcp/35129] "
                 "dial tcp4 127.0.0.1:35129: connect: connection refused",

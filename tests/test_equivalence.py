@@ -12,7 +12,7 @@ import torch
 from muletrain.config.load import load_config
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.tokens import TokenCache
-from muletrain.events import Event, PeerJoined, PeerSuspected, StepApplied, StepDone
+from muletrain.events import Event, PeerDown, PeerJoined, StepApplied, StepDone
 from muletrain.model.generate import evaluate
 from muletrain.model.make import load_model
 from muletrain.runs.assemble import RunFacts
@@ -129,7 +129,7 @@ def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
 
     events = run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({victim}))
     assert killed
-    assert any(isinstance(e, PeerSuspected) for e in events)
+    assert any(isinstance(e, PeerDown) for e in events)
     assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
 
 

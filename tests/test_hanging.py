@@ -93,7 +93,7 @@ def test_copies_go_out_for_what_a_late_device_owes_and_nothing_is_run_again_if_i
     copies = said(outcome, "1b: its device is late, so another peer computes a copy")
     assert copies
     assert min(copies) - 2.0 < 2 * LATE_S + 1.0
-    assert not said(outcome, "peer_suspected|microbatches_rerun")
+    assert not said(outcome, "peer_down|microbatches_rerun")
     last = [text for _, text in outcome.timeline if f"peer-1b step_applied step={STEPS} " in text]
     assert "microbatches=4" in last[0]
 
@@ -102,7 +102,7 @@ def test_a_device_that_returns_after_its_peer_was_given_up_takes_part_again() ->
     outcome = hanging(Fault(2.0, "hang", ("peer-1b",), OUT_S + 6.0), steps=24)
     assert said(
         outcome,
-        "peer_suspected peer_id=peer-1b reason=answered a probe with: an operation of its device does not return",
+        "peer_down peer_id=peer-1b reason=answered a probe with: an operation of its device does not return",
     )
     last = [text for _, text in outcome.timeline if "peer-1b step_applied step=24 " in text]
     assert "microbatches=0" not in last[0]
@@ -110,7 +110,7 @@ def test_a_device_that_returns_after_its_peer_was_given_up_takes_part_again() ->
 
 def test_the_last_peer_of_a_stage_is_not_given_up_for_being_slow() -> None:
     outcome = hanging(Fault(2.0, "hang", ("peer-1a",), 60.0), stages=(2, 1))
-    assert not said(outcome, "stepped_back|peer_suspected")
+    assert not said(outcome, "stepped_back|peer_down")
     assert max(lengths_s(outcome)) < 60.0 + 10.0
 
 
@@ -122,7 +122,7 @@ def test_a_late_peer_is_not_counted_on_again_because_it_answers() -> None:
     scenario = Scenario(331, (3, 1), 2, 5, 6, 0.0, (hang,), overrides=("optimizer.delayed=true",), stalls=0.1)
     outcome = play(replace(scenario, relays=True, apart=True))
     assert outcome.violations == []
-    assert len(said(outcome, "peer_suspected peer_id=peer-0a")) <= 2 * len(scenario.members)
+    assert len(said(outcome, "peer_down peer_id=peer-0a")) <= 2 * len(scenario.members)
 
 
 def test_a_step_that_waits_for_a_device_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.whatif import what_if
+from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.cli.show.playing import Playing
 from muletrain.errors import Expelled, MuletrainError
 from muletrain.runtime.peer.service import Service

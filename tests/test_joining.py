@@ -171,7 +171,7 @@ def kept(own: GradientLog) -> list[int]:
 def test_those_believed_dead_are_tried_less_and_less() -> None:
     async def scenario() -> None:
         ctx, tries = context(), list[float]()
-        ctx.roster.dead("b")
+        ctx.roster.mark_dead("b")
         begin = ctx.clock.now()
         while (now := ctx.clock.now() - begin) < 3600.0:
             tries += [now] if ctx.detector.worth_a_try(("b",)) else []
@@ -180,7 +180,7 @@ def test_those_believed_dead_are_tried_less_and_less() -> None:
         late = [t for t in tries if t >= 1200.0]
         assert 7 <= len(late) <= 9, "every five minutes"
         assert max(b - a for a, b in pairwise(late)) <= RARELY_S + 1.0
-        ctx.roster.alive("b")
+        ctx.roster.mark_alive("b")
         assert ctx.detector.worth_a_try(("b",)) == ctx.detector.worth_a_try(("b",)) == ("b",)
 
     run_virtually(scenario(), 4000, [])

@@ -62,7 +62,7 @@ def test_leaving_is_no_fault(leaver: str) -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.ends[leaver] == LEFT
     assert said(outcome, f"peer-0a peer_left peer_id={leaver} name={leaver} step=1")
-    assert not said(outcome, "peer_suspected")
+    assert not said(outcome, "peer_down")
     assert not said(outcome, "rerouted")
     assert not [text for text in said(outcome, "step_applied") if "recomputed=0" not in text]
     assert len(said(outcome, f"{leaver} step_applied")) == 1
@@ -97,7 +97,7 @@ def test_all_of_a_stage_want_to_go_and_the_last_stays_and_says_so() -> None:
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert sorted(outcome.ends[f"peer-1{k}"] for k in "abc") == ["finished", LEFT, LEFT]
     assert len(said(outcome, "leave_put_off")) == 1
-    assert not said(outcome, "peer_suspected")
+    assert not said(outcome, "peer_down")
 
 
 def test_who_collects_checkpoints_stays() -> None:
@@ -117,13 +117,13 @@ def test_the_last_trainer_stays() -> None:
     )
     roster = Roster(genesis, "s1b")
     assert roster.needs_us() is None
-    roster.dead("s0a")
+    roster.mark_dead("s0a")
     assert roster.needs_us() == "no other peer has the data"
-    roster.alive("s0a")
+    roster.mark_alive("s0a")
     roster.left("s1a")
     assert roster.needs_us() == "no other peer serves stage 1"
     assert "s1a" not in roster.everyone()
-    roster.alive("s1a")
+    roster.mark_alive("s1a")
     assert roster.needs_us() is None
 
 
@@ -221,20 +221,20 @@ def test_machines_may_come_and_go_without_end(gone: str) -> None:
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=tuple(members), coordinator="a", first_step=0
     )
     roster = Roster(genesis, "b")
-    roster.dead("a")
+    roster.mark_dead("a")
     for k in range(2 * MAX_MEMBERS):
         newcomer = Member(id=f"new{k}", name=f"new{k}", stage=0, trainer=False, addresses=())
         roster.admit(newcomer)
-        roster.alive(newcomer.id)
+        roster.mark_alive(newcomer.id)
         assert roster.is_alive(newcomer.id)
-        roster.dead(newcomer.id) if gone == "die" else roster.left(newcomer.id)
+        roster.mark_dead(newcomer.id) if gone == "die" else roster.left(newcomer.id)
     assert roster.knows(f"new{2 * MAX_MEMBERS - 1}")
     assert not roster.knows("new0")
     assert len(roster.everyone()) <= MAX_GONE + 3
     assert {"a", "b", "c"} <= {m.id for m in roster.members()}
     assert roster.others() == ("c",)
     roster.admit(Member(id="new0", name="new0", stage=1, trainer=False, addresses=()))
-    assert roster.alive("new0")
+    assert roster.mark_alive("new0")
 
 
 def test_who_moves_at_the_same_step_to_the_same_stage_is_heard_of() -> None:

@@ -171,7 +171,7 @@ def test_the_expelled_are_not_counted_in_again() -> None:
         "a",
     )
     roster.expel("b")
-    assert not roster.alive("b")
+    assert not roster.mark_alive("b")
     assert roster.stage(0) == ("a",)
     with pytest.raises(ProtocolError, match="expelled"):
         roster.admit(members[1].model_copy(update={"since": 5}))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from muletrain.cli.actions.whatif import what_if
+from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.cli.main import app
 from muletrain.config import plan_file as schema
 from muletrain.config.fleet_file import load_fleet

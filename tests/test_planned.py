@@ -234,7 +234,7 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
 
     for name in ("west", "cellar"):
         assert name_of(name) == f"{name}-0"
-        roster.dead(name)
+        roster.mark_dead(name)
     assert [name_of(name) for name in ("west", "cellar")] == ["west", "cellar-0"]
 
 

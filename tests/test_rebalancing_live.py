@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.config.load import load_config
-from muletrain.events import Event, MemberAdmitted, PeerSuspected, StepDone
+from muletrain.events import Event, MemberAdmitted, PeerDown, StepDone
 from muletrain.runtime.members.leaving import Departure
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
@@ -122,7 +122,7 @@ def test_a_real_fleet_of_one_and_four_does_more_after_moving(tmp_path: Path) -> 
         lost=frozenset(f"peer-{k}" for k in range(1, 5)),
     )
     assert len(moved) == 2
-    assert any(isinstance(e, PeerSuspected) for e in events)
+    assert any(isinstance(e, PeerDown) for e in events)
     began = done[0]
     assert moved[0].t - began < 3 * PERIOD_S
     assert moved[1].t - killed[0] < 3 * PERIOD_S + 5

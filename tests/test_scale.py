@@ -152,13 +152,13 @@ def test_what_a_roster_answers_follows_the_news() -> None:
     newcomer = members[0].model_copy(update={"id": "p9", "name": "p9"})
     back, self_at_7 = members[5].model_copy(update={"since": 3}), members[2].model_copy(update={"since": 7})
     news = [
-        lambda: roster.dead("p0"),
+        lambda: roster.mark_dead("p0"),
         lambda: roster.admit(newcomer),
-        lambda: roster.alive("p9"),
-        lambda: roster.alive("p0"),
+        lambda: roster.mark_alive("p9"),
+        lambda: roster.mark_alive("p0"),
         lambda: roster.moved("p4", 1),
         lambda: roster.left("p1"),
-        lambda: roster.alive("p1"),
+        lambda: roster.mark_alive("p1"),
         lambda: roster.expel("p3"),
         lambda: roster.move(1),
         lambda: roster.hear_of(self_at_7),
@@ -217,7 +217,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
             before = asked.total()
             await exchange.ask_everyone()
             assert asked.total() - before == at_once
-        ctx.roster.dead("p003")
+        ctx.roster.mark_dead("p003")
         before = asked["p003"]
         await exchange.ask_everyone()
         await asyncio.sleep(1)

@@ -61,7 +61,7 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
     assert all(0 <= steps <= 5 for steps in late), f"{late}: where others use the machine, too, signals come late"
     ids = {e["name"]: e["peer_id"] for e in of_kind(events, "peer_joined")}
     killed, _, *damaged = (ids[e["who"][0]] for e in injected)
-    assert killed in {e["peer_id"] for e in of_kind(events, "peer_suspected")}
+    assert killed in {e["peer_id"] for e in of_kind(events, "peer_down")}
     refused = [e["remote"] for e in of_kind(events, "frame_refused") if "not a frame" in e["reason"]]
     again = {e["name"] for e in of_kind(events, "gradient_stands_out")}
     assert again >= {e["who"][0] for e in injected[2:]}, "each spoilt gradient was computed again"
@@ -162,7 +162,7 @@ def test_owners_get_their_machines_back(tmp_path: Path) -> None:
     assert set(range(1, left["step"] + 1)) <= seconds, "it took part up to the step it announced"
     assert left["step"] + 1 not in seconds
     suspected = {
-        e["peer_id"] for c in (first, third) for e in c.said if e["kind"] == "peer_suspected" and e["t"] < gone["t"]
+        e["peer_id"] for c in (first, third) for e in c.said if e["kind"] == "peer_down" and e["t"] < gone["t"]
     }
     assert not suspected & {left["peer_id"], gone["peer_id"]}, "by those that were there when it left"
     assert list((tmp_path / "a").glob("runs/*/checkpoints/step-*"))

@@ -13,9 +13,9 @@ import pytest
 from muletrain.events import (
     Event,
     FaultInjected,
+    PeerDown,
     PeerJoined,
     PeerMoved,
-    PeerSuspected,
     RunFinished,
     StepApplied,
     read_events,
@@ -102,7 +102,7 @@ def check_counts(events: list[Event], planned: list[Fault], out: str) -> None:
         who[e.what] += e.who
     joined = [e for e in events if isinstance(e, PeerJoined)]
     ids = {e.peer_id for e in joined if e.name in who["kill"]}
-    assert ids <= {e.peer_id for e in events if isinstance(e, PeerSuspected)}, "all deaths were noticed"
+    assert ids <= {e.peer_id for e in events if isinstance(e, PeerDown)}, "all deaths were noticed"
     names = {e.name for e in joined}
     assert names == {f"peer-{k}" for k in range(PEERS + 4)}
     moved = [e for e in events if isinstance(e, PeerMoved)]

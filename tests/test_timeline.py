@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.errors import ConfigError
-from muletrain.events import PeerSuspected, SlotWorked
+from muletrain.events import PeerDown, SlotWorked
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.timeline import check_trace, chrome_trace
@@ -38,14 +38,14 @@ def test_a_virtual_run_s_compute_slots_are_busy_for_the_service_times_and_one_th
     assert forwards[:12] == pytest.approx([1e6 * FORWARD_S] * 12, abs=2)
     assert backwards[:12] == pytest.approx([1e6 * BACKWARD_S] * 12, abs=2)
     assert [row["name"] for row in computed if row["name"] == "apply"] == ["apply"] * 2
-    assert any(row["ph"] == "i" and row["name"] == "peer_suspected" for row in rows)
+    assert any(row["ph"] == "i" and row["name"] == "peer_down" for row in rows)
 
 
 def test_what_goes_on_at_the_same_time_is_drawn_below_each_other() -> None:
     def work(begin: float, end: float, index: int) -> SlotWorked:
         return SlotWorked(slot="send", what="forward", step=0, index=index, seconds=end - begin, t=end, peer="a")
 
-    events = [work(1.0, 3.0, 0), work(2.0, 4.0, 1), work(3.0, 5.0, 2), PeerSuspected("b", "gone", t=2.5, peer="a")]
+    events = [work(1.0, 3.0, 0), work(2.0, 4.0, 1), work(3.0, 5.0, 2), PeerDown("b", "gone", t=2.5, peer="a")]
     rows = chrome_trace(events)["traceEvents"]
     drawn = {row["name"]: (row["tid"], row["ts"], row["dur"]) for row in rows if row["ph"] == "X"}
     first, second = drawn["forward 0/0"][0], drawn["forward 0/1"][0]

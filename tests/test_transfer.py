@@ -257,6 +257,6 @@ def test_a_gradient_in_other_pieces_than_it_has_is_refused() -> None:
             stage.networks["a"].serve(AskGradient.KIND, past)
             assert await fetch_gradient(stage.contexts["t"], stage.receiver.taker, entry, ["a"]) is None
             assert not stage.contexts["t"].roster.is_alive("a")
-            stage.contexts["t"].roster.alive("a")
+            stage.contexts["t"].roster.mark_alive("a")
 
     run(scenario)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.whatif import what_if
+from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.errors import ConfigError
 from muletrain.planning.cost import all_reduce_s, circulating, makespan_s, steady_shares
 from muletrain.planning.devices import DEVICES, find_device
@@ -242,8 +242,23 @@ def test_a_run_with_planned_pipelines_is_not_simulated_as_another_strategy(tmp_p
     given = [*TINY, "fleet.stages=2", 'pipeline.seats=[["m-0", "m-1"], ["m-2", "m-3"]]']
     with pytest.raises(ConfigError) as refused:
         what_if(tmp_path / "fleet.toml", None, None, given, hours=1.0, seed=0, plot=None, json=True)
-    assert "plays strategies swarm and hub only" in str(refused.value)
+    assert "plays strategies swarm, swap, hub only" in str(refused.value)
     assert "'muletrain plan'" in str(refused.value)
+
+
+def test_machines_that_swap_the_whole_model_are_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fleet.toml").write_text(
+        '[[machines]]\nname = "m"\ncount = 4\ndevice = "T4"\nmemory_gib = 1.5\nhost_gib = 16\n'
+    )
+    given = ["model.preset=gpt3-125m", "model.context=512", "train.batch=64"]
+    for strategy, stages in (("swarm", "3 stages"), ("swap", "1 stage")):
+        code = what_if(
+            tmp_path / "fleet.toml", None, None, given, hours=0.5, seed=0, plot=None, json=False, choice=strategy
+        )
+        assert code == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"strategy {strategy}" in shown
+        assert f"in {stages}," in shown
 
 
 @pytest.mark.slow

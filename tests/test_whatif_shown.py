@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.whatif import what_if
+from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.errors import MuletrainError
 from muletrain.sim.fleet.simulation import EXAMPLE
 

@@ -29,8 +29,8 @@ from muletrain.events import (
     MicrobatchRerouted,
     MicrobatchServed,
     Note,
+    PeerDown,
     PeerJoined,
-    PeerSuspected,
     SlotWorked,
     StepApplied,
     StepDone,
@@ -187,7 +187,7 @@ class Fleet:
             self._last += 1
             if self._last == self.case.microbatches:
                 self._served = event.t
-        elif isinstance(event, PeerSuspected) or (isinstance(event, Note) and event.level != "info"):
+        elif isinstance(event, PeerDown) or (isinstance(event, Note) and event.level != "info"):
             print(f"  {event.t:.1f} {event.peer}: {event}", file=sys.stderr, flush=True)
 
     def tick(self, fleet: LocalFleet) -> None:
@@ -341,7 +341,7 @@ def measured(
             "why": e.reason,
         }
         for e in events
-        if isinstance(e, PeerSuspected)
+        if isinstance(e, PeerDown)
     ]
     attempts: dict[tuple[int, int, str], int] = defaultdict(int)
     for e in events:
@@ -445,7 +445,7 @@ def longest(timed: dict[str, list[Call]], averagings: list[Window], fault: float
 
 def found(events: list[Event], names: dict[str, str], fault: float) -> dict[str, Any]:
     """When each living peer took the victim for dead [s], and whom else."""
-    suspicions = [e for e in events if isinstance(e, PeerSuspected) and e.peer != VICTIM and e.t <= fault + WATCHED_S]
+    suspicions = [e for e in events if isinstance(e, PeerDown) and e.peer != VICTIM and e.t <= fault + WATCHED_S]
     first: dict[str, float] = {}
     for e in suspicions:
         if names[e.peer_id] == VICTIM and e.t >= fault:

@@ -1,5 +1,6 @@
 """What do many clients cost their servers? Messages and bytes of a step, and CPU time of everything that is played, by
-part. See README.md. ``python scale.py [--clients 1000] [--servers 16]`` writes scale.json."""
+part. See README.md. ``python scale.py [--clients 1000] [--servers 16]`` writes scale.json. A step has enough sequences
+(``--each`` for every client) for clients to have its weights long before it ends."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from plays import played, write
 
 RUN = [
     "model.preset=gpt3-125m",
-    "model.context=1024",
-    "train.microbatch=16",
+    "model.context=512",
+    "model.vocab=512",
     "fleet.stages=2",
     "fleet.trainers=4",
     "checkpoint.every=0",
@@ -25,18 +26,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clients", type=int, default=1000)
     parser.add_argument("--servers", type=int, default=16)
+    parser.add_argument("--each", type=int, default=16)
+    parser.add_argument("--microbatch", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=900.0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     text = SERVERS.replace("count = 2", f"count = {arguments.servers}").replace("1000", "10000")
     text += CLIENT.format("client", arguments.clients, 1, 100, 100) + LINKS
-    run = [*RUN, f"train.batch={8 * 16 * max(1, arguments.clients // 100)}"]
+    batch = arguments.each * arguments.clients // arguments.microbatch * arguments.microbatch
+    run = [*RUN, f"train.batch={batch}", f"train.microbatch={arguments.microbatch}"]
     with counted() as counts:
         row = played(fleet(text), "hub", run, seconds=arguments.seconds)
     parts, steps = sum(counts.parts.values()), max(1.0, row["steps"])
     row |= {
         "clients": arguments.clients,
         "servers": arguments.servers,
+        "sequences_a_step": batch,
         "frames_a_step": round(sum(counts.frames.values()) / steps),
         "gbytes_a_step": round(sum(counts.nbytes.values()) / steps / 1e9, 2),
         "parts_a_step": round(parts / steps),

@@ -23,7 +23,7 @@ from muletrain.events import (
     CheckpointWritten,
     Event,
     MicrobatchRerouted,
-    PeerSuspected,
+    PeerDown,
     StepApplied,
     StepDone,
 )
@@ -229,7 +229,7 @@ def measured(case: Case, events: list[Event], watched: Watched, facts: RunFacts)
         "hurt_over_undisturbed": [round(t / undisturbed_s, 2) for t in hurt.values()],
         "checkpoints": sorted({e.step for e in events if isinstance(e, CheckpointWritten)}),
         "left_out": sorted({(e.step, e.reason) for e in events if isinstance(e, CheckpointFailed)}),
-        "suspected": sum(isinstance(e, PeerSuspected) for e in during),
+        "suspected": sum(isinstance(e, PeerDown) for e in during),
         "rerouted": sum(isinstance(e, MicrobatchRerouted) for e in during),
         "recomputed": sum(e.recomputed for e in during if isinstance(e, StepApplied)),
     }

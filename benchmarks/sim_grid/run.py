@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
-from muletrain.events import MicrobatchRerouted, PeerSuspected, StepApplied, StepDone
+from muletrain.events import MicrobatchRerouted, PeerDown, StepApplied, StepDone
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS
@@ -71,7 +71,7 @@ class Seen:
                 self.ends_s.append(event.t)
             case StepApplied():
                 self.repeated += event.recomputed
-            case PeerSuspected():
+            case PeerDown():
                 self.suspected[_kind(event.reason)] += 1
             case MicrobatchRerouted():
                 self.rerouted[_kind(event.reason.split(": ", 1)[-1])] += 1

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import theilslopes
 
-from muletrain.events import EventTail, FaultInjected, MemberAdmitted, Note, PeerSuspected, StepDone
+from muletrain.events import EventTail, FaultInjected, MemberAdmitted, Note, PeerDown, StepDone
 
 HERE = Path(__file__).parent
 STAGES, PEERS = 3, 6
@@ -268,7 +268,7 @@ def counted(folder: Path) -> dict[str, object]:
         "steps": max(steps, default=0),
         "faults": dict(faults),
         "admitted": sum(isinstance(e, MemberAdmitted) and e.peer == "peer-0" for e in events),
-        "suspected": sum(isinstance(e, PeerSuspected) and e.peer == "peer-0" for e in events),
+        "suspected": sum(isinstance(e, PeerDown) and e.peer == "peer-0" for e in events),
         "errors": [f"{e.peer}: {e.message}" for e in events if isinstance(e, Note) and e.level == "error"],
     }
 

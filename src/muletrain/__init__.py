@@ -10,7 +10,7 @@ The package reads top-down; imports run downwards only (``tests/test_imports.py`
 ``network`` ``compute`` ``wire``  the seams and their implementations; frames and tensor codecs
 ``model`` ``data`` ``optim``   decoder and stages; corpora and microbatches; AdamW and LAMB
 ``planning``                   what is decided before a run: placement, partition (no torch, no sockets)
-``strategies``                 what tells the systems apart: swarm, pipeline (likewise)
+``strategies``                 what tells the systems apart: swarm, pipeline, swap, hub (likewise)
 ``policy``                     what a running peer decides: wiring, claims, cover (likewise)
 ``config`` ``events`` ``clock`` ``units`` ``errors``  what everything stands on
 =============================  =====================================================================

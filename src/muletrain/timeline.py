@@ -29,7 +29,7 @@ INSTANTS = (
     ev.PeerExpelled,
     ev.PeerJoined,
     ev.PeerLeft,
-    ev.PeerSuspected,
+    ev.PeerDown,
     ev.StepApplied,
     ev.SteppedBack,
 )

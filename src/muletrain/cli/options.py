@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muletrain.runs.join.ticket import read_ticket
-from muletrain.strategies import CHOICES
+from muletrain.strategies import CHOICES, STRATEGIES
 
 if TYPE_CHECKING:
     Choice = str
+    Simulated = str
 else:
     Choice = StrEnum("Choice", [(name, name) for name in CHOICES])
+    Simulated = StrEnum("Simulated", [(s.name, s.name) for s in STRATEGIES if s.simulated])
 
 # A run ----------------------------------------------------------------------------------------------------------------
 

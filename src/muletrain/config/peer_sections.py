@@ -1,4 +1,4 @@
-"""The sections about peers: how many there are, what they serve, where they listen.
+"""The sections about peers: how many there are, what they serve under each strategy, where they listen.
 
 ``check_*`` raise ValueError; ``schema`` explains the form of their messages.
 """
@@ -211,7 +211,7 @@ def check_hub(h: HubConfig, p: PipelineConfig, stages: int) -> None:
         raise ValueError(f"hub.seats: '{twice}' has two places; name each machine once in hub.seats and hub.helpers")
     if p.seats:
         raise ValueError(
-            f"hub.clients: {h.clients} beside pipeline.seats, but clients compute for the peers of strategy 'hub', which follows no plan; "
+            f"hub.clients: {h.clients} beside pipeline.seats, but strategy 'hub' has its servers' stages in hub.seats; "
             f"leave one of them out"
         )
 

@@ -231,7 +231,7 @@ class MicrobatchRerouted(Event):
     reason: str
 
 
-class PeerSuspected(Event):
+class PeerDown(Event):
     """A peer gets no more work until it announces itself again."""
 
     peer_id: str

@@ -1,4 +1,4 @@
-"""The step protocol, the same for all strategies, in eight rooms. Imports run downwards only:
+"""The step protocol, the same for all strategies, in ten rooms. Imports run downwards only:
 
     peer          runs one peer: its steps, what arrives, joining and ending
     recovery      rolls the run back when a stage is lost, and merges histories after a partition

@@ -1,6 +1,6 @@
 """A strategy is what tells one of the four systems from the others, and nothing else. ``STRATEGIES`` is the one list;
-runs, the planner, the simulator and the command line look there. The step protocol knows only the interface
-(``base.Strategy``).
+runs, the planner, the simulator and the command line (``--strategy`` of ``run``, ``start`` and ``simulate``) look
+there. The step protocol knows only the interface (``base.Strategy``).
 
 To add a fifth strategy:
 
@@ -13,7 +13,8 @@ To add a fifth strategy:
 4. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``; without one, ``muletrain plan`` says
    that it is missing. ``planner.confirmed`` plays the recommended plan: as strategy swarm, unless it has a schedule. New
    schedules and fields belong into ``config.plan_file.Prediction``.
-5. Describe it in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
+5. Have the fuzzer draw it (``sim/world/draws/``).
+6. Describe it in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ class Listed:
     def runs(self) -> bool:
         return self.of is not None
 
+    @property
+    def simulated(self) -> bool:
+        """Does 'simulate fleet' play it? A planned one is played by 'muletrain plan --confirm'."""
+        return self.ask is not None
+
 
 STRATEGIES: tuple[Listed, ...] = (
     Listed("swarm", lambda config: SWARM, ("swarm",), lambda config, clients: config),
@@ -69,7 +75,7 @@ def find(name: str) -> Listed:
     return by_name[name]
 
 
-def choose(name: str) -> Listed:
+def listed_as(name: str) -> Listed:
     """Returns the strategy that ``--strategy`` calls ``name``. Raises KeyError."""
     by_choice = {choice: s for s in STRATEGIES for choice in s.choices}
     return by_choice[name]
@@ -79,6 +85,11 @@ def strategy_of(config: RunConfig) -> Strategy:
     """Returns the strategy that a run's configuration asks for: the last of the list that accepts it. The first accepts
     any."""
     return next(found for s in reversed(STRATEGIES) if s.of is not None and (found := s.of(config)) is not None)
+
+
+def listed_of(config: RunConfig) -> Listed:
+    """Returns the strategy that a run's configuration asks for, as the list has it."""
+    return next(listed for listed in reversed(STRATEGIES) if asks_for(config, listed))
 
 
 def asks_for(config: RunConfig, listed: Listed) -> bool:

@@ -17,7 +17,7 @@ from muletrain.errors import ConfigError
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
 from muletrain.planning.splits import title
-from muletrain.strategies import CHOICES, asks_for, choose, find
+from muletrain.strategies import CHOICES, asks_for, find, listed_as
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ PROCESSES_PER_CORE = 16
 
 def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares: bool = True) -> RunConfig:
     """``config`` with strategy, stages and machines of the plan: those of the recommended strategy, or of ``choice``
-    ('swarm', 'gpipe', '1f1b'). ``spares``: whether the run starts with the plan's spares. Raises ConfigError, also if
+    (one of ``CHOICES``). ``spares``: whether the run starts with the plan's spares. Raises ConfigError, also if
     plan and ``config`` contradict each other."""
     plan = read_plan(path)
     chosen = _chosen(plan, path, choice)
@@ -190,7 +190,7 @@ def indices_of(config: RunConfig) -> list[int]:
 def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
     """``config`` with the strategy of this name. ``local``: for a local fleet, which has as many clients as servers if it
     has any, unless ``config`` says how many. Raises ConfigError for a strategy that needs a plan, or a contradiction."""
-    listed = choose(choice)
+    listed = listed_as(choice)
     if listed.ask is None:
         raise ConfigError(f"--strategy {choice}: which machine serves which stage is in a plan; add --plan PLAN.json")
     asked = listed.ask(config, config.fleet.local_peers if local else 0)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject
+from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject, Simulated
 
 
 class Policy(StrEnum):
@@ -17,13 +17,6 @@ class Policy(StrEnum):
     NONE = "none"
     SWARM = "swarm"
     MULETRAIN = "muletrain"
-
-
-class Played(StrEnum):
-    """A strategy that is simulated."""
-
-    SWARM = "swarm"
-    HUB = "hub"
 
 
 class Fidelity(StrEnum):
@@ -109,10 +102,10 @@ def fleet(
         ),
     ] = None,
     strategy: Annotated[
-        Played | None,
+        Simulated | None,
         typer.Option(
-            help="'swarm', or 'hub': machines that the file calls reliable are servers, the others their clients. Default: what the "
-            "configuration asks for, else 'swarm'."
+            help="'swarm'; 'hub': machines that the file calls reliable are servers, the others their clients; or 'swap': every machine "
+            "has the whole model. Default: what the configuration asks for, else 'swarm'."
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="CONFIG.toml", help=RUN_CONFIG_HELP)] = None,
@@ -125,7 +118,7 @@ def fleet(
     ] = 0,
     json: JsonObject = False,
 ) -> None:
-    """Simulate a run with strategy swarm or hub on a fleet while its machines come and go.
+    """Simulate a run on a fleet while its machines come and go.
 
     Reports throughput, idle time by cause, bytes by link, and recovery times, and suggests up to three changes of the
     run with the gain that each promises. The simulator runs the production policies. The optimum assumes that every
@@ -136,7 +129,7 @@ def fleet(
     from muletrain.cli.show.console import make_console
 
     with nullcontext() if json else make_console(sys.stderr).status("loading"):
-        from muletrain.cli.actions.whatif import what_if  # torch takes seconds
+        from muletrain.cli.actions.simulate_fleet import what_if  # torch takes seconds
 
     code = what_if(
         file,
@@ -148,7 +141,7 @@ def fleet(
         plot=plot,
         json=json,
         fidelity=None if fidelity is None else fidelity.value,
-        choice=strategy.value if strategy else None,
+        choice=str(strategy) if strategy else None,
         costs=costs,
         trace=trace,
     )

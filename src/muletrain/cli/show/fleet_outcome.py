@@ -12,7 +12,7 @@ from rich.table import Table
 from muletrain.cli.show.console import say
 from muletrain.sim.fleet.advice import WORTH
 from muletrain.sim.setting import mixed, seated
-from muletrain.strategies import strategy_of
+from muletrain.strategies import listed_of
 from muletrain.units import format_bytes, format_count, format_duration, plural
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def say_run(
     console.print(
         f"{name} ({format_count(spec.params)} parameters) in {plural(len(scene.cut), 'stage')}, "
         f"{plural(scene.cost.microbatches, 'microbatch')} of {scene.cost.sequences} x {spec.context} tokens per step, "
-        f"strategy {'hub' if strategy_of(run).pooled else 'swarm'}, {hours:g} hours\n"
+        f"strategy {listed_of(run).name}, {hours:g} hours\n"
     )
     if outcome.partial:
         so_far, asked = (format_duration(3600 * h) for h in (outcome.hours, hours))

@@ -32,7 +32,7 @@ class FaultsView:
         match event:
             case ev.FaultInjected():
                 self._faults.append(_Injected(event))
-            case ev.PeerSuspected():
+            case ev.PeerDown():
                 self._noticed(self._name_of(event.peer_id), event, ("kill", "freeze", "partition"))
             case ev.FrameRefused():
                 self._noticed(self._name_of(event.remote), event, ("corrupt",))

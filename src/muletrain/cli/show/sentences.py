@@ -34,7 +34,7 @@ def is_warning(event: ev.Event) -> bool:
     kinds = (
         ev.JoinRefused,
         ev.FrameRefused,
-        ev.PeerSuspected,
+        ev.PeerDown,
         ev.PeerBanned,
         ev.PeerExpelled,
         ev.CheckpointFailed,
@@ -92,7 +92,7 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return f"{view.name_of(event.remote)} was not admitted: {event.reason}"
         case ev.FrameRefused():
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
-        case ev.PeerSuspected():
+        case ev.PeerDown():
             silent = "" if ANSWERED.match(event.reason) else "does not answer and "
             return f"{view.name_of(event.peer_id)} {silent}gets no work: {essence(event.reason)}"
         case ev.PeerBanned():

@@ -184,7 +184,7 @@ class RunView:
                 self._swap(event)
             case ev.StepDone():
                 return self._done(event)
-            case ev.PeerSuspected():
+            case ev.PeerDown():
                 self._learn(event.peer_id, event.name)
                 self._suspect(event)
             case ev.MemberAdmitted():
@@ -269,7 +269,7 @@ class RunView:
         self._give_up()
         return True
 
-    def _suspect(self, event: ev.PeerSuspected) -> None:
+    def _suspect(self, event: ev.PeerDown) -> None:
         peer = self._by_id.get(event.peer_id)
         if peer is not None and peer.state != "suspected" and peer.state not in GONE:
             peer.state, peer.suspected_at = "suspected", event.t

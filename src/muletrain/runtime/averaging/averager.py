@@ -204,24 +204,26 @@ class Averager:
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
 
-    async def reduce(self, plan: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
+    async def reduce(self, round_: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [P], and the facts of each member's shard for the record.
 
         ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
         """
-        result = await self._ctx.compute.room(plan.n_params)
+        result = await self._ctx.compute.room(round_.n_params)
         me = self._ctx.net.peer_id
-        self._attendance = Attendance(self._ctx, plan, self, self._holders, self._usual.seconds(self._tries))
+        self._attendance = Attendance(self._ctx, round_, self, self._holders, self._usual.seconds(self._tries))
         self._tries += 1
         try:
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._attendance.watch())
-                chunks = self._to_scatter(plan)
-                for _ in range(LANES if me in plan.contributors else 0):
-                    group.create_task(self._scatter(plan, gradient, chunks))
+                chunks = self._to_scatter(round_)
+                for _ in range(LANES if me in round_.contributors else 0):
+                    group.create_task(self._scatter(round_, gradient, chunks))
                 tasks = [
-                    group.create_task(self._own(plan, gradient, result) if m == me else self._collect(plan, m, result))
-                    for m in plan.members
+                    group.create_task(
+                        self._own(round_, gradient, result) if m == me else self._collect(round_, m, result)
+                    )
+                    for m in round_.members
                 ]
                 await asyncio.gather(*tasks)
                 watching.cancel()
@@ -231,61 +233,61 @@ class Averager:
             raise RoundFailed("; ".join(_reasons(errors))) from None
         return result, tuple(t.result() for t in tasks)
 
-    def _to_scatter(self, plan: Round) -> Iterator[tuple[PeerId, int, tuple[int, int]]]:
+    def _to_scatter(self, round_: Round) -> Iterator[tuple[PeerId, int, tuple[int, int]]]:
         """Chunks of the other members' shards, in turn, so that all members can begin."""
-        others = plan.others(self._ctx.net.peer_id)
-        for turn in itertools.zip_longest(*(plan.chunks(m) for m in others)):
+        others = round_.others(self._ctx.net.peer_id)
+        for turn in itertools.zip_longest(*(round_.chunks(m) for m in others)):
             for member, chunk in zip(others, turn, strict=True):
                 if chunk is not None:
                     yield member, *chunk
 
     async def _scatter(
-        self, plan: Round, gradient: Tensor, chunks: Iterator[tuple[PeerId, int, tuple[int, int]]]
+        self, round_: Round, gradient: Tensor, chunks: Iterator[tuple[PeerId, int, tuple[int, int]]]
     ) -> None:
         """Send ``chunks`` of our accumulator to their owners."""
         for member, number, (a, b) in chunks:
             chunk = await self._ctx.compute.offload(encode, gradient[a:b], self._ctx.plan.gradients)
-            await self._send(member, Shard(round=plan.id, step=plan.step, chunk=number), chunk)
+            await self._send(member, Shard(round=round_.id, step=round_.step, chunk=number), chunk)
 
-    async def _own(self, plan: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
+    async def _own(self, round_: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
         """Reduce our shard, and send it to all members."""
         me = self._ctx.net.peer_id
-        others = plan.others(me)
+        others = round_.others(me)
         facts: list[ShardFacts] = []
-        chunks = plan.chunks(me)
+        chunks = round_.chunks(me)
         if not chunks:
-            self.shards[plan.id][me] = _of_shard(facts)
+            self.shards[round_.id][me] = _of_shard(facts)
         for number, (a, b) in chunks:
             parts: list[Tensor | Encoded] = []
-            for member in plan.contributors:  # sorted: every run sums in the same order
-                parts.append(gradient[a:b] if member == me else (await self._chunk(plan, Shard, member, number))[1])
+            for member in round_.contributors:  # sorted: every run sums in the same order
+                parts.append(gradient[a:b] if member == me else (await self._chunk(round_, Shard, member, number))[1])
             sent, chunk = await self._ctx.compute.offload(
-                _reduce_chunk, parts, b - a, plan.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
+                _reduce_chunk, parts, b - a, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
             )
             facts.append(chunk)
             if len(facts) == len(chunks):  # before any other member can attest to it
-                self.shards[plan.id][me] = _of_shard(facts)
+                self.shards[round_.id][me] = _of_shard(facts)
             if sent is not None:
                 message = Reduced(
-                    round=plan.id, step=plan.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
+                    round=round_.id, step=round_.step, chunk=number, square_norm=chunk.square_norm, finite=chunk.finite
                 )
                 await asyncio.gather(*(self._send(m, message, sent) for m in others))
-            self._ctx.chaos.reached("averaging", plan.step)
-        return self.shards[plan.id][me]
+            self._ctx.chaos.reached("averaging", round_.step)
+        return self.shards[round_.id][me]
 
-    async def _collect(self, plan: Round, owner: PeerId, result: Tensor) -> ShardFacts:
+    async def _collect(self, round_: Round, owner: PeerId, result: Tensor) -> ShardFacts:
         """Receive the shard that ``owner`` reduced."""
         facts = []
-        for number, (a, b) in plan.chunks(owner):
-            message, chunk = await self._chunk(plan, Reduced, owner, number)
+        for number, (a, b) in round_.chunks(owner):
+            message, chunk = await self._chunk(round_, Reduced, owner, number)
             assert isinstance(message, Reduced)  # by its key
             facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
-        self.shards[plan.id][owner] = _of_shard(facts)
-        return self.shards[plan.id][owner]
+        self.shards[round_.id][owner] = _of_shard(facts)
+        return self.shards[round_.id][owner]
 
-    async def _chunk(self, plan: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
+    async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
         """Wait for a chunk of ``sender``. Raises PeerUnreachable when it is marked down, or its stream ended."""
-        key = (plan.id, kind.KIND, sender, number)
+        key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
             arrival.set_exception(_broke(sender))

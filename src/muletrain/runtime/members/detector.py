@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from muletrain.errors import DeadlineExceeded, NetworkError, PeerUnreachable
-from muletrain.events import PeerSuspected
+from muletrain.events import PeerDown
 from muletrain.policy.deadline import RECENT, Deadline, Usual, backoff_s
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
@@ -278,11 +278,11 @@ class FailureDetector:
 
     def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False, reached: bool = False) -> None:
         """Do not count on ``peer`` until it is heard of again. This changes routing and rounds only. ``declines``: see
-        ``Roster.dead``. ``reached``: it answers, so what is on its way to it continues: it may need that to be of use
+        ``Roster.mark_dead``. ``reached``: it answers, so what is on its way to it continues: it may need that to be of use
         again."""
         self.clear(peer)
-        if self._peer.roster.dead(peer, declines=declines):
-            self._peer.emit(PeerSuspected(peer_id=peer, reason=reason, name=self._peer.roster.name(peer)))
+        if self._peer.roster.mark_dead(peer, declines=declines):
+            self._peer.emit(PeerDown(peer_id=peer, reason=reason, name=self._peer.roster.name(peer)))
             self.give_up(peer, reason)
             if not reached:
                 self._peer.net.give_up(peer)
@@ -290,12 +290,12 @@ class FailureDetector:
 
     def mark_back(self, peer: PeerId) -> bool:
         """``peer`` was heard of: count on it. Returns True if it was down, or had left."""
-        return self._peer.roster.alive(peer)
+        return self._peer.roster.mark_alive(peer)
 
     def stand_aside(self, peer: PeerId) -> None:
         """``peer`` said that nobody should count on it for now. It can be reached, so what is on its way to it
         continues."""
-        if self._peer.roster.dead(peer, declines=True):
+        if self._peer.roster.mark_dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
             self._peer.news.hurry()
 

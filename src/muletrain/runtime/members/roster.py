@@ -215,7 +215,7 @@ class Roster:
     def is_alive(self, peer: str) -> bool:
         return peer in self._members and peer not in self._dead and peer not in self._left
 
-    def dead(self, peer: str, *, declines: bool = False) -> bool:
+    def mark_dead(self, peer: str, *, declines: bool = False) -> bool:
         """Believe ``peer`` dead; only ``FailureDetector`` calls this. Returns True if that is news. ``declines``: it
         answers, and says that nobody should count on it."""
         if peer in self._dead:
@@ -235,7 +235,7 @@ class Roster:
         """Returns the members that do not answer, the latest last."""
         return [self._members[p] for p, declines in self._dead.items() if not declines]
 
-    def alive(self, peer: str) -> bool:
+    def mark_alive(self, peer: str) -> bool:
         """``peer`` was heard of, perhaps after it left, since it was needed after all; only ``FailureDetector`` calls
         this. Returns True if it was not counted on before."""
         if peer in self._expelled:

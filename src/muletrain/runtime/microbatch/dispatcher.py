@@ -236,12 +236,12 @@ class Dispatcher:
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
         there = {name: p for name, p in self._ctx.roster.seated(self._stage).items() if p in trusted}
-        index = request.index % self._ctx.plan.microbatches  # held-out microbatches go the ways of others
+        index = request.index % self._ctx.plan.microbatches  # a held-out one is beyond the step's
         chosen = self._ctx.plan.strategy.choose(self._stage, index, there.keys())
-        out = known - ({there[name] for name in chosen} or trusted)
+        excluded = known - ({there[name] for name in chosen} or trusted)
         under_way = {p: len(owed) for p, owed in self._pending.items()}
         now_s = self._ctx.clock.now()
-        return self._wiring.choose(out, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
+        return self._wiring.choose(excluded, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
     async def _from(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
         """Returns the answer of one peer. When it is suspected, another peer computes the microbatch, too, but

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Behind, Position
     from muletrain.runtime.peer.incoming import EarlyFrames
-    from muletrain.runtime.peer.parts import PartWriter
+    from muletrain.runtime.peer.part_writer import PartWriter
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.runner import StepRunner

@@ -23,7 +23,7 @@ from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
 from muletrain.runtime.peer.messages import Back, StopRun
-from muletrain.runtime.peer.parts import PartWriter
+from muletrain.runtime.peer.part_writer import PartWriter
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import HotSpares, Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay

@@ -133,12 +133,12 @@ class RoundAgreement:
             self._exchange.ask_replicas,
         )
         self._company.check()
-        self._company.lost(m for m in seal.members if not ctx.roster.is_alive(m))
+        self._company.note_lost(m for m in seal.members if not ctx.roster.is_alive(m))
         if lost() or outdated():  # sets of different attempts do not fit together
-            self._company.outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
+            self._company.note_outran(m for m in others if m in state.seals and state.seals[m].attempt > attempt)
             return None
         if late := missing():
-            self._company.overdue(late)
+            self._company.note_overdue(late)
             return None
         seals = {m: seal if m == me else state.seals[m] for m in seal.members}
         self._company.compare(seals)

@@ -72,7 +72,7 @@ class Company:
         state, me, views = self._state, self._ctx.net.peer_id, self.views()
         sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
         able = [m for m in sound if not state.is_committed(m)]
-        found = counted_on(me, [m for m in able if self.averages(m) and not state.stands_aside(m)], views)
+        found = counted_on(me, [m for m in able if self.may_average_with(m) and not state.stands_aside(m)], views)
         whole = len(state.work.ledger.accumulated) == self._ctx.plan.microbatches
         return found if whole or len(found) > 1 else counted_on(me, able, views)
 
@@ -83,7 +83,7 @@ class Company:
         others = [p for p in roster.replicas() if p not in with_us]
         return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
 
-    def averages(self, peer: PeerId) -> bool:
+    def may_average_with(self, peer: PeerId) -> bool:
         """Do we trust ``peer`` enough to average with it?"""
         return self._sound(peer) and not self._hurries(peer)
 
@@ -133,23 +133,23 @@ class Company:
 
     # Whom to count on less --------------------------------------------------------------------------------------------
 
-    def lost(self, members: Iterable[PeerId]) -> None:
+    def note_lost(self, members: Iterable[PeerId]) -> None:
         """``members`` were marked down while we counted on them."""
         self._lost.update(members)
 
-    def untrue(self, members: Iterable[PeerId]) -> None:
+    def note_untrue(self, members: Iterable[PeerId]) -> None:
         """``members`` made false statements about themselves."""
         self._untrue.update(members)
 
-    def outran(self, members: Iterable[PeerId]) -> None:
+    def note_outran(self, members: Iterable[PeerId]) -> None:
         """``members`` made a later attempt while we waited for this one."""
         self._outran.update(members)
 
-    def overdue(self, members: Iterable[PeerId]) -> None:
+    def note_overdue(self, members: Iterable[PeerId]) -> None:
         """``members`` answer, but did not do their part for long: leave them out for many steps."""
-        self.silent(dict.fromkeys(members, 2 * MAX_LOST))
+        self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
-    def silent(self, owing: Mapping[PeerId, int]) -> None:
+    def note_silent(self, owing: Mapping[PeerId, int]) -> None:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in steps
         before, they are left out for many steps: their link may carry calls, but no chunks. Replicas that may themselves
         wait for a chunk get twice as many rounds."""
@@ -157,7 +157,7 @@ class Company:
         for peer, owes in owing.items():
             before, last = silent.get(peer, (0, 0))
             silent[peer] = owes + (before if step - last <= APART else 0), step
-            if silent[peer][0] >= 2 * MAX_LOST and self.averages(peer):
+            if silent[peer][0] >= 2 * MAX_LOST and self.may_average_with(peer):
                 apart = self._standing.apart
                 steps = min(APART_MAX, 2 * apart.get(peer, (0, APART // 2))[1])
                 apart[peer] = step + steps, steps

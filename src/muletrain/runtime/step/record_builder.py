@@ -99,8 +99,8 @@ class RecordBuilder:
     """How long rounds take."""
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
-    known: Counter[int] = field(default_factory=Counter)
-    """Counts the news, by stage."""
+    news: Counter[int] = field(default_factory=Counter)
+    """Counts by stage what replicas said that was new."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
     """Rounds by stage and id; several of one id if their holders contradict each other."""
     _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -144,13 +144,13 @@ class RecordBuilder:
             known = Attested(facts_of(entry))
             self._rounds.setdefault((entry.stage, entry.round), []).append(known)
         if known.add(entry):
-            self.known[entry.stage] += 1
+            self.news[entry.stage] += 1
 
     def abstain(self, stage: int, peer: str) -> None:
         """``peer`` accepts what the other replicas of its stage agree on."""
         if peer not in self._abstaining[stage]:
             self._abstaining[stage].add(peer)
-            self.known[stage] += 1
+            self.news[stage] += 1
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
         """Take in what ``peer``, of one of the ``tied`` stages, states. Raises ProtocolError for another step's."""
@@ -247,7 +247,7 @@ class RecordBuilder:
 
     def _choice(self, stage: int) -> Attested | None:
         """The round of ``stage`` that counts, if any."""
-        live, known = self.live.stage(stage), self.known[stage]
+        live, known = self.live.stage(stage), self.news[stage]
         before = self._chosen.get(stage)
         if before is None or before[0] != known or before[1] != live or stage in self._undecided:
             before = self._chosen[stage] = known, live, self._counting(stage, live)
@@ -281,7 +281,7 @@ class RecordBuilder:
         """The product that counts for two ``chosen`` rounds, if any. Honest peers all state the same one, but those that
         attest to another round of their stage state none for these."""
         live = [self.live.stage(e.stage) for e in chosen]
-        known = [(e.round, self.known[e.stage], len(self._abstaining[e.stage])) for e in chosen]
+        known = [(e.round, self.news[e.stage], len(self._abstaining[e.stage])) for e in chosen]
         if self._counted[0] != (seen := (self._told, known, live)) or _PRODUCT in self._undecided:
             self._counted = seen, self._vote(chosen, {p for each in live for p in each})
         return self._counted[1]

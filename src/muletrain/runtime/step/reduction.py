@@ -152,7 +152,9 @@ class Reduction:
         if self._position.interrupted is not None:
             raise self._position.interrupted
         if (seal := self._reducing) is not None and state.latest_attempt(seal.members) > seal.attempt:
-            self._company.outran(m for m in seal.members if m in state.seals and state.seals[m].attempt > seal.attempt)
+            self._company.note_outran(
+                m for m in seal.members if m in state.seals and state.seals[m].attempt > seal.attempt
+            )
             raise RoundFailed(f"averaging step {state.step + 1}: another attempt has begun")
         if state.gradient is not None:
             self._attest(state.gradient.entry)
@@ -174,7 +176,7 @@ class Reduction:
         than a round takes, is given up, too: it may never do."""
         ctx, state, builder = self._ctx, self._state, self._state.builder
         overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
-        seen = entry.round, builder.known[entry.stage], ctx.roster.version, overdue
+        seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
         if self._attested_at == seen:
             return
         self._attested_at = seen
@@ -186,7 +188,7 @@ class Reduction:
             if without <= set(state.attested.without) and others <= self._rivals:
                 return
             without |= set(state.attested.without)
-            self._company.overdue(m for m in without if alive(m))
+            self._company.note_overdue(m for m in without if alive(m))
         self._rivals = others
         state.attested = entry.model_copy(update={"holder": me, "without": tuple(sorted(without))})
         builder.add(state.attested)
@@ -204,7 +206,7 @@ class Reduction:
         unsaid = {m for e in builder.agreed() for m in {*e.members} - builder.holders(e) if roster.is_alive(m)}
         unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
         if len(unsaid) == 1:
-            self._company.silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))
+            self._company.note_silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))
 
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
@@ -250,7 +252,7 @@ class Reduction:
         rounds = defaultdict[bytes, list[RoundEntry]](list)
         for entry in self._state.holders():
             rounds[entry.round].append(entry)
-        for entries in sorted(rounds.values(), key=lambda r: -sum(self._company.averages(e.holder) for e in r)):
+        for entries in sorted(rounds.values(), key=lambda r: -sum(self._company.may_average_with(e.holder) for e in r)):
             if (gradient := await self._fetch(entries[0], [e.holder for e in entries])) is not None:
                 return gradient
         return None
@@ -258,7 +260,7 @@ class Reduction:
     async def _fetch(self, entry: RoundEntry, holders: list[PeerId]) -> MeanGradient | None:
         """Take the gradient of ``entry`` from ``holders``. Those outside our company come last: their chunks may not
         arrive."""
-        with_us = [p for p in holders if self._company.averages(p)]
+        with_us = [p for p in holders if self._company.may_average_with(p)]
         for asked in (with_us, [p for p in holders if p not in with_us]):
             gradient = await fetch_gradient(self._ctx, self._downloader, entry, asked)
             if gradient is not None:
@@ -285,9 +287,9 @@ class Reduction:
             except RoundFailed as e:
                 ctx.emit(AveragingFailed(step=step + 1, attempt=attempt, reason=str(e)))
                 self._work.ledger.reopen(keep=True)
-                self._company.silent(averager.silent())
-                self._company.untrue(averager.absent())
-                self._company.lost(averager.gone)
+                self._company.note_silent(averager.silent())
+                self._company.note_untrue(averager.absent())
+                self._company.note_lost(averager.gone)
                 failed += 1
                 if failed > 1:  # each attempt sends the whole gradient
                     await self._pause(backoff_s(failed - 2, FAILED_S, FAILED_MAX_S))

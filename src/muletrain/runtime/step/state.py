@@ -55,8 +55,9 @@ class StepState:
         self.announced: Seal | None = None
         """Our own last seal."""
         self.gave_up: tuple[int, ...] = ()
+        """Microbatches that our next seal leaves to others, since their gradient stood out (``audit``)."""
         self.excused = False
-        """What our next seal says about microbatches that others compute again (``audit``)."""
+        """Does our next seal say that such a gradient was computed from suspicious input?"""
         self.unsaid: set[PeerId] = set()
         """Peers that applied the step, but whose attestations had not come when we asked them."""
         self._loaded = False
@@ -206,7 +207,7 @@ class StepState:
     def _look_at_rounds(self) -> None:
         """Decide which holders to believe, and which replicas are committed."""
         roster = self._ctx.roster
-        known = self.builder.known[roster.own.stage], roster.version, self._heard
+        known = self.builder.news[roster.own.stage], roster.version, self._heard
         if self._looked == known:  # waits ask whenever anything arrives
             return
         rounds = self.builder.rounds(roster.own.stage)

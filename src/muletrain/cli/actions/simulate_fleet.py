@@ -27,7 +27,7 @@ from muletrain.sim.fleet.calibration import calibrated, with_speeds
 from muletrain.sim.fleet.planned import as_hub
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
 from muletrain.sim.setting import once_mixed, seated, setting, stages_for
-from muletrain.strategies import strategy_of
+from muletrain.strategies import STRATEGIES, listed_of, strategy_of
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
@@ -155,9 +155,10 @@ def _run(fleet: Fleet, config: Path | None, given: list[str], choice: str | None
     """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
     ConfigError for a strategy that is not played."""
     run, spec = load_run(config, given)
-    if strategy_of(run).fixed:
+    if not listed_of(run).simulated:
+        played = ", ".join(s.name for s in STRATEGIES if s.simulated)
         raise ConfigError(
-            "pipeline.seats: 'simulate fleet' plays strategies swarm and hub only; leave the section [pipeline] out, or predict the "
+            f"pipeline.seats: 'simulate fleet' plays strategies {played} only; leave the section [pipeline] out, or predict the "
             "planned pipelines with 'muletrain plan'"
         )
     if not _stages_given(config, given):
