@@ -66,7 +66,7 @@ def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_w
         step, digest = died.stdout.split()
         state, rule = opened(tmp_path, STEPS)
         assert (state.step, int(step), state.digest().hex()) == (steps, steps, digest)
-    plain, rule = State(state.layout, Memory(gpu=False)), rule
+    plain, rule = State(state.layout, Memory()), rule
     plain.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
     for step in range(3):
         plain.update(rule, torch.ones(state.layout.size), Update(step, 1.0, skip=False))

@@ -18,6 +18,7 @@ from muletrain.model.make import make_model, make_stage
 from muletrain.model.traced import chain as tracing
 from muletrain.model.traced import export
 from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.outline import told
 from tests.traced_models import CONTEXT, config_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def forget() -> None:
+    told.clear()
     tracing.outlined.cache_clear()
     tracing.made.cache_clear()
 
@@ -119,7 +121,8 @@ def test_the_cache_says_what_tracing_does(kept_in: Path, monkeypatch: pytest.Mon
     assert json.loads(entry.read_text())["digest"] == traced.digest
 
 
-def test_blocks_other_than_the_kept_ones_are_not_computed(kept_in: Path) -> None:
+@pytest.mark.parametrize("others", ["as it was", "replaced by another process", "removed"])
+def test_blocks_other_than_the_kept_ones_are_not_computed(kept_in: Path, others: str) -> None:
     """The cache gave a digest to the run, and software that was changed under the same version makes another one."""
     right = model_of("qwen2", num_hidden_layers=2).outline
     (entry,) = kept_in.iterdir()
@@ -127,6 +130,10 @@ def test_blocks_other_than_the_kept_ones_are_not_computed(kept_in: Path) -> None
     forget()
     model = model_of("qwen2", num_hidden_layers=2)
     assert model.chain_name.startswith("0000")
+    if others == "replaced by another process":
+        entry.write_text(right.model_dump_json())
+    elif others == "removed":
+        entry.unlink()
     with pytest.raises(ConfigError, match=rf"makes other blocks \({right.digest[:16]}\) than before.*begin again"):
         model.stage(0, model.cut(2))
     forget()

@@ -123,6 +123,20 @@ def test_what_one_donor_alone_claims_is_not_taken_however_far_it_is(ahead: int) 
     run(scenario)
 
 
+def test_one_that_gives_a_true_history_and_a_false_state_is_not_believed_for_its_history() -> None:
+    """Honest donors are a step apart, so each alone has its state."""
+
+    async def scenario() -> None:
+        stage = Stage("abc")
+        stage.states["a"].tensors["model/a"][0] += 1
+        chain = Chain(4, (bytes(32),) * 2)
+        stage.at["c"].step, stage.at["c"].applied, stage.at["c"].chain = chain.step, chain.lineages[-1], chain
+        assert (await stage.receiver.fetch(lambda offer: True)).step == 4
+        assert not stage.networks["a"].counters.sent["t", Block.KIND]
+
+    run(scenario)
+
+
 def test_a_manifest_that_is_not_what_was_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = MemoryNetwork.serve
 

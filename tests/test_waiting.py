@@ -196,7 +196,7 @@ def test_a_deadline_that_was_missed_does_not_lengthen_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("comes_s", "deadline_s"), [((1.0, 2.0, 100.0), 6.0), ((1.0, 31.0, 100.0), 93.0), ((95.0, 100.0), 300.0)]
+    ("comes_s", "deadline_s"), [((1.0, 2.0, 100.0), 30.0), ((1.0, 31.0, 100.0), 93.0), ((95.0, 100.0), 300.0)]
 )
 def test_what_came_before_the_second_question_says_how_long_a_first_wait_takes(
     comes_s: tuple[float, ...], deadline_s: float

@@ -36,15 +36,15 @@ def kept(kind: str, about: Mapping[str, object], section: type[S]) -> S | None:
     """The entry that was kept under ``about``; None: there is none, or it cannot be read."""
     try:
         return section.model_validate_json(_path(kind, about).read_bytes())
-    except (OSError, ValidationError):
+    except (OSError, RuntimeError, ValidationError):  # RuntimeError: the user has no home
         return None
 
 
 def keep(kind: str, about: Mapping[str, object], entry: Section) -> None:
     """Write ``entry`` to the cache. A reader finds the old entry or the new one, never half of one. A cache that cannot be
     written stays as it is."""
-    path = _path(kind, about)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
+        path = _path(kind, about)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=path.parent)
         try:

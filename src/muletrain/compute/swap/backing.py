@@ -90,10 +90,17 @@ class Region:
 class _Pinned(Region):
     """A region in pinned memory. torch's own pinned memory comes in powers of two: up to twice what is asked for."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, gpu: torch.device) -> None:
         super().__init__(values)
-        driver, nbytes = torch.cuda.cudart(), values.nbytes  # type: ignore[no-untyped-call]
-        self._at = values.data_ptr() if nbytes and not int(driver.cudaHostRegister(values.data_ptr(), nbytes, 0)) else 0
+        self._gpu, self._at = gpu, 0
+        if values.nbytes:
+            with torch.cuda.device(gpu):
+                driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                if not int(driver.cudaHostRegister(values.data_ptr(), values.nbytes, 0)):
+                    self._at = values.data_ptr()
+                else:  # CUDA would report that as an error of this thread's next kernel
+                    with contextlib.suppress(RuntimeError):
+                        torch.ones(1, device=gpu)
 
     @property
     def pinned(self) -> bool:
@@ -101,7 +108,7 @@ class _Pinned(Region):
 
     def __del__(self) -> None:
         if getattr(self, "_at", 0):
-            torch.cuda.synchronize()  # a copy that is under way may be all that still uses the memory
+            torch.cuda.synchronize(self._gpu)  # a copy that is under way may be all that still uses the memory
             torch.cuda.cudart().cudaHostUnregister(self._at)  # type: ignore[no-untyped-call]
 
 
@@ -166,11 +173,11 @@ class _File(Region):
 
 
 class Memory:
-    """Backing memory in the machine's RAM; ``gpu``: beside a GPU."""
+    """Backing memory in the machine's RAM; ``gpu``: the one that copies from and to it, if any."""
 
     durable = False
 
-    def __init__(self, *, gpu: bool) -> None:
+    def __init__(self, gpu: torch.device | None = None) -> None:
         self._gpu = gpu
 
     def check(self, nbytes: int) -> None:
@@ -179,7 +186,7 @@ class Memory:
     def region(self, numbers: int, *, copied: bool = False) -> Region:
         """Zeros. ``copied``: the device copies from it, or to it."""
         values = torch.zeros(numbers)
-        return _Pinned(values) if self._gpu and copied else Region(values)
+        return _Pinned(values, self._gpu) if self._gpu is not None and copied else Region(values)
 
     def named(self, name: str, numbers: int, *, copied: bool = False) -> Region:
         return self.region(numbers, copied=copied)

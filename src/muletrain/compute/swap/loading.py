@@ -153,6 +153,9 @@ class Ferry:
         with torch.cuda.stream(self._stream):
             values.copy_(place, non_blocking=True)
             arrived = self._stream.record_event()
+        values.record_stream(
+            self._stream
+        )  # else, if nobody calls ``get``, its memory could be another tensor's too soon
 
         def get() -> Tensor:
             torch.cuda.default_stream(self._device).wait_event(arrived)
@@ -249,6 +252,7 @@ class Loader:
 
     def close(self) -> None:
         self.lane.thread.shutdown(wait=False, cancel_futures=True)
+        self._buffer = None
         self._held.clear()
         self._coming.clear()
 
@@ -315,3 +319,4 @@ class Drain:
 
     def close(self) -> None:
         self._lane.thread.shutdown(wait=False, cancel_futures=True)
+        self._buffer = None

@@ -110,8 +110,8 @@ class SwappedCompute(ThreadedCompute):
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
-        chain = chain_of(spec, cut, stage)
-        self._backing: Backing = Memory(gpu=setup.device.type == "cuda") if swap.folder is None else Disk(swap.folder)
+        chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
+        self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         if setup.device.type == "cpu":
             keep_freed_memory_small()
         self._failure: BaseException | None = None

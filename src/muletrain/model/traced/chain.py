@@ -358,10 +358,12 @@ def _kept_in_16_bits(spec: TracedModel) -> tuple[float, ...]:
 
 
 def _layers(module: nn.Module) -> nn.ModuleList:
-    """The list that holds most of the parameters."""
+    """The list that holds most of the parameters. Raises ConfigError if there is none."""
     from torch import nn
 
-    lists = (child for child in module.modules() if isinstance(child, nn.ModuleList))
+    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
+    if not lists:
+        raise ConfigError("model.architecture: its blocks are in no list, so there is no shorter model of the kind")
     return max(lists, key=lambda child: sum(p.numel() for p in child.parameters()))
 
 

@@ -64,25 +64,34 @@ class Outline(Section):
         return [(part.code, *(self.shapes[name] for name in part.weights)) for part in self.parts[1:-1]]
 
 
+told: dict[tuple[str, int], str] = {}
+"""Digests that the cache told this process, which may have agreed on them with others. The entries may change
+meanwhile."""
+
+
 def outline(architecture: str, context: int, trace: Callable[[], Outline]) -> Outline:
     """The outline of a model of ``transformers``: from the cache, or what ``trace`` finds."""
-    return kept(KIND, _about(architecture, context), Outline) or trace()
+    found = kept(KIND, _about(architecture, context), Outline)
+    if found is None:
+        return trace()
+    told.setdefault((architecture, context), found.digest)
+    return found
 
 
 def agreed(found: Outline, architecture: str, context: int) -> Outline:
-    """Keep what tracing found. Raises ConfigError if the cache had another chain, which this process may have agreed on
-    with others; the next one finds this chain there."""
+    """Keep what tracing found. Raises ConfigError if the cache has, or told this process, another chain; the next process
+    finds this chain there."""
     about = _about(architecture, context)
-    earlier = kept(KIND, about, Outline)
-    if earlier is not None and earlier.digest == found.digest:
-        return earlier
-    keep(KIND, about, found)
-    if earlier is not None:
+    entry = kept(KIND, about, Outline)
+    if entry is None or entry.digest != found.digest:
+        keep(KIND, about, found)
+    earlier = told.get((architecture, context), found.digest if entry is None else entry.digest)
+    if earlier != found.digest:
         raise ConfigError(
-            f"the installed torch or transformers makes other blocks ({found.digest[:16]}) than before ({earlier.digest[:16]}) "
+            f"the installed torch or transformers makes other blocks ({found.digest[:16]}) than before ({earlier[:16]}) "
             f"under the same versions, so its files were changed; begin again"
         )
-    return found
+    return entry if entry is not None and entry.digest == earlier else found
 
 
 def extend(

@@ -131,9 +131,13 @@ class Waits:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
         # a wait that our question ended does not tell how long such waits take (Karn's algorithm); for a first idea of
-        # that, what came before the second question tells more than a wait that a liar may have held up
+        # that, what came before the second question tells more than a wait that a liar may have held up; the deadline
+        # that was missed was too short, so the first one that is measured is no shorter
         if attempt == 0 or not deadline.known:
-            deadline.measured(min(came_s if attempt else math.inf, self._clock.now()) - begin)
+            took_s = self._clock.now() - begin
+            if attempt:
+                took_s = min(took_s, max(came_s - begin, deadline.seconds() / 3))
+            deadline.measured(took_s)
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
         """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""

@@ -355,8 +355,9 @@ class Receiver:
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
     """The copy to take, and the donors that offer it. A state counts before others if two donors have it in their
-    histories, since one alone could make up a later branch or step. Then come the latest branch, the most donors, the
-    newest copy, and the lowest donor's."""
+    histories, since one alone could make up a later branch or step, and if no other copy of it has as many donors. Then
+    come the latest branch, the most donors, the newest copy, and the lowest donor's. So a newcomer may take an older
+    state than the newest, which costs it another transfer."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))
@@ -365,8 +366,9 @@ def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[
 
     def order(copy: tuple[int, bytes, bytes]) -> tuple[bool, bytes, int, int]:
         step, lineage, _ = copy
-        confirmed = sum(offer.chain.at(step) == lineage for _, offer in offers) > 1
-        return confirmed, branch_of(lineage), len(by_copy[copy]), step
+        rival = max((len(by_copy[k]) for k in by_copy if k[:2] == copy[:2] and k != copy), default=0)
+        known = sum(offer.chain.at(step) == lineage for _, offer in offers) > 1
+        return known and len(by_copy[copy]) > rival, branch_of(lineage), len(by_copy[copy]), step
 
     best = by_copy[max(by_copy, key=order)]
     return best[0][1], [donor for donor, _ in best]
