@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer, stage_memory
-from muletrain.compute.swap.fit import swap_memory
+from muletrain.compute.swap.fit import blocks_of, fitted, swap_memory
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.model_sections import ModelConfig
@@ -26,6 +27,7 @@ from muletrain.errors import CapacityError, CheckpointError, ProtocolError
 from muletrain.model.spec import ModelSpec
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.stage import TABLES
+from muletrain.planning.swapping import hidden, places_bytes
 from tests.small_stages import SPEC, data, run, through
 from tests.swapped_stages import ADAMW, LAMB, MICROBATCHES, SEQUENCES, SETUP, STEPS, Made, stages_in, train
 
@@ -34,6 +36,25 @@ from .traced_models import chain_of, new_model
 
 made = pytest.fixture(stages_in)
 LEAST = 1 << 23
+
+
+@pytest.mark.parametrize("vocab", [512, 128_256])
+def test_what_the_device_holds_fits_though_each_place_is_as_large_as_its_largest_use(vocab: int) -> None:
+    """The head has the largest weights, and a layer of the model in 16 bits the largest graph."""
+    model = ModelConfig(layers=16, width=2048, heads=32, ffn=8192, vocab=vocab, context=4096)
+    spec, tokens, over = ModelSpec.from_config(model), 8192, 0
+    need = swap_memory(spec, spec.cut(1), 0, tokens, Precision.BF16, microbatches=4, lamb=False)
+    blocks = blocks_of(spec, spec.cut(1), 0, tokens, Precision.BF16, 5e13)
+    for share in (1.0, 1.02, 1.1, 1.3, 2.0):
+        room = int(share * (need.least - need.beside))
+        found = fitted(blocks, need, Offer(need.beside + room, 1 << 50), 2e10, 8)
+        params = [sum(b.load_bytes for b in blocks[a:e]) / 2 for a, e in found.runs]
+        rest = [sum(b.work_bytes for b in blocks[a:e]) - 4 * p for (a, e), p in zip(found.runs, params, strict=True)]
+        pairs = [a + b for a, b in pairwise(params)]
+        assert 2 * max(pairs) + 4 * max(params) + max(rest) == pytest.approx(found.device_bytes)
+        assert found.device_bytes <= room + 1
+        over += places_bytes(blocks, hidden(blocks, room, 2e10, 8).runs) > room + 1
+    assert over or vocab == 512, "neighbours' own bytes would not do"
 
 
 async def states(stages: list[Any]) -> dict[str, torch.Tensor]:

@@ -48,6 +48,8 @@ class Layer:
     """Bytes beside the weights while it computes: a minibatch's graph, gradients."""
     cut_bytes: float = 1.0
     """Bytes that go on to the next layer; by default all cuts are equal."""
+    sum_bytes: float = 0.0
+    """Of the bytes beside the weights, the gradient that is summed over a round."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: flo
             f"a layer that computes and the next one beside it need {format_memory(needs)}, and there are {format_memory(memory_bytes)}: "
             f"take a machine with a larger device, a smaller microbatch or a narrower model"
         )
+    return cut_into(layers, runs, load_bytes_per_s, minibatches)
+
+
+def cut_into(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> Swapping:
+    """How these sub-models go through the device."""
     takes_s = round_s(layers, runs, load_bytes_per_s, minibatches)
     return Swapping(
         runs=runs,
@@ -115,6 +122,15 @@ def held_bytes(layers: Sequence[Layer], runs: Cut) -> float:
     loads = [sum(layer.load_bytes for layer in layers[first:end]) for first, end in runs]
     works = [sum(layer.work_bytes for layer in layers[first:end]) for first, end in runs]
     return max([loads[0] + works[0], *(a + b + max(works[i : i + 2]) for i, (a, b) in enumerate(pairwise(loads)))])
+
+
+def places_bytes(layers: Sequence[Layer], runs: Cut) -> float:
+    """Bytes of a device on which weights and the summed gradient have fixed places, so that nothing is taken and given
+    back between sub-models: each place is as large as its largest use, and these may be at different sub-models."""
+    models = [layers[first:end] for first, end in runs]
+    loads, sums = ([sum(getattr(x, name) for x in m) for m in models] for name in ("load_bytes", "sum_bytes"))
+    rest: float = max(sum(x.work_bytes - x.sum_bytes for x in m) for m in models)
+    return float(max([loads[0], *(a + b for a, b in pairwise(loads))]) + max(sums) + rest)
 
 
 def accumulation(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> float:

@@ -16,7 +16,7 @@ from muletrain.compute.swap.chain import chain_cut
 from muletrain.compute.swap.loading import device_window
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
-from muletrain.planning.swapping import Layer, held_bytes, hidden
+from muletrain.planning.swapping import Layer, cut_into, held_bytes, hidden, places_bytes
 from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
 
     def block(params: int, forward_flops: float, graph: float) -> Layer:
         forward_s = forward_flops * tokens / flops
-        return Layer(forward_s, BACKWARD * forward_s, float(size * params), (4 + size) * params + graph, goes_on)
+        works = (4 + size) * params + graph
+        return Layer(forward_s, BACKWARD * forward_s, float(size * params), works, goes_on, 4.0 * params)
 
     def layers(first: int, end: int) -> Layer:
         """One block of these layers; if they are several, they share their weights."""
@@ -91,10 +92,9 @@ def swap_memory(
     ends = spec.embedding_params * (stage == 0), head_params
     largest = max(*ends, spec.largest_tensor)
     update = 4 * TENSORS * largest if lamb else windows  # nothing else is there then
-    alone = tuple((i, i + 1) for i in range(len(blocks)))
     return SwapMemory(
         beside=beside,
-        least=max(update, beside + int(held_bytes(blocks, alone))),
+        least=max(update, beside + int(places_bytes(blocks, _one_by_one(blocks)))),
         state=12 * params,
         gradients=16 * params,
         between=(len(blocks) - 1) * goes_on * microbatches,
@@ -132,8 +132,20 @@ def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes
     CapacityError with the numbers."""
     if not memory.fits(offer):
         raise CapacityError(memory.problem(offer))
-    beside = memory.beside + memory.on_device(offer) - memory.least
-    return hidden(blocks, offer.device - beside, load_bytes_per_s, most)
+    room = offer.device - (memory.beside + memory.on_device(offer) - memory.least)
+    asked, least = float(room), held_bytes(blocks, _one_by_one(blocks))
+    while True:  # the search counts two neighbours' own bytes; the places are as large as the largest need
+        found = hidden(blocks, asked, load_bytes_per_s, most)
+        if (excess := places_bytes(blocks, found.runs) - room) <= 0:
+            return replace(found, device_bytes=places_bytes(blocks, found.runs))
+        if asked <= least:
+            found = cut_into(blocks, _one_by_one(blocks), load_bytes_per_s, most)
+            return replace(found, device_bytes=places_bytes(blocks, found.runs))
+        asked = max(least, asked - excess)
+
+
+def _one_by_one(blocks: Sequence[Layer]) -> Cut:
+    return tuple((i, i + 1) for i in range(len(blocks)))
 
 
 def swapped_s(blocks: Sequence[Layer], found: Swapping) -> tuple[float, float]:
