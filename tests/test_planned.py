@@ -92,11 +92,11 @@ def test_of_a_hub_the_plan_says_who_serves_and_who_helps(tmp_path: Path) -> None
         planned(load_config(None, [*SMALL, "hub.clients=1"]), path, "swarm")
 
 
-def test_of_a_swap_the_plan_says_what_goes_together(tmp_path: Path) -> None:
+def test_machines_of_a_planned_swap_serve_the_whole_model_and_find_out_what_goes_together(tmp_path: Path) -> None:
     whole = (Stage(layers=(0, 3), machines=("east", "west")),)
-    swap = Prediction(strategy="swap", runnable=False, microbatch=2, microbatches=(2, 2), stages=whole, accumulate=3)
+    swap = Prediction(strategy="swap", runnable=True, microbatch=2, microbatches=(2, 2), stages=whole, accumulate=3)
     config = planned(load_config(None, SMALL), written(tmp_path, strategies=(swap,), recommended=0))
-    assert strategy_of(config) == Swap(3)
+    assert strategy_of(config) == Swap()
     assert (config.fleet.stages, config.fleet.peers) == (1, 2)
     with pytest.raises(ConfigError, match=r"swap\.whole: swarm of .* has stages|fleet\.stages"):
         planned(load_config(None, [*SMALL, "swap.whole=true", "fleet.stages=1"]), written(tmp_path), "swarm")

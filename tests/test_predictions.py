@@ -23,10 +23,8 @@ from muletrain.model.spec import ModelSpec
 from muletrain.papers import atom
 from muletrain.planning.splits import (
     Member,
-    Swapper,
     averaging_s,
     shared_out,
-    swap_split,
 )
 from muletrain.planning.swapping import Layer, accumulation, round_s, swapping
 from muletrain.sim.fleet.flow import Weather
@@ -85,13 +83,6 @@ def test_a_round_waits_for_what_loads_longer_than_its_neighbour_computes() -> No
     assert accumulation(layers, runs, 1.0) == 10.0
     assert round_s(layers, runs, 1.0, 10) == pytest.approx(10 * 12)
     assert round_s(layers, runs, 1.0, 1) == pytest.approx(20 + 2 + 20 + 4)
-
-
-def test_a_step_of_swapping_machines_by_hand() -> None:
-    layers = (Layer(1.0, 2.0, 10.0, 1.0),)
-    split = swap_split([Swapper(layers, ((0, 1),), 1.0, 1)] * 3, 30, 2.0)
-    assert (split.compute_s, split.data_parallel_s) == pytest.approx((30.0, 2.0))
-    assert split.bubble_s == pytest.approx(1.5)  # the last pieces
 
 
 # --- hub ---------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from muletrain.model.spec import ModelSpec
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import NoSteps, played_step_s
+from muletrain.strategies import find
 
 HERE = Path(__file__).parent
 MODELS = ("gpt3-125m", "gpt3-350m", "gpt3-760m")
@@ -71,7 +72,7 @@ def compared(seed: int, *more: str) -> dict[str, Any]:
         "parts": [round(v, 2) for v in found.split.model_dump().values()],
     }
     try:
-        planned = plan_hub.membership(question.with_clients(), scene, found)
+        planned = plan_hub.membership(question.asking(find("hub")), scene, found)
         played_s = played_step_s(scene, found.step_s, steps=6, planned=planned)
     except NoSteps as e:
         return row | {"problem": str(e)}

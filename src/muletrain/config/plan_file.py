@@ -89,13 +89,13 @@ class Prediction(Section):
     problem: str = Field(default="", description="why it is impossible on this fleet; empty: it is possible")
     microbatch: int = Field(default=0, description="size of a microbatch [sequences]")
     microbatches: tuple[int, ...] = Field(
-        default=(), description="number per step; pipeline: by pipeline; swap: by machine; otherwise one number"
+        default=(), description="number per step; pipeline: by pipeline; otherwise one number"
     )
-    accumulate: int = Field(default=0, description="swap: microbatches per load of a layer (ATOM's C)")
+    accumulate: int = Field(default=0, description="swap: microbatches per load of a block (ATOM's C)")
     stages: tuple[Stage, ...] = Field(
         default=(), description="stages in pipeline order; swap: one stage with all layers"
     )
-    swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: layers that are on a device together")
+    swapped: tuple[tuple[int, int], ...] = Field(default=(), description="swap: blocks that are on a device together")
     spares: tuple[str, ...] = Field(default=(), description="machines without work, or with too little memory")
     left_out: tuple[str, ...] = Field(
         default=(), description="machines that should not join: the run is faster without them"

@@ -17,16 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.config.plan_file import Split
-from muletrain.planning.cost import all_reduce_s, makespan_s
-from muletrain.planning.swapping import round_s
+from muletrain.planning.cost import all_reduce_s
 from muletrain.strategies.pipeline import in_flight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from muletrain.config.plan_file import Prediction
-    from muletrain.planning.partition import Cut
-    from muletrain.planning.swapping import Layer
     from muletrain.strategies.pipeline import Schedule
 
 ENDING_DELAYS = 4
@@ -148,36 +145,6 @@ def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int
             room = in_flight(schedule, len(stations), s, microbatches)
             rest_s = max(rest_s, through_s * (microbatches - room) / room)
     return through_s + rest_s
-
-
-@dataclass(frozen=True)
-class Swapper:
-    """A machine that computes the whole model."""
-
-    layers: tuple[Layer, ...]
-    runs: Cut
-    load_bytes_per_s: float
-    accumulate: int
-    """Minibatches in a row."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of a minibatch without waiting for weights."""
-        return sum(layer.forward_s + layer.backward_s for layer in self.layers)
-
-    @property
-    def round_s(self) -> float:
-        return round_s(self.layers, self.runs, self.load_bytes_per_s, self.accumulate)
-
-
-def swap_split(swappers: Sequence[Swapper], microbatches: int, ending_s: float) -> Split:
-    """Split a step in which machines compute minibatches until all together have enough, and then average the whole
-    model (ATOM sec. III-E)."""
-    compute_s = microbatches / sum(1 / s.busy_s for s in swappers)
-    usual = sum(s.accumulate for s in swappers) / len(swappers)
-    rounds = max(1, round(microbatches / usual))
-    takes_s = makespan_s(rounds, [(1, s.round_s * usual / s.accumulate) for s in swappers])
-    return Split(compute_s=compute_s, pipeline_s=0.0, data_parallel_s=ending_s, bubble_s=max(0.0, takes_s - compute_s))
 
 
 def recommend(predictions: Sequence[Prediction]) -> tuple[int | None, str]:

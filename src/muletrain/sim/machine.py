@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from muletrain.model.chain import Model
     from muletrain.planning.cost import StageCost
     from muletrain.planning.partition import Cut
+    from muletrain.planning.swapping import Layer, Swapping
 
 AMPLE = 1 << 62
 """Bytes that stand for memory of unknown size."""
@@ -88,9 +89,21 @@ def swapped_service_s(
 ) -> tuple[float, float]:
     """Seconds of a microbatch at a stage that is swapped, forward and backward, in rounds that hide the loading as far as
     the microbatches that a peer holds do."""
+    return swapped_s(*_fitted(n, peer, config, spec, cut, stage, need))
+
+
+def swapping_of(
+    n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
+) -> Swapping:
+    """How a machine swaps a stage that fits it so."""
+    return _fitted(n, peer, config, spec, cut, stage, need)[1]
+
+
+def _fitted(
+    n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
+) -> tuple[list[Layer], Swapping]:
     assert need.swapped is not None  # it fits so
     tokens, precision = config.train.microbatch * spec.context, precision_of(config)
     most = min(capacity(len(cut)), config.microbatches)
     blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0])
-    found = fitted(blocks, need.swapped, offer_of(peer), backing_rate(peer), config.swap.together or most)
-    return swapped_s(blocks, found)
+    return blocks, fitted(blocks, need.swapped, offer_of(peer), backing_rate(peer), config.swap.together or most)

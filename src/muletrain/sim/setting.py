@@ -98,6 +98,9 @@ UPDATE_S = 5e-9
 counted."""
 UPDATED_BYTES = 28
 """Bytes that the update of a swapped parameter reads and writes: weight, both moments, gradient."""
+MEMORY_BYTES_PER_S = 50e9
+"""Bytes/s at which the update passes through the memory beside a GPU: two channels of DDR5. The host of an H200 (16
+cores) had 100e9 (benchmarks/swap)."""
 STATE_BYTES_PER_S = 240e6
 """Bytes/s at which a newcomer checks and loads a state that comes over the fastest link (benchmarks/state_transfer)."""
 
@@ -312,7 +315,7 @@ def _kind(
         declared=peer.forward_s is not None,
         queue_s=peer.queue_s,
         swaps=swaps,
-        update_s=max(UPDATE_S, UPDATED_BYTES / backing_rate(peer)),
+        update_s=UPDATED_BYTES / (backing_rate(peer) if offer.host is None else MEMORY_BYTES_PER_S),
     )
 
 

@@ -135,7 +135,7 @@ def _swap(own: SwapConfig, chosen: Prediction) -> SwapConfig:
     """Peers that serve the whole model have a number of microbatches for each load."""
     if not chosen.accumulate:
         return own
-    return own.model_copy(update={"whole": True, "together": own.together or chosen.accumulate})
+    return own.model_copy(update={"whole": True})
 
 
 def _pipeline(chosen: Prediction) -> PipelineConfig:

@@ -16,6 +16,7 @@ from muletrain.planning.cost import service_s
 from muletrain.planning.splits import ALIKE, title
 from muletrain.sim.machine import flops_of
 from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.setting import run_cost
 from muletrain.strategies import find
@@ -75,13 +76,14 @@ def _where_faster(predicted: Predictions, parts: Iterable[Question]) -> Predicti
 
 
 def _tried(part: Question) -> list[Prediction]:
-    """Predict strategy swarm, and pipelines on its layout."""
+    """Predict strategy swarm, pipelines on its layout, and, where machines may, swap."""
     swarm = plan_swarm.predict(part)
+    swaps = [plan_swap.predict(part)] if part.run.swap.backing != "off" else []
     blank = [
         Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
         for s in plan_pipeline.SCHEDULES
     ]
-    return [swarm, *plan_pipeline.tried_on(part, swarm, blank)]
+    return [swarm, *plan_pipeline.tried_on(part, swarm, blank), *swaps]
 
 
 def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]:

@@ -98,7 +98,7 @@ def predict(
     problem, hurried = "", False
     for n, (stages, size) in enumerate(ways):
         try:
-            with_clients = question.with_clients()
+            with_clients = question.asking(find("hub"))
             task = task_of(with_clients, with_clients.with_microbatch(size))
             allocation = allocate(task, seed=seed, stages=stages, time_limit_s=time_limit_s / len(ways))
             placed.append(_placed(with_clients, size, allocation))

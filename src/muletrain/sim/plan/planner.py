@@ -68,7 +68,8 @@ def plan(
     several = fewer.unswapped(question, predicted)
     whole = in_order(several)
     if all(p.problem for p in whole):
-        raise CapacityError(whole[0].problem)
+        whys = {p.strategy: p.problem for p in whole}
+        raise CapacityError(f"{whys['swarm']}. Strategy swap, which needs less of the device: {whys['swap']}")
     found = [limited(question, p) for p in in_order(fewer.improved(question, several))]
     best, why = recommend(found)
     chosen = None if best is None else found[best]

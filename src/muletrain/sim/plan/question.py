@@ -19,7 +19,6 @@ from muletrain.sim.machine import AMPLE, flops_of, offer_of
 from muletrain.sim.setting import first_of_each, mixed, once_mixed, setting, stage_needs, stages_for
 from muletrain.sim.steps.endings import ending_bytes
 from muletrain.strategies import find
-from muletrain.strategies.hub import Hub
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from muletrain.planning.cost import RunCost
     from muletrain.planning.partition import Cut
     from muletrain.sim.setting import Setting
+    from muletrain.strategies import Listed
 
 UNLIMITED_GBPS = 1e6
 """Gbit/s that stand for a link without a limit."""
@@ -130,15 +130,17 @@ class Question:
 
     def scene_of(self, p: Prediction) -> Scene:
         """The scene that ``p`` was predicted on."""
-        asked = self.with_clients() if find(p.strategy).pooled else self
-        return asked.updated_on(p.state_device).scene(
-            len(p.stages), p.microbatch, tuple(stage.layers for stage in p.stages)
+        return (
+            self.asking(find(p.strategy))
+            .updated_on(p.state_device)
+            .scene(len(p.stages), p.microbatch, tuple(stage.layers for stage in p.stages))
         )
 
-    def with_clients(self) -> Question:
-        """The same question about a hub, whose unreliable machines are clients."""
-        clients = sum(not peer.reliable for peer in self.fleet.peers())
-        return replace(self, run=Hub.asked(self.run, clients))
+    def asking(self, strategy: Listed) -> Question:
+        """The same question about a run that asks for this strategy; unreliable machines are clients if it has any."""
+        if strategy.ask is None:
+            return self
+        return replace(self, run=strategy.ask(self.run, sum(not peer.reliable for peer in self.fleet.peers())))
 
     def once_mixed(self, setting: Setting, serving: Sequence[Sequence[int]]) -> Question:
         """See ``setting.once_mixed``."""
