@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -63,7 +64,7 @@ def test_the_stage_with_most_to_spare_gives_a_peer_and_never_its_last() -> None:
     assert adopters({"a": Load(0), "new": Load(1)}, (1.0, 1.0)) == {}
 
 
-def test_two_of_other_stages_keep_a_part_on_places_of_their_own() -> None:
+def test_two_keep_a_part_on_places_of_their_own() -> None:
     peers = {"a": (0, "run"), "b": (0, "b"), "c": (1, "c"), "d": (1, "d"), "e": (1, "c"), "f": (2, "f")}
     for stage in range(3):
         kept = keepers(peers, stage, "run")
@@ -73,6 +74,17 @@ def test_two_of_other_stages_keep_a_part_on_places_of_their_own() -> None:
         without = {p: at for p, at in peers.items() if p != kept[0]}
         assert kept[1] in keepers(without, stage, "run"), "who keeps it already goes on"
     assert keepers({p: (s, "run") for p, (s, _) in peers.items()}, 0, "run") == ()
+
+
+def test_whichever_stage_is_lost_a_copy_of_each_part_is_left() -> None:
+    """Every fleet of two and three stages with up to three peers each, the coordinator first in one of them."""
+    for sizes in itertools.product((1, 2, 3), repeat=3):
+        for stages in (sizes[:2], sizes):
+            for home in range(len(stages)):
+                at = {f"{s}{n}": (s, f"{s}{n}") for s, size in enumerate(stages) for n in range(size)}
+                for lost, stage in itertools.product(range(len(stages)), repeat=2):
+                    kept = {f"{home}0", *keepers(at, stage, f"{home}0")}
+                    assert any(at[p][0] != lost for p in kept), (stages, home, lost, stage)
 
 
 def test_a_branch_is_part_of_every_lineage_on_it_and_a_step_back_is_what_its_lineage_says() -> None:
@@ -116,6 +128,18 @@ def test_a_run_whose_stage_lost_all_peers_steps_back_and_ends_with_the_same_numb
     assert set(outcome.ends.values()) == {"finished"}
     assert any("stepped_back" in text for _, text in outcome.timeline)
     assert any("enough memory: let a machine join" in text for _, text in outcome.timeline) == (scenario.seed == 104)
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (2, 2), (1, 1, 2)])
+def test_the_stage_of_the_coordinator_is_lost_and_the_checkpoint_is_not(stages: tuple[int, ...]) -> None:
+    """Each peer has a place of its own, and the coordinator has whole checkpoints in its."""
+    gone = tuple(Fault(3.0, "kill", (f"peer-0{peer}",)) for peer in "ab"[: stages[0]])
+    scenario = Scenario(106, stages, sum(stages), 6, 6, 0.01, gone, apart=True, **QUICK)
+    outcome = play(scenario)
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    (back, *_) = [text for _, text in outcome.timeline if "stepped_back" in text]
+    assert " to=0 " not in back
+    assert set(outcome.ends.values()) == {"finished"}
 
 
 def test_a_stage_that_was_only_away_joins_the_new_branch() -> None:

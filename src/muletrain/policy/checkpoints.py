@@ -39,16 +39,21 @@ COPIES = 2
 
 
 def keepers(peers: Mapping[str, tuple[int, str]], stage: int, target: str) -> tuple[str, ...]:
-    """Returns two of ``peers`` (id: stage, place), of other stages and with two different places, neither of which is
-    the ``target``; none if all share the target. A stage keeps the same ones as long as they live (rendezvous hashing),
-    so no copy is fetched in vain."""
+    """Returns two of ``peers`` (id: stage, place) with two different places, neither of which is the ``target``; none if
+    all share the target. Whichever stage loses all its peers, a copy is elsewhere: they are of stages other than ``stage``
+    and the target's. If there are none such, one is of ``stage`` itself, for the target may be lost with its own stage. A
+    stage keeps the same ones as long as they live (rendezvous hashing), so no copy is fetched in vain."""
     if all(place == target for _, place in peers.values()):
         return ()
-    able = sorted(
-        (p for p, (s, place) in peers.items() if s != stage and place != target), key=lambda p: _rank(stage, p)
-    )
+    homes = {s for s, place in peers.values() if place == target}
+    able = sorted((p for p, (_, place) in peers.items() if place != target), key=lambda p: _rank(stage, p))
+    others = [p for p in able if peers[p][0] != stage]
+    if len(homes) == 1 and stage not in homes:
+        apart = [p for p in others if peers[p][0] not in homes]
+        first = apart or [p for p in able if peers[p][0] == stage][:1]
+        others = [*first, *(p for p in others if p not in first)]
     chosen: dict[str, str] = {}
-    for peer in able:
+    for peer in others:
         chosen.setdefault(peers[peer][1], peer)
     return tuple(list(chosen.values())[:COPIES])
 

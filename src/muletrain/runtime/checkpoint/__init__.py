@@ -2,7 +2,7 @@
 
 One replica of each stage, its writer, copies the state and announces its part (``own_part``). A peer that shares the
 run's place writes its part there. The coordinator fetches the other parts and publishes the checkpoint
-(``coordinator``). If not everyone shares the place, two peers of other stages also keep each part on their own disks
+(``coordinator``). If not everyone shares the place, two peers also keep each part on their own disks
 (``part_replicas``): the newest, and the one in progress. ``roles`` says which peer coordinates, writes and keeps;
 ``part_exchange`` transfers parts; ``progress`` knows which checkpoints are open; ``store`` is the place.
 

@@ -201,7 +201,10 @@ class Coordinator:
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
-                state = await self._exchange.take(key, stage, facts, holders)
+                if opened.own is not None and stage == self._ctx.roster.own.stage:
+                    state = opened.own[0]
+                else:
+                    state = await self._exchange.take(key, stage, facts, holders)
             except ProtocolError:  # the announcement was false; forget it, so that another counts
                 if opened.parts.get(stage) == facts:
                     del opened.parts[stage], opened.holders[stage]
