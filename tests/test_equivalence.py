@@ -87,6 +87,7 @@ def test_delayed_updates_equal_a_single_process_that_makes_them_a_step_late(tmp_
     assert relative_difference(checkpoint_weights(tmp_path / "killed"), expected) <= 1e-5
 
 
+@pytest.mark.slow
 def test_four_trainers_and_a_growing_sequence_under_lamb(tmp_path: Path) -> None:
     """A trainer in every peer; sequence length from 8 to 32 tokens (SWARM app. G); LAMB as the paper has it."""
     growing = ["train.sequence_start=8", "train.sequence_warmup=6", "train.steps=8", "optimizer.warmup=none"]

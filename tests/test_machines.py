@@ -61,7 +61,7 @@ def test_two_machines_train_and_a_stranger_is_refused(
     assert "serves stage" in came_later
     assert "stage 1 has no peer" in out, "it says what is missing while it waits"
     assert "validation loss" in out
-    assert "gets stage 1 of 0..1 ready" in joined
+    assert "prepares stage 1 (stages are 0 to 1)" in joined
     assert "serves stage 1" in joined
     assert re.search(r"step \d+/100000  loss \d", joined), "progress is shown there, too"
     assert "nobody" not in joined

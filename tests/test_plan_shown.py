@@ -83,7 +83,7 @@ def shown(*strategies: Prediction, width: int = 80, **more: object) -> str:
         context=2048,
         strategies=strategies,
         recommended=0,
-        why="swarm is predicted to be the fastest, and runs today",
+        why="the fastest strategy that runs today",
     ).model_copy(update=more)
     text = io.StringIO()
     tell(Console(file=text, width=width, force_terminal=True, color_system=None, highlight=False), plan, FLEET)

@@ -37,7 +37,7 @@ LEAVE_S = 1.0
 
 app = typer.Typer(
     help="Train large transformer models on whatever machines you can get.\n\nStart with [bold]muletrain run[/bold]: a "
-    "small model, four peer processes on this machine, three minutes.",
+    "small model, four peer processes on this machine, about two minutes.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

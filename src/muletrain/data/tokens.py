@@ -295,9 +295,9 @@ def _check_sides(train: _Side, heldout: _Side, share: float, path: str) -> None:
             f"data.path: the corpus '{path}' has no text; check the files, and data.field for .jsonl and .parquet"
         )
     if not heldout.tokens or not train.tokens:
-        side = "held out" if not heldout.tokens else "left for training"
+        side, change = ("held out", "raise") if not heldout.tokens else ("left for training", "lower")
         raise DataError(
-            f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; change it, or add text "
+            f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; {change} it, or add text "
             "(blank lines separate paragraphs)"
         )
 

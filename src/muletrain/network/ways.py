@@ -75,7 +75,7 @@ class Ways:
             if self._port is None
             else f"TCP port {self._port} here"
         )
-        return f"no member leads there, either. One of the two machines must be open to the other: open {port}, or one there"
+        return f"no member leads there, either. If it is not gone, one of the two must be open to the other: open {port}, or one there"
 
     def doubt(self, peer: str) -> None:
         self._begin(peer, self._look)

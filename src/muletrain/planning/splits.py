@@ -160,13 +160,17 @@ def recommend(predictions: Sequence[Prediction]) -> tuple[int | None, str]:
         best = next((i for i in able if predictions[i].schedule and predictions[i].tokens_per_s >= least), best)
     chosen = predictions[best]
     faster = [predictions[i] for i in possible if predictions[i].tokens_per_s > (1 + ALIKE) * chosen.tokens_per_s]
-    why = f"{title(chosen)} is the fastest strategy that runs today"
+    why = "the fastest strategy that runs today"
+    if alike := [title(predictions[i]) for i in able if i != best and _as_fast(predictions[i], chosen)]:
+        why += f"; as fast: {' and '.join(alike)}"
     if faster:
         rest = ", ".join(f"{title(p)} ({p.tokens_per_s / chosen.tokens_per_s:.2f} times as fast)" for p in faster)
         why += f"; predicted to be faster, but not yet runnable: {rest}"
-    elif len(possible) > 1:
-        why = f"{title(chosen)} is predicted to be the fastest, and runs today"
     return best, why
+
+
+def _as_fast(p: Prediction, chosen: Prediction) -> bool:
+    return p.tokens_per_s >= (1 - ALIKE) * chosen.tokens_per_s and not p.left_out
 
 
 def title(p: Prediction) -> str:

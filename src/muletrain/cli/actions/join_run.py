@@ -68,19 +68,21 @@ def join_run(
         client=not reliable,
         keeps_ticket=True,
     )
-    while limits.wait_until_free() and _serve(specs, limits, json=json):
+    hint = "; --name chooses another name" if name is None else ""
+    while limits.wait_until_free() and _serve(specs, limits, hint, json=json):
         pass
 
 
-def _serve(specs: list[WorkerSpec], limits: Limits, *, json: bool) -> bool:
-    """Serve until the run ends or we leave it. Returns whether we left for a pause, so that we should rejoin."""
+def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) -> bool:
+    """Serve until the run ends or we leave it. Returns whether we left for a pause, so that we should rejoin. ``hint``:
+    follows the machine's name."""
     folder = new_run_folder("join")
     with LocalFleet(folder, specs[0].threads) as fleet:
         fleet.spawn([spec.name for spec in specs])
         session = JoinSession(folder, fleet, limits, json=json)
         try:
             with session.interruptible(), session.console:
-                session.say(f"this machine is {', '.join(spec.name for spec in specs)}; --name chooses another name")
+                session.say(f"this machine is {', '.join(spec.name for spec in specs)}{hint}")
                 for spec in specs:
                     fleet.begin(spec.model_copy(update={"folder": str(folder)}))
                 session.watch()

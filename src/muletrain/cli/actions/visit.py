@@ -78,7 +78,7 @@ def stop_run(ticket: str | None) -> None:
         )
 
     asyncio.run(as_member(_ticket(ticket), ask))
-    print("the run ends after the current step; 'start' writes the checkpoint to its run folder")
+    print("the run ends after the current step, with a checkpoint, which a member collects: 'start', unless it is gone")
 
 
 def kick_peer(who: str, ticket: str | None) -> None:

@@ -15,7 +15,8 @@ def status(ticket: OwnTicket = None, json: JsonObject = False) -> None:
 
 
 def stop(ticket: OwnTicket = None) -> None:
-    """End the run after the current step, with a checkpoint in the run folder of 'start'."""
+    """End the run after the current step, with a checkpoint in its place, or else in the run folder of 'start' (of another
+    member, if that is gone)."""
     from muletrain.cli.actions.visit import stop_run
 
     stop_run(ticket)

@@ -13,6 +13,7 @@ from rich.table import Table
 from muletrain.cli.show.console import say
 from muletrain.planning.splits import title
 from muletrain.sim.fleet.advice import WORTH
+from muletrain.strategies import find
 from muletrain.units import format_bytes, format_count, format_duration, format_memory
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _table(plan: Plan) -> Table:
     def row(label: str, show: Callable[[Prediction], str], end: bool = False) -> None:
         table.add_row(escape(label), *map(show, able), end_section=end)
 
-    row("runs today", lambda p: "yes" if p.runnable else "not yet")
+    row("runs today", lambda p: "yes" if p.runnable else "no clients" if find(p.strategy).pooled else "not yet")
     row(
         "stages",
         lambda p: f"1 ({len(p.swapped)} parts)" if p.swapped else str(len(p.stages)),

@@ -48,7 +48,7 @@ async def join(host: Host, network: Network) -> Seat | Help:
             return await _help(host, network, client, welcome, facts, machine)
         tokenizer = await client.tokenizer(welcome)
         if host.spec.keeps_ticket:
-            host.log.note(f"this peer gets stage {welcome.stage} of 0..{facts.config.fleet.stages - 1} ready")
+            host.log.note(f"this peer prepares stage {welcome.stage} (stages are 0 to {facts.config.fleet.stages - 1})")
         cache = await asyncio.to_thread(own_data, host, facts, tokenizer, welcome.data.hex())
     except MuletrainError as e:  # for example: our corpus is not the run's
         await client.decline(str(e))

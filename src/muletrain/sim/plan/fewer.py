@@ -67,23 +67,25 @@ def _able(predicted: Predictions) -> list[Prediction]:
 
 def _where_faster(predicted: Predictions, parts: Iterable[Question]) -> Predictions:
     best = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
+    swaps = any(p.swapped for p in predicted["swap"])
     for part in parts:
-        for p in _tried(part):
+        for p in _tried(part, swaps=swaps):
             known = best[p.strategy, p.schedule]
             if not p.problem and not known.problem and p.tokens_per_s > (1 + ALIKE) * known.tokens_per_s:
                 best[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
     return {name: [best[p.strategy, p.schedule] for p in own] for name, own in predicted.items()}
 
 
-def _tried(part: Question) -> list[Prediction]:
-    """Predict strategy swarm, pipelines on its layout, and, where machines may, swap."""
+def _tried(part: Question, *, swaps: bool = False) -> list[Prediction]:
+    """Predict strategy swarm, pipelines on its layout, and swap if a machine ``swaps`` under it: otherwise it is swarm with
+    one stage."""
     swarm = plan_swarm.predict(part)
-    swaps = [plan_swap.predict(part)] if part.run.swap.backing != "off" else []
+    whole = [plan_swap.predict(part)] if swaps else []
     blank = [
         Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
         for s in plan_pipeline.SCHEDULES
     ]
-    return [swarm, *plan_pipeline.tried_on(part, swarm, blank), *swaps]
+    return [swarm, *plan_pipeline.tried_on(part, swarm, blank), *whole]
 
 
 def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]:
