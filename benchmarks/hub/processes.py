@@ -91,7 +91,7 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--strategies", nargs="*", default=["hub", "swarm", "pipeline"])
+    parser.add_argument("--strategies", nargs="*", default=["hub", "swarm"])
     arguments = parser.parse_args()
     rows = []
     for unreliable, rate in CASES:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.clock import Clock
-    from muletrain.events import StepApplied, StepDone
+    from muletrain.events import StepApplied, StepDone, SteppedBack
     from muletrain.runtime.peer.peer import Memory
     from muletrain.runtime.step.record import StepRecord
     from muletrain.sim.world.reference import History, VirtualCompute, VirtualSwapped
@@ -38,6 +38,8 @@ DISTURBING = {"kill", "freeze", "hang", "cut", "partition", "blackhole", "damage
 
 MERGED_S = 10.0
 """After the last fault all peers are in one lineage."""
+KEPT_S = 1.0
+"""After a checkpoint is complete its copies are on other disks, too, where these work."""
 LARGE_S = 90.0
 """With large tensors they need so much more: a peer whose donors came to the end of the run waits a minute for a first
 block."""
@@ -88,6 +90,8 @@ class Witness:
         self._records: dict[tuple[int, bytes], bytes] = {}
         self._in_need: set[str] = set()
         """Branches that began when a stage had nobody."""
+        self._complete: list[tuple[float, int]] = []
+        """When a checkpoint was complete, and its steps."""
         self._weights: dict[tuple[int, bytes], tuple[str, bytes]] = {}
         self._counted: Counter[tuple[int, int, str]] = Counter()
         self._applied_s: dict[int, float] = {-1: 0.0}
@@ -123,11 +127,18 @@ class Witness:
         if requests > self._scenario.capacity:
             self._broken(f"{peer} holds {requests} requests, and has room for {self._scenario.capacity}")
 
-    def stepped_back(self, peer: str, lineage: str, served: set[int]) -> None:
+    def stepped_back(self, peer: str, back: SteppedBack, served: set[int]) -> None:
         """Nobody does while each stage has a live peer that can be reached; nor does a side of a partition that has
         every stage. ``served``: the stages of those that are still there; the others may have come to the end, and
-        gone."""
-        scenario, kinds = self._scenario, {f.kind for f in self._scenario.faults}
+        gone. What was complete some time before one stage alone lost its peers is where the run goes on."""
+        lineage, scenario, kinds = back.lineage, self._scenario, {f.kind for f in self._scenario.faults}
+        kept = [
+            step for at_s, step in self._complete if at_s < min((f.at_s for f in scenario.faults), default=0.0) - KEPT_S
+        ]
+        lost = {stage_of(p) for f in scenario.faults for p in f.who}
+        simple = kinds == {"kill"} and len(lost) == 1 and scenario.rebalance == "off" and not scenario.narrow
+        if simple and kept and back.to < max(kept):
+            self._broken(f"{peer} stepped back to step {back.to}, though checkpoint {max(kept)} was complete")
         parted = bool(kinds & {"partition", "blackhole"})
         gone = {p for f in scenario.faults if f.kind in {"kill", "leave", "move"} for p in f.who}
         safe = {stage_of(p) for p, _ in scenario.members if p not in gone} == set(range(len(scenario.stages)))
@@ -139,7 +150,7 @@ class Witness:
         if safe and lineage not in self._in_need and not kinds & {"freeze", "hang", "cut", "one way"}:
             self._broken(f"{peer} stepped back, though every stage had a peer")
 
-    def written(self, peer: str, step: int, folder: Path) -> None:
+    def written(self, peer: str, step: int, folder: Path, now: float) -> None:
         """Whoever completed a checkpoint of ``step`` steps: all that is in it is right, and no more are there than are
         kept."""
         found = [f for f in folder.glob(f"step-{step:08d}*") if not f.name.endswith(".partial")]
@@ -148,6 +159,7 @@ class Witness:
                 self._broken(f"{peer}: {checkpoint.name}: {fault}")
         if not found:
             self._broken(f"{peer}: the checkpoint of step {step} is not in its place")
+        self._complete.append((now, step))
         steps = {f.name.split("-")[1] for f in folder.glob("step-*") if int(f.name.split("-")[1]) <= step}
         if len(steps) > self._scenario.keep:
             self._broken(f"{peer} keeps checkpoints of {len(steps)} steps, not {self._scenario.keep}")

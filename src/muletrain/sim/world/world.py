@@ -383,9 +383,9 @@ class World:
         if isinstance(event, StepDone):
             self._witness.told(name, event)
         if isinstance(event, SteppedBack):
-            self._witness.stepped_back(name, event.lineage, self._served())
+            self._witness.stepped_back(name, event, self._served())
         if isinstance(event, CheckpointWritten):
-            self._witness.written(name, event.step, self._folder / self._at(name))
+            self._witness.written(name, event.step, self._folder / self._at(name), self.clock.now())
         if isinstance(event, SHOWN):
             fields = {
                 k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k
