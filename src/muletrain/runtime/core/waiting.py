@@ -130,14 +130,18 @@ class Waits:
             if asking is not None:
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-        # a wait that our question ended does not tell how long such waits take (Karn's algorithm); for a first idea of
-        # that, what came before the second question tells more than a wait that a liar may have held up; the deadline
-        # that was missed was too short, so the first one that is measured is no shorter
-        if attempt == 0 or not deadline.known:
-            took_s = self._clock.now() - begin
-            if attempt:
-                took_s = min(took_s, max(came_s - begin, deadline.seconds() / 3))
-            deadline.measured(took_s)
+        if attempt == 0:
+            deadline.measured(self._clock.now() - begin)
+        elif not deadline.known:
+            deadline.measured(self._first_idea_s(deadline, came_s - begin, self._clock.now() - begin))
+
+    @staticmethod
+    def _first_idea_s(deadline: Deadline, came_s: float, took_s: float) -> float:
+        """How long such waits take, after a first one that missed its ``deadline``. One that our question ended does not
+        tell that (Karn's algorithm), and later ones are no longer measured then. What came before the second question
+        (``came_s``) tells more than a wait that a liar may have held up (``took_s``); the deadline was too short, so the
+        next one is no shorter: it is three times what a first measure says."""
+        return min(took_s, max(came_s, deadline.seconds() / 3))
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
         """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""
