@@ -1,5 +1,5 @@
 """Strategies on real processes whose unreliable machines freeze and come back: seconds of a step. See README.md.
-``python processes.py [--seconds 240]`` writes processes.json."""
+``python processes.py [--seconds 180]`` writes processes.json."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--strategies", nargs="*", default=["hub", "swarm"])
     arguments = parser.parse_args()
     rows = []
