@@ -153,9 +153,8 @@ class Ferry:
         with torch.cuda.stream(self._stream):
             values.copy_(place, non_blocking=True)
             arrived = self._stream.record_event()
-        values.record_stream(
-            self._stream
-        )  # else, if nobody calls ``get``, its memory could be another tensor's too soon
+        # else, if nobody calls ``get``, its memory could be another tensor's while it is written
+        values.record_stream(self._stream)
 
         def get() -> Tensor:
             torch.cuda.default_stream(self._device).wait_event(arrived)
