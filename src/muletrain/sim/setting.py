@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,7 +112,7 @@ def seat(
     """Choose the stages of newcomers of these ``kinds``, one after another (``runs.join.seating``). ``serving``:
     peers by stage and kind; ``promised``: by stage, newcomers on their way."""
     there = {
-        f"{s}/{k}": Load(s, alike=n, device=setting.kinds[k].device)
+        f"{s}/{k}": _replicas(s, n, setting.kinds[k].device)
         for s, counts in enumerate(serving)
         for k, n in enumerate(counts)
         if n
@@ -121,6 +122,12 @@ def seat(
     work = [s.forward_flops for s in setting.cost.stages]
     view = View({**there, **coming, **{f"new/{n}": new[k] for n, k in enumerate(kinds)}}, work)
     return [move.target for move in SWARM.assign(view)] if view.newcomers else []
+
+
+@lru_cache(maxsize=1 << 16)
+def _replicas(stage: int, alike: int, device: str) -> Load:
+    """Large fleets seat ten thousands of newcomers, each beside the same few hundred loads."""
+    return Load(stage, alike=alike, device=device)
 
 
 def seated(setting: Setting) -> list[tuple[int, ...]]:
