@@ -132,7 +132,7 @@ def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
 
 
 def _swap(own: SwapConfig, chosen: Prediction) -> SwapConfig:
-    """Peers that serve the whole model have a number of microbatches for each load."""
+    """Peers serve the whole model if that is planned. How many microbatches share a load they find out themselves."""
     if not chosen.accumulate:
         return own
     return own.model_copy(update={"whole": True})

@@ -201,7 +201,7 @@ class Coordinator:
                 return
             holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
             try:
-                if opened.own is not None and stage == self._ctx.roster.own.stage:
+                if opened.own is not None and opened.own[1] == facts:
                     state = opened.own[0]
                 else:
                     state = await self._exchange.take(key, stage, facts, holders)
