@@ -7,8 +7,8 @@
     averaging     reduces the accumulators of a stage's replicas to one mean gradient
     transfer      copies states and tokens in blocks
     microbatch    gives out microbatches, computes and accounts for them
-    pool          has clients compute parts of a server's microbatches
     members       knows who is there, who can be counted on, who moves and leaves
+    pool          has clients compute parts of a server's microbatches
     core          holds messages, waits, tasks and the facts of a run
 
 Each room's ``__init__`` says what lives there and what other rooms may use.
