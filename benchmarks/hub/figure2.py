@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from plays import MODEL, Draw, compared, means, write
+from plays import DEDLOC, MODEL, STRATEGIES, Draw, compared, means, write
 
 STEP_S = 400.0
 """Time in which an unreliable machine leaves ``rate`` times: about a step without faults."""
@@ -30,7 +30,7 @@ def main() -> None:
             played = []
             for seed in range(arguments.draws):
                 draw = Draw(6, 10, round(share * DEVICES), (100, 300), (50, 150), seed)
-                played += compared(draw, run, rate, STEP_S, arguments.steps)
+                played += compared(draw, run, rate, STEP_S, arguments.steps, (*STRATEGIES, DEDLOC))
             rows.append({"share": share, "rate": rate, "means": means(played), "played": played})
             print(json.dumps(rows[-1]["means"]), flush=True)
             write("figure2.json", rows)

@@ -27,6 +27,9 @@ from muletrain.strategies import strategy_of
 
 HERE = Path(__file__).parent
 STRATEGIES = ("hub", "swarm", "pipeline")
+DEDLOC = "dedloc"
+"""DeDLOC (Diskin et al., 2021): data parallel, each machine has the whole model and computes as many sequences as its speed
+allows, and what it had accumulated goes with it. That is ``swarm`` with one stage."""
 FASTER = 30
 """All of the paper's times are divided by this, and bandwidths multiplied: a run gives up a step that takes an hour."""
 TFLOPS, SLOWER = 0.0707 * FASTER, 1.55
@@ -89,7 +92,8 @@ def played(
     by speed."""
     begin_s = time.process_time()
     clients = sum(not peer.reliable for peer in fleet.peers())
-    config = load_config(None, [*run, *([f"hub.clients={clients}"] if strategy == "hub" else [])])
+    own = {"hub": [f"hub.clients={clients}"], DEDLOC: ["fleet.stages=1"]}.get(strategy, [])
+    config = load_config(None, [*run, *own])
     spec = ModelSpec.from_config(config.model)
     scene = setting(fleet, config, spec)
     planned: Planned | None = None

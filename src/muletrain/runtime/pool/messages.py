@@ -120,7 +120,7 @@ class WeightsChunk(Message):
     """One chunk, fp32."""
 
     KIND: ClassVar[str] = "hub.weights"
-    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
+    CHANNEL: ClassVar[Channel] = Channel.PIPE
     TENSORS: ClassVar[int] = 1
     weights: Digest
     chunk: Natural
