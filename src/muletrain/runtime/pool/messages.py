@@ -117,10 +117,11 @@ class GetWeights(Message):
 
 
 class WeightsChunk(Message):
-    """One chunk, fp32."""
+    """One chunk, fp32. It goes after all parts: under delayed updates, parts would else wait for the next step's weights until
+    they are late."""
 
     KIND: ClassVar[str] = "hub.weights"
-    CHANNEL: ClassVar[Channel] = Channel.PIPE
+    CHANNEL: ClassVar[Channel] = Channel.AVERAGE
     TENSORS: ClassVar[int] = 1
     weights: Digest
     chunk: Natural

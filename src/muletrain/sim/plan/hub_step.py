@@ -104,15 +104,17 @@ class HubStep:
 
     @property
     def _waited_s(self) -> float:
-        """By how much longer the slowest stage computes because its clients have to take the weights first."""
-        later_s = []
+        """By how much longer the slowest stage computes because its clients have to take the weights first. With delayed
+        updates they take them as soon as servers have updated, beside the step before."""
+        later_s, computed_s = [], self._computed_s(range(len(self.stages)))
         for s in range(len(self.stages)):
             rates = self._rates_at(s)
             servers, clients = (sum(rate[i] for rate in rates) for i in (0, 1))
             alone_s = self.setting.cost.microbatches / servers if servers else math.inf
-            wait_s = min(self._weights_s(s), alone_s)
+            beside_s = max(0.0, computed_s - self._gathered_s(s) - self._averaged_s(s)) if self.delayed else 0.0
+            wait_s = min(max(0.0, self._weights_s(s) - beside_s), alone_s)
             later_s.append(self._computed_s([s]) + clients * wait_s / (servers + clients))
-        return max(later_s) - self._computed_s(range(len(self.stages)))
+        return max(later_s) - computed_s
 
     # Crews ------------------------------------------------------------------------------------------------------------
 
