@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muletrain.compute.weights import StageWeights
-from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepDone
+from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
 from muletrain.policy.pool import Pool
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.work import Accumulator
@@ -113,6 +113,33 @@ def test_clients_take_work_from_servers() -> None:
     clients = tuple(f"client-{stage}{letter}" for stage in (0, 1) for letter in "abcdefgh")
     few = Scenario(1, (2, 2), 2, 5, 16, 0.01, (), clients=clients[:1], sequences=8)
     assert play(replace(few, clients=clients)).virtual_s < 0.7 * play(few).virtual_s
+
+
+def with_a_loss(seed: int, microbatches: int, on: str, nth: int = 1) -> Scenario:
+    """A stage of two servers and six clients, of which one dies after much work."""
+    clients = tuple(f"client-0{letter}" for letter in "abcdef")
+    fault = Fault(0.0, "kill", clients[:1], on=on, nth=nth)
+    return Scenario(seed, (2, 1), 1, 2, microbatches, 0.01, (fault,), clients=clients, sequences=2, trace=True)
+
+
+def test_clients_with_nothing_to_do_help_a_server_that_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here accumulators seem to take no time; one that takes longer than the work that it saves is not worth it."""
+    right = Pool.helpers
+    monkeypatch.setattr("muletrain.runtime.pool.servers.IDLE_S", 0.1)
+    monkeypatch.setattr(Pool, "helpers", lambda self, seconds: right(self, 0.01))
+    helped = play(with_a_loss(1, 96, "hub.accumulator"))
+    assert helped.violations == []
+    lost = next(e for e in helped.events if isinstance(e, ClientLost) and e.parts)
+    ended = next(e.t for e in helped.events if isinstance(e, StepApplied) and e.peer == lost.peer)
+    came = [e for e in helped.events if isinstance(e, ClientEnlisted) and e.peer == lost.peer]
+    assert [e.name for e in came if lost.t < e.t < ended] == ["client-0f"]
+
+
+def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
+    """It left one before the other had taken it, and looked for a server for two minutes if the run had ended."""
+    outcome = play(with_a_loss(3, 64, "hub.contents", 2))
+    assert outcome.violations == []
+    assert outcome.virtual_s < 60
 
 
 def test_clients_that_come_together_end_up_at_both_servers() -> None:

@@ -57,6 +57,17 @@ def test_a_worker_with_room_for_two_parts_leaves_the_rest_of_a_pass_to_others() 
     assert taken(pool, A, 1.0).part == Part(Pass.FORWARD, 0, 1, 0, 4), "of the next one it takes its share"
 
 
+def test_helpers_are_worth_the_time_that_their_accumulators_take() -> None:
+    """Of 96 forwards, two workers and k more, with their accumulators, take 96 / (2 + k) + 3 k s."""
+    pool = pool_of(a=1.0, b=1.0)
+    assert pool.helpers(3.0) == 0
+    for index in range(32):
+        pool.put_part(Part(Pass.AGAIN, 0, index, 0, 1), 0.0)
+    assert pool.helpers(0.0) == 0, "no accumulator came yet"
+    assert pool.helpers(3.0) == 3  # the least is at 3.7
+    assert pool.helpers(100.0) == 0
+
+
 def test_measured_speed_counts_more_than_what_a_worker_says_of_itself() -> None:
     pool = pool_of(a=1.0, b=1.0)
     for k in range(3):

@@ -120,6 +120,16 @@ class Pool:
         """Returns the same of all that share passes now."""
         return sum(w.speed for name, w in self._workers.items() if self._shares(name, w))
 
+    def helpers(self, handing_over_s: float) -> int:
+        """Returns how many more workers, as fast as these are on the average, would bring the step's end forward: they share
+        what is to be computed again, and each hands an accumulator over, which takes ``handing_over_s``."""
+        work = sum(p.cost for p in self._again if p.what is Pass.AGAIN and self._open[p].only is None)
+        speeds = [w.speed for name, w in self._workers.items() if self._shares(name, w) and w.speed]
+        if not (work and speeds and handing_over_s):
+            return 0
+        together, each = sum(speeds), sum(speeds) / len(speeds)
+        return max(0, int((math.sqrt(work * each / handing_over_s) - together) / each))
+
     def _slowest(self) -> float:
         """Returns the speed of the slowest worker that was measured; 0: none was."""
         return min((w.speed for w in self._workers.values() if w.measured), default=0.0)

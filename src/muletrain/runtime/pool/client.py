@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from typing import TYPE_CHECKING
-
-from blake3 import blake3
 
 from muletrain.errors import (
     AdmissionError,
@@ -57,8 +56,7 @@ if TYPE_CHECKING:
 ROOM = 2
 """Parts that a client takes at once: one to compute, one on its way."""
 ALIVE_S = 1.0
-"""Seconds between two calls by which it shows its server that it lives, and learns whether the server still counts on
-it."""
+"""Seconds between two calls by which it shows its server that it lives, and hears whether that counts on it."""
 CUT_OFF_S = 10.0
 """Seconds without an answer from any server, after which ours has surely given us up."""
 SEND_S = 60.0
@@ -88,14 +86,12 @@ class Client:
         servers: tuple[PeerId, ...],
         speed: float = 0.0,
     ) -> None:
-        """``servers``: of the stage, as far as known; ``speed``: forward passes of a sequence per second by the device's
-        own measure; 0: unknown."""
+        """``servers``: of the stage, as far as known; ``speed``: forward passes of a sequence per second; 0: unknown."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
         self._config, self._name, self._speed = config, name, speed
         self._servers = StageServers(net, clock, tasks, servers)
         self._home: PeerId | None = None
-        self._enlistment = 0
-        """Number of times that we have enlisted."""
+        self._enlistment, self._enlistments = 0, itertools.count(1)
         self._dismissed = self._ended = self._worked = self._moves = False
         self.moved = False
         """It left since it is to ``move``."""
@@ -113,6 +109,7 @@ class Client:
         self._weights = WeightsDownload(net, compute, plan)
         self._accumulator = Accumulator(compute)
         self._work = PartWork(compute, plan, self._accumulator)
+        self._handing_over = 0
         self._out: dict[int, asyncio.Task[None]] = {}
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
@@ -149,7 +146,8 @@ class Client:
         while not self._ended:
             try:
                 await self._enlist()
-                await self._serve()
+                while await self._serve():
+                    pass
                 break
             except (_Left, NetworkError):
                 tries = 0 if self._worked else tries + 1
@@ -158,32 +156,27 @@ class Client:
             if self._clock.now() - lost_at > PATIENCE_S:
                 raise NoServer(f"no server of stage {self._compute.stage} answers for {PATIENCE_S:.0f} s")
             await self._clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
-        with contextlib.suppress(_Left, NetworkError):
-            await self._send(Gone())
+        if self._home is not None:
+            await self._servers.tell(self._home, Gone())
         await self._leave()
 
     # A server ---------------------------------------------------------------------------------------------------------
 
     async def _enlist(self) -> None:
-        """Find the server of our stage whose clients are slowest together. Raises _Left if none answers."""
-        found = await self._servers.states()
-
-        def need(server: PeerId) -> tuple[float, int, bytes]:
-            state = found[server]  # clients that come at the same time do not all go to the same one
-            return state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
-
-        for server in sorted(found, key=need):
-            self._enlistment += 1
-            self._home, self._version, self._told, self._sits_out = server, -1, -1, -1
-            self._dismissed = self._worked = self._missed = False
-            ask = Enlist(name=self._name, config=self._config, stage=self._compute.stage, enlistment=self._enlistment)
-            try:
-                self._heard(Enlisted.unpack(await self._servers.call(server, ask)))
-            except NetworkError:
-                self._home = None
-                continue
-            return
+        """Find the server of our stage that needs us most. Raises _Left if none answers."""
+        for server in await self._servers.by_need():
+            with contextlib.suppress(NetworkError):
+                return await self._enlist_with(server)
         raise _Left("no server answers")
+
+    async def _enlist_with(self, server: PeerId) -> None:
+        """Raises NetworkError if it does not take us; nothing has changed then."""
+        number, stage = next(self._enlistments), self._compute.stage
+        ask = Enlist(name=self._name, config=self._config, stage=stage, enlistment=number)
+        state = Enlisted.unpack(await self._servers.call(server, ask))
+        self._home, self._enlistment, self._version, self._told, self._sits_out = server, number, -1, -1, -1
+        self._dismissed = self._worked = self._missed = False
+        self._heard(state)
 
     def _heard(self, state: Enlisted | Begun) -> None:
         """Take in what our server says of its weights, unless it is older than what we know."""
@@ -195,16 +188,20 @@ class Client:
             self._changed()
 
     async def _leave(self) -> None:
-        """What we have is of no use to anyone."""
         self._home = None
+        await self._drop()
+
+    async def _drop(self) -> None:
+        """What we have is of no use to anyone."""
         for task in self._out.values():
             task.cancel()
         await self._accumulator.leave()
         self._work.forget_forwards()
 
-    async def _serve(self) -> None:
-        """Work for our server. Raises _Left when it is gone."""
-        alive = self._tasks.spawn(self._show_life(self._enlistment), "alive")
+    async def _serve(self) -> bool:
+        """Work for our server. Returns True if we go on at another one. Raises _Left when it is gone."""
+        home, alive = self._home, self._tasks.spawn(self._show_life(self._enlistment), "alive")
+        assert home is not None  # that we serve
         try:
             while not self._ended:
                 self._news.clear()
@@ -212,21 +209,38 @@ class Client:
                     raise _Left("the server does without us")
                 current = self._wanted is not None and self._work.has(self._wanted, self._steps)
                 if self._wanted is not None and not current and self._version > self._sits_out:
+                    self.moved = self._moves
                     if self._moves:
-                        self.moved = True
                         break
-                    assert self._home is not None  # that we serve
-                    if await self._servers.others_need_us_more(self._home, self._version):
-                        await self._send(Gone())
-                        raise _Left("another server needs us more")
+                    may_go = self._accumulator.empty or not self._compute.delayed
+                    to = await self._servers.that_needs_us_more(home, self._version) if may_go else None
+                    if to and await self._go_to(to, home):
+                        return True
                     await self._take_weights(self._wanted, self._steps)
                 elif current and self._wanted is not None and self._told < self._version:
                     self._told = self._version
                     await self._try_to_send(Ready(weights=self._wanted, speed=self._speed, room=ROOM))
                 else:
-                    await self._news.wait()
+                    to = await self._servers.news_or_help(self._news, home, self._idle)
+                    if to and await self._go_to(to, home):
+                        return True
+            return False
         finally:
             alive.cancel()
+
+    def _idle(self) -> bool:
+        """Is there nothing to do, and nothing that is lost if we go?"""
+        return self._told == self._version and not self._out and not self._handing_over and self._accumulator.empty
+
+    async def _go_to(self, server: PeerId, home: PeerId) -> bool:
+        """Returns False if ``server`` does not take us; if that is since the run has ended, ``home`` tells us."""
+        try:
+            await self._enlist_with(server)
+        except NetworkError:
+            return False
+        self._tasks.spawn(self._servers.tell(home, Gone()), Gone.KIND)
+        await self._drop()
+        return True
 
     async def _show_life(self, enlistment: int) -> None:
         """Call our server every second. A server that does not answer twice is gone if another one answers; otherwise we
@@ -369,6 +383,7 @@ class Client:
 
     async def _hand_over(self, ask: AskAccumulator, enlistment: int) -> None:
         """Send the accumulator, with all givings that count. It begins anew."""
+        self._handing_over += 1
         gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})
         size = self._plan.chunk
         try:
@@ -381,3 +396,5 @@ class Client:
                 await self._send(AccumulatorChunk(transfer=ask.transfer, chunk=chunk), [tensor])
         except (NetworkError, _Left):
             self._give_up(enlistment)
+        finally:
+            self._handing_over -= 1

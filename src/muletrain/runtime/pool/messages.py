@@ -48,7 +48,8 @@ class Enlist(Message):
 class Enlisted(Message):
     """The answer. ``weights``: digest of the newest ones, the ``version``-th of this server; ``steps``: which compute with
     them, under delayed updates; ``servers``: all of the stage; ``clients``: of this server; ``speed``: of all of them
-    [forward passes of a sequence per second]; ``own``: of the server's device."""
+    [forward passes of a sequence per second]; ``own``: of the server's device; ``helpers``: clients with nothing to do
+    that could help it to end the step."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
@@ -58,6 +59,7 @@ class Enlisted(Message):
     clients: Natural
     speed: Speed
     own: Speed
+    helpers: Natural = 0
 
 
 class GetState(Message):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import random
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from muletrain.errors import MuletrainError, NetworkError
-from muletrain.policy.deadline import Deadline
+from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
+from muletrain.policy.deadline import Deadline, backoff_s
 from muletrain.runtime.pool.messages import Enlisted, GetState
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
@@ -32,7 +31,8 @@ UNMEASURED = 1e-9
 """Speed of a machine at least, so that one counts before it is measured."""
 IDLE = 1e5 * UNMEASURED
 """Clients that are slower together have done no work yet."""
-
+IDLE_S, IDLE_MAX_S = 2.0, 30.0
+"""Seconds without anything to do, after which a client looks whether another server needs help, and at most; doubles."""
 COMPARE_S = 10.0
 """Seconds between two looks whether another server of the stage needs a client more, at least."""
 LOOK_EVERY_S = 60.0
@@ -79,10 +79,15 @@ class StageServers:
         self.known = known
         self._answers = Deadline(unmeasured_s=CALL_S, floor_s=CALL_FLOOR_S)
         self._compared_at = clock.now()
+        self._draw = random.Random(net.peer_id)
 
-    async def states(self, *, but: PeerId | None = None) -> dict[PeerId, Enlisted]:
-        """Returns the states of the servers (without ``but``) that answer about as soon as the first one."""
-        asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in self.known if s != but}
+    async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Enlisted]:
+        """Returns the states of the servers (without ``but``; ``most``: of so many, drawn) that answer about as soon as the
+        first one."""
+        others = [s for s in self.known if s != but]
+        if most is not None:
+            others = self._draw.sample(others, min(most, len(others)))
+        asked = {s: self._tasks.spawn(self._state_of(s), "state of a server") for s in others}
         found: dict[PeerId, Enlisted] = {}
         waiting, timeout_s = {*asked.values()}, None
         while waiting:
@@ -95,25 +100,60 @@ class StageServers:
             task.cancel()
         return found
 
-    async def others_need_us_more(self, home: PeerId, version: int) -> bool:
-        """Are the clients of another server slower together than those of ``home``, even with us? Only so many clients
-        hear yes for a ``version`` of the weights, on the average, that both have the same speed then."""
+    async def by_need(self) -> list[PeerId]:
+        """Returns the servers that answer, those first whose clients are slowest together."""
+        return self._by_need(await self.states())
+
+    def _by_need(self, found: Mapping[PeerId, Enlisted]) -> list[PeerId]:
+        def need(server: PeerId) -> tuple[float, int, bytes]:
+            state = found[server]  # clients that come at the same time do not all go to the same one
+            return state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
+
+        return sorted(found, key=need)
+
+    async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
+        """Returns the server whose clients are slowest together, if they are slower than those of ``home`` even with us.
+        Only so many clients are told of it for a ``version`` of the weights, on the average, that both have the same
+        speed then."""
         if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
-            return False
+            return None
         self._compared_at = self._clock.now()
         found = await self.states()
-        if home not in found:
-            return False
+        if home not in found or len(found) < 2:
+            return None
         ours = found.pop(home)
         unknown = not any(state.speed for state in (ours, *found.values()))
 
         def strength(state: Enlisted) -> float:
             return state.clients if unknown else state.speed
 
-        have, own = strength(ours), strength(ours) / max(1, ours.clients)
-        least = min(map(strength, found.values()), default=math.inf)
+        have, own, weakest = strength(ours), strength(ours) / max(1, ours.clients), self._by_need(found)[0]
+        least = strength(found[weakest])
         drawn = int.from_bytes(blake3(f"{self._net.peer_id}/{version}".encode()).digest()[:4]) / (1 << 32)
-        return least + own < have and drawn < (have - least) / (2 * have)
+        return weakest if least + own < have and drawn < (have - least) / (2 * have) else None
+
+    async def news_or_help(self, news: asyncio.Event, home: PeerId, idle: Callable[[], bool]) -> PeerId | None:
+        """Returns None once there is ``news`` for a client of ``home``, or another server that cannot end its step soon
+        without us, if we are ``idle`` meanwhile."""
+        looked = 0
+        while not news.is_set():
+            with contextlib.suppress(DeadlineExceeded):
+                await self._clock.deadline(news.wait(), backoff_s(looked, IDLE_S, IDLE_MAX_S), "news")
+                break
+            looked = looked + 1 if idle() else 0
+            if idle() and (behind := await self._behind(home)) is not None and idle():
+                return behind
+        return None
+
+    async def _behind(self, home: PeerId) -> PeerId | None:
+        """Returns a server that would like help; None: of those asked, there is none, or enough others help it. (All idle
+        clients draw.)"""
+        found = await self.states(but=home, most=ASKED)
+        if not found:
+            return None
+        clients = len(self.known) * sum(state.clients for state in found.values()) / len(found)
+        behind = max(found, key=lambda s: found[s].helpers)
+        return behind if self._draw.random() * max(1.0, clients) < found[behind].helpers else None
 
     async def _state_of(self, server: PeerId) -> Enlisted | None:
         """Returns the state of ``server``; None: it does not answer."""
@@ -121,6 +161,11 @@ class StageServers:
             return Enlisted.unpack(await self.call(server, GetState()))
         except NetworkError:
             return None
+
+    async def tell(self, server: PeerId, message: Message) -> None:
+        """Send a notice to ``server``, if it can be reached."""
+        with contextlib.suppress(NetworkError):
+            await self._net.send(server, message.frame(), channel=message.CHANNEL, timeout_s=CALL_S)
 
     async def call(self, server: PeerId, ask: Message) -> bytes:
         """Returns the answer of ``server``, within a measured deadline. Raises NetworkError."""

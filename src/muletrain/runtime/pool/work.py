@@ -119,6 +119,11 @@ class Accumulator:
         """The gradient of ``mb`` is there. Whether it counts is not known yet."""
         self._uncounted[number] = mb
 
+    @property
+    def empty(self) -> bool:
+        """Is nothing lost if the client goes to another server?"""
+        return not (self._counted or self._uncounted or self._computing)
+
     def uncounted(self) -> tuple[int, ...]:
         """Returns the numbers of the givings of which it is not known whether they count."""
         return tuple(sorted(self._uncounted))
