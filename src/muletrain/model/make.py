@@ -10,6 +10,7 @@ from muletrain.errors import ConfigError
 from muletrain.model.hf import expand_shared
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
+from muletrain.model.traced.architecture import Whole, build
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim.flat import FlatLayout
 from muletrain.optim.tied import Tied
@@ -76,7 +77,9 @@ def load_model(model: Model, state: Mapping[str, Tensor]) -> StageModule:
     if isinstance(model, ModelSpec):
         one_each = tuple((layer, layer + 1) for layer in range(model.layers))
         return Stage(model, None, one_each).bind(expand_shared(state, model))
-    return make_stage(model, None, model.cut(1)).bind(state)
+    assert isinstance(model, TracedModel)
+    whole = make_stage(model, None, model.cut(1)) if model.own_loss else Whole(model, build(model.config))
+    return whole.bind(state)
 
 
 def model_from_json(text: str) -> Model:

@@ -384,7 +384,7 @@ def _built(spec: TracedModel, dtype: torch.dtype) -> tuple[nn.Module, Callable[[
     from muletrain.model.traced import architecture as hf
 
     model = hf.build(spec.config, dtype)
-    return hf.Logits(model), lambda: hf.buffers_of(model)
+    return hf.Whole(spec, model), lambda: hf.buffers_of(model)
 
 
 def _fingerprint(name: str, buffer: Tensor) -> str:
