@@ -43,6 +43,7 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget() -> None:
     told.clear()
     tracing.outlined.cache_clear()
+    tracing.tables_of.cache_clear()
     tracing.made.cache_clear()
 
 
@@ -107,6 +108,9 @@ def test_the_loss_counts_at_its_peak(dtype: torch.dtype) -> None:
 def test_the_cache_says_what_tracing_does(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen2", num_hidden_layers=2)
     traced, tables = model.outline, model.tables_bytes(2)
+    written = [entry.stat().st_mtime_ns for entry in kept_in.iterdir()]
+    assert model.tables_bytes(2) == tables
+    assert [entry.stat().st_mtime_ns for entry in kept_in.iterdir()] == written, "planning asks again and again"
     forget()
     with monkeypatch.context() as without:
         without.setattr(export, "trace", None)

@@ -83,6 +83,14 @@ def version_of(name: str) -> str:
     return f"{package} {known}"
 
 
+def fingerprint(name: str, buffer: Tensor) -> str:
+    """What a buffer holds, in a few digits: alike on machines whose processors round differently."""
+    values = buffer.double().flatten()
+    weights = values.new_tensor(range(1, len(values) + 1))
+    sums = ((values.abs() * weights).sum(), ((values + 1).abs() * weights).sum())
+    return f"{name} {buffer.dtype} {list(buffer.shape)} {' '.join(f'{float(x):.3e}' for x in sums)}"
+
+
 def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
     name = about["factory"]
     make = imported("model.factory", name)
