@@ -261,6 +261,9 @@ class TracedModel(Model):
     def kept_bytes(self, layer: int, size: int) -> float:
         return self._kept(1 + layer, size)
 
+    def embedding_kept_bytes(self, size: int) -> float:
+        return self._kept(0, size)
+
     def head_kept_bytes(self, size: int) -> float:
         return self._kept(-1, size) + (0 if self.own_loss else LOSS_BYTES * self.vocab)
 
@@ -353,7 +356,7 @@ def tables_of(architecture: str, context: int, sequences: int) -> int:
 
 def _kept_in_16_bits(spec: TracedModel) -> tuple[float, ...]:
     """Of a model with as many blocks as it takes to have one of each kind, if that can be traced; else of the whole."""
-    kinds = spec.outline.kinds
+    kinds = spec.outline.kinds[1:-1]
     alike = [kinds.index(kind) for kind in kinds]
     if not spec.own_loss and max(alike) + 1 < len(kinds):
         try:
