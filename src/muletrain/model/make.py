@@ -12,7 +12,6 @@ from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.architecture import Whole, build
 from muletrain.model.traced.chain import TracedModel
-from muletrain.optim.flat import FlatLayout
 from muletrain.optim.tied import Tied
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
     if not names:
         return None
     a, b = sorted(users[names[0]])  # the only two: ``check_cut``
-    layouts = [FlatLayout.of(make_stage(model, stage, cut).shapes()) for stage in (a, b)]
+    layouts = [make_stage(model, stage, cut).layout() for stage in (a, b)]
     where = [dict(zip(layout.names, layout.ranges(), strict=True)) for layout in layouts]
     first, second = (tuple(each[name] for name in names) for each in where)
     return Tied((a, b), (first, second), (layouts[0].size, layouts[1].size))

@@ -56,6 +56,8 @@ class Traced:
     output: fx.Node
     parameters: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the parameter; of names for one tensor the first."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the buffer or constant."""
@@ -115,6 +117,7 @@ class _Flattening:
     def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, lead: int, *, own: bool) -> None:
         self._program, self._graph, self._lead, self._own = program, fx.Graph(), lead, own
         self._first_names = first_names(module)
+        self._frozen = {n.removeprefix(INSIDE) for n, p in module.named_parameters() if not p.requires_grad}
 
     def run(self) -> Traced:
         specs = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
@@ -145,7 +148,10 @@ class _Flattening:
         self._device = device
         (output,) = self._copy(self._program.graph_module, env, {})
         sizes = tuple(inputs.meta["val"].shape)[: self._lead]
-        return Traced(self._graph, inputs, targets, device, output, parameters, shapes, constants, values, sizes)
+        frozen = frozenset(parameters.values()) & self._frozen
+        return Traced(
+            self._graph, inputs, targets, device, output, parameters, frozen, shapes, constants, values, sizes
+        )
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         copy = self._graph.placeholder(node.name)

@@ -112,10 +112,9 @@ def _check(module: nn.Module) -> None:
     """Raises ConfigError for what would be trained otherwise than in a plain loop."""
     for name, parameter in module.named_parameters():
         head = name.partition(".")[0]
-        if not parameter.requires_grad or not parameter.is_floating_point():
-            why = "is frozen (requires_grad)" if parameter.is_floating_point() else f"is {parameter.dtype}"
+        if not parameter.is_floating_point():
             raise ConfigError(
-                f"model.factory: the parameter {name} {why}, and all parameters are trained; make it a buffer "
+                f"model.factory: the parameter {name} is {parameter.dtype}, which cannot be trained; make it a buffer "
                 f"(register_buffer)"
             )
         if hasattr(StageModule, head) or head in _TAKEN or head.startswith("_"):
