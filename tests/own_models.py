@@ -111,7 +111,7 @@ class Words(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = x + torch.tanh(layer(x).cumsum(1) / 8)
+            x = x + torch.tanh(layer(x).cumsum(1) / torch.tensor(8.0))  # a constant that is made on the way
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 
 from muletrain.errors import ConfigError
 from muletrain.model.chain import TOKENS
@@ -91,7 +92,7 @@ def trace(
     long = Dim.DYNAMIC if context > 1 else None
     dynamic = tuple({0: Dim.DYNAMIC, 1: long} if kind.shape is None else {0: Dim.DYNAMIC} for kind in given)
     try:
-        with torch.device("meta"), _silenced():
+        with torch.device("meta"), _Constants(), _silenced():
             program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
     except ConfigError:
         raise
@@ -109,6 +110,16 @@ def trace(
             f"twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
         )
     return _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
+
+
+class _Constants(TorchFunctionMode):
+    """Tensors that the module makes from numbers keep these, which the meta device would forget."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        if func is not torch.tensor or given.get("device") not in (None, "meta", torch.device("meta")):
+            return func(*args, **given)
+        return func(*args, **{**given, "device": "cpu"}).to("meta")
 
 
 class _Flattening:
@@ -143,6 +154,11 @@ class _Flattening:
                     constants[known[name]] = name
                     if spec.kind is InputKind.CONSTANT_TENSOR:
                         values[name] = self._program.constants[spec.target]
+                        if values[name].is_meta:
+                            raise ConfigError(
+                                f"{path_of(next(iter(node.users), node))} makes a constant tensor in a way that loses its numbers "
+                                f"while it is traced; make it by torch.tensor, or take another model"
+                            )
             env[node] = known[name]
         inputs, targets = users[0], users[1] if len(users) > 1 else None
         self._device = device
