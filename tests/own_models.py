@@ -39,6 +39,14 @@ def regression(width: int = 8, depth: int = 4, dropout: float = 0.1) -> nn.Modul
     return Regression(width, depth, dropout)
 
 
+def partly_frozen() -> nn.Module:
+    """Without its first layers, and some numbers of later ones."""
+    model = Regression(8, 4, 0.1)
+    for part in (model.stem, model.blocks[0], model.blocks[2][1], model.blocks[3][0].weight, model.head.bias):
+        part.requires_grad_(requires_grad=False)
+    return model
+
+
 class Classifier(nn.Module):
     """A vision transformer of ``transformers``, with the usual loss."""
 
@@ -103,7 +111,7 @@ class Words(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens)
         for layer in self.layers:
-            x = x + torch.tanh(layer(x).cumsum(1) / 8)
+            x = x + torch.tanh(layer(x).cumsum(1) / torch.tensor(8.0))  # a constant that is made on the way
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
@@ -131,8 +139,6 @@ class Wrong(nn.Module):
         self.layers = nn.Sequential(*(nn.Linear(3 * SIDE * SIDE if k == 0 else 4, 4) for k in range(3)))
         if kind == "batchnorm":
             self.norm = nn.BatchNorm1d(4)
-        if kind == "frozen":
-            self.layers[1].weight.requires_grad_(requires_grad=False)
         if kind == "unused":
             self.extra = nn.Linear(2, 2)
         if kind == "plain":

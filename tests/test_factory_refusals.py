@@ -42,7 +42,6 @@ def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> Non
     ("kind", "message"),
     [
         ("batchnorm", "norm changes .* while it computes.*GroupNorm or LayerNorm for BatchNorm"),
-        ("frozen", "layers.1.weight is frozen .*register_buffer"),
         ("unused", "extra.bias takes no part in the loss"),
         ("plain", "the module.scale is a tensor that is neither parameter nor buffer"),
         ("taken", "bind.weight begins with a name that muletrain uses; rename bind"),

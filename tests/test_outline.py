@@ -14,11 +14,12 @@ from muletrain.config import cache
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
 from muletrain.model.dropout import Masks
-from muletrain.model.make import make_model, make_stage
+from muletrain.model.make import make_block, make_model, make_stage
 from muletrain.model.traced import chain as tracing
 from muletrain.model.traced import export
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.outline import told
+from muletrain.model.traced.stage import TracedStage
 from tests.traced_models import CONTEXT, config_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from muletrain.model.module import StageModule
 
 SEQUENCES = 3
-NATIVE = make_model(ModelConfig(layers=2, width=32, heads=4, ffn=64, vocab=3000, context=CONTEXT))
+SIZES = ModelConfig(layers=2, width=32, heads=4, ffn=64, vocab=3000, context=CONTEXT)
+NATIVE = make_model(SIZES)
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,7 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget() -> None:
     told.clear()
     tracing.outlined.cache_clear()
+    tracing.tables_of.cache_clear()
     tracing.made.cache_clear()
 
 
@@ -52,7 +55,8 @@ def model_of(name: str, **changes: int) -> TracedModel:
 
 def kept_by(block: StageModule, x: Tensor) -> int:
     """Bytes that autograd keeps of a pass; weights and what all blocks share do not count."""
-    shared = [*block.parameters(), *block.tables.of(SEQUENCES, CONTEXT, x.device).values()]  # type: ignore[operator, union-attr]
+    tables = block.tables.of(SEQUENCES, CONTEXT, x.device) if isinstance(block, TracedStage) else {}
+    shared = [*block.parameters(), *tables.values()]
     others = {t.untyped_storage()._cdata for t in shared if isinstance(t, torch.Tensor)}
     found = {}
 
@@ -76,6 +80,19 @@ def test_the_estimate_of_a_blocks_activations_is_what_autograd_keeps(name: str, 
     block.bind({n: (torch.randn(s) * 0.1).to(dtype) for n, s in block.shapes().items()})
     x = torch.randn(SEQUENCES, CONTEXT, model.width, dtype=dtype, requires_grad=True)
     assert SEQUENCES * CONTEXT * model.kept_bytes(0, dtype.itemsize) == pytest.approx(kept_by(block, x), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "native"])
+def test_what_comes_before_the_first_block_counts(name: str) -> None:
+    """Tokens, and masks of dropout."""
+    model = model_of(name) if name == "gpt2" else make_model(SIZES.model_copy(update={"dropout": 0.1}))
+    part = make_block(model, 0, ((0, 0), *((k, k + 1) for k in range(model.layers)), (model.layers, model.layers)))
+    part.bind({n: torch.randn(s) for n, s in part.shapes().items()})
+    kept = kept_by(part, torch.zeros(SEQUENCES, CONTEXT, dtype=torch.int64)) / (SEQUENCES * CONTEXT)
+    assert kept == model.width + 8
+    cut = model.cut(2)
+    blocks = sum(model.kept_bytes(layer, 4) for layer in range(*cut[0]))
+    assert model.stage_kept_bytes(cut, 0, 4) == pytest.approx(blocks + kept)
 
 
 def test_in_16_bits_one_block_of_each_kind_is_traced() -> None:
@@ -107,6 +124,9 @@ def test_the_loss_counts_at_its_peak(dtype: torch.dtype) -> None:
 def test_the_cache_says_what_tracing_does(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen2", num_hidden_layers=2)
     traced, tables = model.outline, model.tables_bytes(2)
+    written = [entry.stat().st_mtime_ns for entry in kept_in.iterdir()]
+    assert model.tables_bytes(2) == tables
+    assert [entry.stat().st_mtime_ns for entry in kept_in.iterdir()] == written, "planning asks again and again"
     forget()
     with monkeypatch.context() as without:
         without.setattr(export, "trace", None)

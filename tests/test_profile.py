@@ -42,8 +42,8 @@ def native() -> Model:
     return make_model(ModelConfig(**SIZES))  # type: ignore[arg-type]
 
 
-def traced(tmp_path: Path, name: str = "qwen3") -> Model:
-    write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), name)
+def traced(tmp_path: Path, name: str = "qwen3", **changes: Any) -> Model:
+    write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), name, **changes)
     return model_named(str(tmp_path / "hf"), context=32, untie=False)
 
 
@@ -72,12 +72,10 @@ def test_every_distinct_block_is_measured_once(kind: str, tmp_path: Path) -> Non
 
 
 def test_layers_that_differ_are_measured_each(tmp_path: Path) -> None:
-    """Of the three layers of this Gemma 3, the windows of attention may differ."""
-    model = traced(tmp_path, "gemma3")
-    groups = alike(model)
-    assert sorted(part for group in groups for part in group) == list(range(model.layers + 2))
-    codes = {(p.code, *(model.shapes[w] for w in p.weights)) for p in model.parts}  # type: ignore[attr-defined]
-    assert len(groups) == len(codes)
+    """Attention over a window takes a mask, over all earlier tokens none."""
+    full, window = "full_attention", "sliding_attention"
+    model = traced(tmp_path, "gemma3", layer_types=[window, full, window])
+    assert alike(model) == [[0], [1, 3], [2], [4]]
 
 
 @pytest.mark.alone

@@ -67,7 +67,7 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
 
 def new_model(name: str, **changes: Any) -> Any:
     """A model with random weights, some of them large, so that a wrong operator is seen."""
-    kind, sizes = ARCHITECTURES[name]
+    kind, sizes = ARCHITECTURES.get(name, (name, _SIZES))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes))
     for parameter in model.parameters():

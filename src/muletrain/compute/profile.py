@@ -70,7 +70,7 @@ def alike(model: Model) -> list[list[int]]:
     """The parts of the chain (0: before the first block), equal ones together."""
     keys: list[object] = ["embedding", *["block"] * model.layers, "head"]
     if isinstance(model, TracedModel):
-        keys = [(part.code, *(model.shapes[name] for name in part.weights)) for part in model.parts]
+        keys = model.outline.kinds
     groups: dict[object, list[int]] = {}
     for part, key in enumerate(keys):
         groups.setdefault(key, []).append(part)
@@ -104,7 +104,7 @@ def needed(model: Model, part: int, at: Conditions) -> int:
     size, tokens = at.dtype.itemsize, at.sequences * model.context
     passed = 3 * size * tokens * model.width
     if part == 0:
-        return int(2 * size * model.embedding_params + passed)
+        return int(2 * size * model.embedding_params + tokens * model.embedding_kept_bytes(size) + passed)
     if part == model.layers + 1:
         return int(2 * size * model.head_params + tokens * model.head_kept_bytes(size) + passed)
     return int(2 * size * model.params_of(part - 1) + tokens * model.kept_bytes(part - 1, size) + passed)

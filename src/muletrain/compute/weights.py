@@ -12,7 +12,6 @@ from blake3 import blake3
 from torch import Tensor
 
 from muletrain.errors import CheckpointError
-from muletrain.optim.flat import FlatLayout
 from muletrain.optim.rules import make_rule
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Update
     from muletrain.config.schema import OptimizerConfig
     from muletrain.model.module import StageModule
+    from muletrain.optim.flat import FlatLayout
 
 
 class StageWeights:
@@ -44,7 +44,7 @@ class StageWeights:
         updates: bool = True,
     ) -> None:
         """``updates`` false: no moments are kept, so ``apply`` and ``state`` are not available."""
-        self.layout = FlatLayout.of(versions[0].shapes())
+        self.layout = versions[0].layout()
         state_device = torch.device("cpu") if optimizer.state_device == "cpu" else device
         self.masters = torch.empty(self.layout.size, device=state_device)
         for name, view in self.layout.views(self.masters).items():

@@ -147,6 +147,10 @@ class Model(ABC):
         the working precision."""
 
     @abstractmethod
+    def embedding_kept_bytes(self, size: int) -> float:
+        """The same of the part before the first block."""
+
+    @abstractmethod
     def head_kept_bytes(self, size: int) -> float:
         """The same of the part after the last block, and ``LOSS_BYTES``."""
 
@@ -224,6 +228,7 @@ class Model(ABC):
         """Bytes that autograd keeps of ``stage`` between forward and backward, per token."""
         first, end = cut[stage]
         total = sum(self.kept_bytes(layer, size) for layer in range(first, end))
+        total += self.embedding_kept_bytes(size) if stage == 0 else 0
         return total + (self.head_kept_bytes(size) if stage == len(cut) - 1 else 0)
 
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:

@@ -10,8 +10,8 @@ from muletrain.errors import ConfigError
 from muletrain.model.hf import expand_shared
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
+from muletrain.model.traced.architecture import Whole, build
 from muletrain.model.traced.chain import TracedModel
-from muletrain.optim.flat import FlatLayout
 from muletrain.optim.tied import Tied
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
     if not names:
         return None
     a, b = sorted(users[names[0]])  # the only two: ``check_cut``
-    layouts = [FlatLayout.of(make_stage(model, stage, cut).shapes()) for stage in (a, b)]
+    layouts = [make_stage(model, stage, cut).layout() for stage in (a, b)]
     where = [dict(zip(layout.names, layout.ranges(), strict=True)) for layout in layouts]
     first, second = (tuple(each[name] for name in names) for each in where)
     return Tied((a, b), (first, second), (layouts[0].size, layouts[1].size))
@@ -76,7 +76,9 @@ def load_model(model: Model, state: Mapping[str, Tensor]) -> StageModule:
     if isinstance(model, ModelSpec):
         one_each = tuple((layer, layer + 1) for layer in range(model.layers))
         return Stage(model, None, one_each).bind(expand_shared(state, model))
-    return make_stage(model, None, model.cut(1)).bind(state)
+    assert isinstance(model, TracedModel)
+    whole = make_stage(model, None, model.cut(1)) if model.own_loss else Whole(model, build(model.config))
+    return whole.bind(state)
 
 
 def model_from_json(text: str) -> Model:

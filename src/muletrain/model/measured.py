@@ -64,6 +64,9 @@ class MeasuredModel(Model):
     def kept_bytes(self, layer: int, size: int) -> float:
         return self.inner.kept_bytes(layer, size)
 
+    def embedding_kept_bytes(self, size: int) -> float:
+        return self.inner.embedding_kept_bytes(size)
+
     def head_kept_bytes(self, size: int) -> float:
         return self.inner.head_kept_bytes(size)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muletrain.optim.flat import FlatLayout
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -27,6 +29,10 @@ class StageModule(nn.Module):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter, in a fixed order."""
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+
+    def layout(self) -> FlatLayout:
+        """Of the parameters, in one flat buffer."""
+        return FlatLayout.of(self.shapes())
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
         """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Returns the stage."""

@@ -136,6 +136,10 @@ class ModelSpec(Model):
         norms = 2 * self.width * (2 * 4 + size)
         return norms + size * (2 * self.width + 2 * self.kv_width + 4 * self.ffn) + masks
 
+    def embedding_kept_bytes(self, size: int) -> float:
+        """The token, and a byte mask of dropout."""
+        return 8 + (self.width if self.dropout else 0)
+
     def head_kept_bytes(self, size: int) -> float:
         return self.width * (2 * 4 + size) + self.vocab * LOSS_BYTES
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms, so that weight decay applies
-    to one contiguous run."""
+    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms and what is frozen, so that
+    weight decay applies to one contiguous run."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -27,12 +27,23 @@ class FlatLayout:
     """Numbers of the first run, to which weight decay applies."""
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> FlatLayout:
-        """The layout of parameters with these ``shapes``, in their order within each run."""
-        names = tuple(sorted(shapes, key=lambda name: len(shapes[name]) < 2))
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()) -> FlatLayout:
+        """The layout of parameters with these ``shapes``, in their order within each run. ``frozen`` ones never change,
+        since their gradient is zero and no weight decay applies to them."""
+        second = {name: len(shape) < 2 or name in frozen for name, shape in shapes.items()}
+        names = tuple(sorted(shapes, key=second.__getitem__))
         sizes = {name: math.prod(shapes[name]) for name in names}
-        decayed = sum(size for name, size in sizes.items() if len(shapes[name]) >= 2)
+        decayed = sum(size for name, size in sizes.items() if not second[name])
         return cls(names, tuple(shapes[name] for name in names), sum(sizes.values()), decayed)
+
+    def only(self, names: Collection[str]) -> FlatLayout:
+        """Of some of the parameters, in the same order."""
+        kept = [k for k, name in enumerate(self.names) if name in names]
+        ends = [end for _, end in self.ranges()]
+        shapes = tuple(self.shapes[k] for k in kept)
+        sizes = [math.prod(shape) for shape in shapes]
+        decayed = sum(size for k, size in zip(kept, sizes, strict=True) if ends[k] <= self.decayed)
+        return FlatLayout(tuple(self.names[k] for k in kept), shapes, sum(sizes), decayed)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of ``flat`` [P] in the parameter's shape."""

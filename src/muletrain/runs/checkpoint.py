@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -213,21 +214,22 @@ class Checkpoint:
 
     @property
     def stops(self) -> set[int]:
-        """Tokens that end a text: the tokenizer's own, and those at which the folder of ``model.from`` stops, if it is
-        still there and its tokenizer is the run's."""
+        """Tokens that end a text: the tokenizer's own, and those at which the folder of ``model.from`` stops, if its
+        tokenizer is the run's. Where the folder is gone, those of its config.json, which a traced model has."""
         known = end_of_text(parse_tokenizer(self.tokenizer_json))
         stops = set[int]() if known is None else {known}
         folder = Path(self.config.model.from_ or "")
         if self.config.model.from_ is None or self.config.data.tokenizer != str(folder / "tokenizer.json"):
             return stops
-        for name in ("generation_config.json", "config.json"):
-            try:
-                ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            except (OSError, ValueError, AttributeError):
-                continue
-            if ends is not None:
-                return stops | {int(token) for token in (ends if isinstance(ends, list) else [ends])}
-        return stops
+        about = [self.spec.config] if isinstance(self.spec, TracedModel) else []
+        for name in ("config.json", "generation_config.json"):
+            with contextlib.suppress(OSError, ValueError):
+                about.append(json.loads((folder / name).read_text(encoding="utf-8")))
+        ends = [
+            said["eos_token_id"] for said in about if isinstance(said, dict) and said.get("eos_token_id") is not None
+        ]
+        last = ends[-1] if ends else []
+        return stops.union(map(int, last if isinstance(last, list) else [last]))
 
     def source(self, moved_to: Path | None) -> Path | None:
         """The Hugging Face folder that the run started from, if any. Raises CheckpointError when it is gone."""

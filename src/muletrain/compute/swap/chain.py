@@ -14,16 +14,16 @@ from torch import nn
 
 from muletrain.errors import CapacityError
 from muletrain.model.make import make_block
-from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
     from muletrain.model.module import StageModule
+    from muletrain.optim.flat import FlatLayout
     from muletrain.planning.partition import Cut
 
 
@@ -102,19 +102,12 @@ class SubModel:
 
 def sub_models(chain: Sequence[StageModule], runs: Cut, layout: FlatLayout) -> list[SubModel]:
     """Cut ``chain`` into ``runs``. ``layout``: the stage's."""
-    shapes = dict(zip(layout.names, layout.shapes, strict=True))
-    where = dict(zip(layout.names, layout.ranges(), strict=True))
-    return [_sub_model(n, tuple(chain[a:b]), shapes, where) for n, (a, b) in enumerate(runs)]
+    return [_sub_model(n, tuple(chain[a:b]), layout) for n, (a, b) in enumerate(runs)]
 
 
-def _sub_model(
-    number: int,
-    blocks: tuple[StageModule, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-    where: Mapping[str, tuple[int, int]],
-) -> SubModel:
-    own = {name for block in blocks for name, _ in block.named_parameters()}
-    layout = FlatLayout.of({name: shape for name, shape in shapes.items() if name in own})
+def _sub_model(number: int, blocks: tuple[StageModule, ...], whole: FlatLayout) -> SubModel:
+    where = dict(zip(whole.names, whole.ranges(), strict=True))
+    layout = whole.only({name for block in blocks for name, _ in block.named_parameters()})
     segments: list[tuple[int, int]] = []
     for begin, end in (where[name] for name in layout.names):
         if segments and segments[-1][1] == begin:

@@ -61,7 +61,8 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
     found = []
     for index in own:
         if index == 0:
-            found.append(block(spec.embedding_params, spec.embedding_flops, 1.25 * goes_on))
+            kept = max(spec.width, spec.embedding_kept_bytes(size))
+            found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept))
         elif index == len(runs) - 1:
             params = spec.head_params + spec.copied_params(cut, stage)
             found.append(block(params, spec.head_flops, tokens * spec.head_kept_bytes(size)))

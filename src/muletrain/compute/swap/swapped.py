@@ -31,7 +31,6 @@ from muletrain.errors import ProtocolError
 from muletrain.events import SwapWorked
 from muletrain.model.make import make_stage
 from muletrain.model.stage import initial_weight
-from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -134,8 +133,8 @@ class SwappedCompute(ThreadedCompute):
     ) -> None:
         """Write the first state, and cut the stage into sub-models. Raises as the constructor does."""
         stage, setup = self.stage, self._setup
-        shapes = make_stage(spec, stage, cut).shapes()
-        layout = FlatLayout.of(shapes)
+        whole = make_stage(spec, stage, cut)
+        shapes, layout = whole.shapes(), whole.layout()
         self.n_params = layout.size
         self.threads = Threads(stage, delayed=False, inline=setup.inline)
         self.jobs = self.threads.jobs

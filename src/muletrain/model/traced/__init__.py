@@ -1,6 +1,7 @@
 """This package makes chains of blocks by tracing: any causal language model of ``transformers``, or a user's module.
 
-``architecture`` builds a module of ``transformers`` from its configuration, ``factory`` a user's own, without weights.
+``architecture`` builds a module of ``transformers`` from its configuration, ``factory`` a user's own, without weights; the
+former also runs whole, to evaluate a model and to write text.
 ``export`` traces it to one flat graph of operators, ``cutting`` cuts that graph where a block begins, and ``operators``
 replaces what draws random numbers. ``costs`` counts parameters, FLOPs and memory, and ``outline`` keeps them in the
 user's cache. ``chain`` is the model as planning and runs see it, and ``stage`` a run of its blocks with weights.

@@ -1,4 +1,5 @@
-"""Builds a causal language model of ``transformers`` from its configuration: on the meta device, without weights.
+"""Builds a causal language model of ``transformers`` from its configuration: on the meta device, to be traced, or whole
+with given weights, to evaluate and to write text.
 
 The configuration may come from another machine. It chooses among the architectures that the installed ``transformers``
 has, and says how large they are; nothing in it is imported, evaluated or downloaded.
@@ -14,9 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from muletrain.errors import ConfigError
+from muletrain.model.module import StageModule
+from muletrain.model.traced.export import INSIDE, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from muletrain.model.chain import Model
+    from muletrain.model.dropout import Masks
 
 MOST_LAYERS = 1024
 """More are refused: a configuration that another machine sent must not keep this one busy."""
@@ -25,17 +31,56 @@ MOST_BUFFER_BYTES = 1 << 30
 _FOREIGN = ("auto_map", "custom_pipelines", "factory", "quantization_config", "kernel_config")
 """Entries that have ``transformers`` run other code than its own, or change what a weight is."""
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_local_experts", "num_experts")
+_CACHES = ("cache", "past_key_values")
+"""What versions of ``transformers`` call the keys and values that a model keeps."""
 
 
-class Logits(nn.Module):
-    """Tokens int64 [B, T] -> logits [B, T, V] of a causal language model."""
+class Whole(StageModule):
+    """All of a causal language model, as its own class computes it: what is traced, and what writes text."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, spec: Model, model: nn.Module) -> None:
+        super().__init__(spec, first=True, last=True)
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name.removeprefix(INSIDE): shape for name, shape in super().shapes().items()}
+
+    def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
+        """See ``StageModule.bind``; from then on without dropout."""
+        for name, table in buffers_of(self.model).items():
+            path, _, leaf = name.rpartition(".")
+            self.model.get_submodule(path)._buffers[leaf] = table
+        first, own = first_names(self.model), {name: nn.Parameter(weights[name]) for name in self.shapes()}
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        self.model.load_state_dict({name: own[first[name]] for name in names}, strict=False, assign=True)
+        return self.eval()
+
+    def caches(self) -> Mapping[int, Any]:
+        return {0: _Written()}
+
+    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+        model = self.model
+        logits: Tensor = (
+            model(input_ids=inputs, use_cache=False).logits if caches is None else caches[0].goes_on(model, inputs)
+        )
+        return logits
+
+
+class _Written:
+    """The text so far, and what ``transformers`` keeps of it: keys and values, or nothing."""
+
+    def __init__(self) -> None:
+        self._tokens: Tensor | None = None
+        self._kept: dict[str, Any] = {}
+
+    def goes_on(self, model: nn.Module, fresh: Tensor) -> Tensor:
+        """Logits of the tokens that were computed, ``fresh`` int64 [1, T] at the end."""
+        self._tokens = fresh if self._tokens is None else torch.cat((self._tokens, fresh), dim=1)
+        stateful = getattr(model, "_is_stateful", False)  # it may keep more than keys and values, some in itself
+        out = model(input_ids=fresh if self._kept else self._tokens, use_cache=not stateful, **self._kept)
+        names = [] if stateful else [name for name in _CACHES if name in out.keys()]  # noqa: SIM118 # it warns of older ones
+        self._kept = {name: out[name] for name in names}
+        logits: Tensor = out.logits
         return logits
 
 

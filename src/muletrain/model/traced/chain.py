@@ -261,16 +261,14 @@ class TracedModel(Model):
     def kept_bytes(self, layer: int, size: int) -> float:
         return self._kept(1 + layer, size)
 
+    def embedding_kept_bytes(self, size: int) -> float:
+        return self._kept(0, size)
+
     def head_kept_bytes(self, size: int) -> float:
         return self._kept(-1, size) + (0 if self.own_loss else LOSS_BYTES * self.vocab)
 
     def tables_bytes(self, sequences: int) -> int:
-        found = self.outline.tables.get(sequences)
-        if found is None:
-            found = self._made.tables.most_bytes(sequences, self.context)
-            if not self.own_loss:
-                extend(self.architecture, self.context, tables={sequences: found})
-        return found
+        return tables_of(self.architecture, self.context, sequences)
 
 
 @dataclass(frozen=True)
@@ -300,6 +298,7 @@ def made(architecture: str, context: int, precision: str, blocks: int | None = N
     from muletrain.model.traced.costs import costs
     from muletrain.model.traced.cutting import cut
     from muletrain.model.traced.export import trace
+    from muletrain.model.traced.factory import fingerprint
     from muletrain.model.traced.stage import Tables, numbers
 
     spec, dtype = TracedModel(architecture, context), getattr(torch, precision)
@@ -319,7 +318,7 @@ def made(architecture: str, context: int, precision: str, blocks: int | None = N
         raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
     width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
     constants = {**buffers(), **traced.values}
-    own = [_fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
+    own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
     tables = Tables(parts, constants)
     found = Outline(
         digest=_digest(traced, parts, own),
@@ -343,9 +342,21 @@ def kept_in_16_bits(architecture: str, context: int) -> tuple[float, ...]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def tables_of(architecture: str, context: int, sequences: int) -> int:
+    """See ``Model.tables_bytes``; from the cache where it has them."""
+    spec = TracedModel(architecture, context)
+    found = spec.outline.tables.get(sequences)
+    if found is None:
+        found = spec._made.tables.most_bytes(sequences, context)
+        if not spec.own_loss:
+            extend(architecture, context, tables={sequences: found})
+    return found
+
+
 def _kept_in_16_bits(spec: TracedModel) -> tuple[float, ...]:
     """Of a model with as many blocks as it takes to have one of each kind, if that can be traced; else of the whole."""
-    kinds = spec.outline.kinds
+    kinds = spec.outline.kinds[1:-1]
     alike = [kinds.index(kind) for kind in kinds]
     if not spec.own_loss and max(alike) + 1 < len(kinds):
         try:
@@ -384,12 +395,4 @@ def _built(spec: TracedModel, dtype: torch.dtype) -> tuple[nn.Module, Callable[[
     from muletrain.model.traced import architecture as hf
 
     model = hf.build(spec.config, dtype)
-    return hf.Logits(model), lambda: hf.buffers_of(model)
-
-
-def _fingerprint(name: str, buffer: Tensor) -> str:
-    """Alike on machines whose processors round differently."""
-    values = buffer.double().flatten()
-    weights = values.new_tensor(range(1, len(values) + 1))
-    sums = ((values.abs() * weights).sum(), ((values + 1).abs() * weights).sum())
-    return f"{name} {buffer.dtype} {list(buffer.shape)} {' '.join(f'{float(x):.3e}' for x in sums)}"
+    return hf.Whole(spec, model), lambda: hf.buffers_of(model)

@@ -71,6 +71,8 @@ class Parts:
     """What goes into the first part."""
     targets: str | None
     """What goes into the last part besides."""
+    frozen: frozenset[str]
+    """Parameters that are not trained: they get gradients of zero."""
 
 
 def cut(traced: Traced, module: nn.Module) -> Parts:
@@ -103,7 +105,13 @@ def cut(traced: Traced, module: nn.Module) -> Parts:
     targets = None if traced.targets is None else traced.targets.name
     passed_on = tuple(passed[: count + 1])
     return Parts(
-        tuple(parts), *_tables(traced, place, parts), passed_on, len(traced.sizes), traced.inputs.name, targets
+        tuple(parts),
+        *_tables(traced, place, parts),
+        passed_on,
+        len(traced.sizes),
+        traced.inputs.name,
+        targets,
+        traced.frozen,
     )
 
 
@@ -256,10 +264,17 @@ class _Function:
                 env[node].meta.update(node.meta)
         env[self._traced.device] = graph.placeholder("where")
         masks, first, sequences = (graph.placeholder(name) for name in ("masks", "site", "sequences"))
+        frozen = [n for n in self._weights if self._traced.parameters[n] in self._traced.frozen]
+        holders = [env[n] for n in frozen]
+        for node in frozen:
+            env[node] = graph.call_function(aten.detach.default, (env[node],))
         for node in self._nodes:
             env[node] = self._copied(graph, node, lambda n: env[n], (masks, first, sequences))
             env[node].meta.update(node.meta)  # for those who read the code
-        graph.output(tuple(env[n] for n in outputs))
+        made = [env[n] for n in outputs]
+        if holders:
+            made[0] = graph.call_function(operators.unchanged, (made[0], *holders))
+        graph.output(tuple(made))
         module = fx.GraphModule(nn.Module(), graph)
         shared = functions.setdefault(str(module.code), module)
         return Part(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
 
 from muletrain.errors import ConfigError
 from muletrain.model.chain import TOKENS
@@ -56,6 +57,8 @@ class Traced:
     output: fx.Node
     parameters: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the parameter; of names for one tensor the first."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that are not trained."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the buffer or constant."""
@@ -89,7 +92,7 @@ def trace(
     long = Dim.DYNAMIC if context > 1 else None
     dynamic = tuple({0: Dim.DYNAMIC, 1: long} if kind.shape is None else {0: Dim.DYNAMIC} for kind in given)
     try:
-        with torch.device("meta"), _silenced():
+        with torch.device("meta"), _Constants(), _silenced():
             program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
     except ConfigError:
         raise
@@ -109,12 +112,23 @@ def trace(
     return _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
 
 
+class _Constants(TorchFunctionMode):
+    """Tensors that the module makes from numbers keep these, which the meta device would forget."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        if func is not torch.tensor or given.get("device") not in (None, "meta", torch.device("meta")):
+            return func(*args, **given)
+        return func(*args, **{**given, "device": "cpu"}).to("meta")
+
+
 class _Flattening:
     """Copies an exported program's graph node by node."""
 
     def __init__(self, program: torch.export.ExportedProgram, module: nn.Module, lead: int, *, own: bool) -> None:
         self._program, self._graph, self._lead, self._own = program, fx.Graph(), lead, own
         self._first_names = first_names(module)
+        self._frozen = {n.removeprefix(INSIDE) for n, p in module.named_parameters() if not p.requires_grad}
 
     def run(self) -> Traced:
         specs = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
@@ -140,12 +154,20 @@ class _Flattening:
                     constants[known[name]] = name
                     if spec.kind is InputKind.CONSTANT_TENSOR:
                         values[name] = self._program.constants[spec.target]
+                        if values[name].is_meta:
+                            raise ConfigError(
+                                f"{path_of(next(iter(node.users), node))} makes a constant tensor in a way that loses its numbers "
+                                f"while it is traced; make it by torch.tensor, or take another model"
+                            )
             env[node] = known[name]
         inputs, targets = users[0], users[1] if len(users) > 1 else None
         self._device = device
         (output,) = self._copy(self._program.graph_module, env, {})
         sizes = tuple(inputs.meta["val"].shape)[: self._lead]
-        return Traced(self._graph, inputs, targets, device, output, parameters, shapes, constants, values, sizes)
+        frozen = frozenset(parameters.values()) & self._frozen
+        return Traced(
+            self._graph, inputs, targets, device, output, parameters, frozen, shapes, constants, values, sizes
+        )
 
     def _placeholder(self, node: fx.Node) -> fx.Node:
         copy = self._graph.placeholder(node.name)

@@ -83,6 +83,14 @@ def version_of(name: str) -> str:
     return f"{package} {known}"
 
 
+def fingerprint(name: str, buffer: Tensor) -> str:
+    """What a buffer holds, in a few digits: alike on machines whose processors round differently."""
+    values = buffer.double().flatten()
+    weights = values.new_tensor(range(1, len(values) + 1))
+    sums = ((values.abs() * weights).sum(), ((values + 1).abs() * weights).sum())
+    return f"{name} {buffer.dtype} {list(buffer.shape)} {' '.join(f'{float(x):.3e}' for x in sums)}"
+
+
 def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
     name = about["factory"]
     make = imported("model.factory", name)
@@ -104,10 +112,9 @@ def _check(module: nn.Module) -> None:
     """Raises ConfigError for what would be trained otherwise than in a plain loop."""
     for name, parameter in module.named_parameters():
         head = name.partition(".")[0]
-        if not parameter.requires_grad or not parameter.is_floating_point():
-            why = "is frozen (requires_grad)" if parameter.is_floating_point() else f"is {parameter.dtype}"
+        if not parameter.is_floating_point():
             raise ConfigError(
-                f"model.factory: the parameter {name} {why}, and all parameters are trained; make it a buffer "
+                f"model.factory: the parameter {name} is {parameter.dtype}, which cannot be trained; make it a buffer "
                 f"(register_buffer)"
             )
         if hasattr(StageModule, head) or head in _TAKEN or head.startswith("_"):

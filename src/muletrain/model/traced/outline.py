@@ -60,8 +60,8 @@ class Outline(Section):
 
     @property
     def kinds(self) -> list[object]:
-        """What equal blocks have in common, for each block."""
-        return [(part.code, *(self.shapes[name] for name in part.weights)) for part in self.parts[1:-1]]
+        """What equal parts have in common, for each part."""
+        return [(part.code, *(self.shapes[name] for name in part.weights)) for part in self.parts]
 
 
 told: dict[tuple[str, int], str] = {}

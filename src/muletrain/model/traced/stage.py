@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from muletrain.model.module import StageModule
 from muletrain.model.traced.operators import Causal
+from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,9 @@ class TracedStage(StageModule):
         super().bind(weights)
         self.tables = self._tables_in(next(iter(weights.values())).dtype)
         return self
+
+    def layout(self) -> FlatLayout:
+        return FlatLayout.of(self.shapes(), self.tables.chain.frozen)
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
         return self._run_parts(inputs, None, masks)

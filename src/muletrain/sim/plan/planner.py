@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from muletrain.config.plan_file import Plan, Prediction
 from muletrain.errors import CapacityError
 from muletrain.planning.splits import recommend
+from muletrain.sim.loop import seldom_collected
 from muletrain.sim.plan import fewer
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -45,6 +46,7 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     return plan.model_copy(update={"strategies": strategies})
 
 
+@seldom_collected()  # a third of the time would go into looking at what lasts
 def plan(
     question: Question,
     *,
