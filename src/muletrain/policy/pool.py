@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.policy.passes import LAST, Given, Part, Pass, Uncut
-from muletrain.policy.worker import Worker
+from muletrain.policy.worker import Worker, worth_their_accumulators
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -121,14 +121,10 @@ class Pool:
         return sum(w.speed for name, w in self._workers.items() if self._shares(name, w))
 
     def helpers(self, handing_over_s: float) -> int:
-        """Returns how many more workers, as fast as these are on the average, would bring the step's end forward: they share
-        what is to be computed again, and each hands an accumulator over, which takes ``handing_over_s``."""
+        """See ``worth_their_accumulators``: for what is to be computed again."""
         work = sum(p.cost for p in self._again if p.what is Pass.AGAIN and self._open[p].only is None)
         speeds = [w.speed for name, w in self._workers.items() if self._shares(name, w) and w.speed]
-        if not (work and speeds and handing_over_s):
-            return 0
-        together, each = sum(speeds), sum(speeds) / len(speeds)
-        return max(0, int((math.sqrt(work * each / handing_over_s) - together) / each))
+        return worth_their_accumulators(work, speeds, handing_over_s)
 
     def _slowest(self) -> float:
         """Returns the speed of the slowest worker that was measured; 0: none was."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from muletrain.policy.passes import Part, Pass
 
@@ -78,3 +78,13 @@ class Worker:
         unit_s = self._unit_s.setdefault(part.what, Usual(unmeasured_s=math.inf, floor_s=0.0, times=1.0))
         unit_s.measured(max(1e-6, now - max(since, self._free_at)) / part.cost)
         self._free_at = now
+
+
+def worth_their_accumulators(work: float, speeds: Sequence[float], handing_over_s: float) -> int:
+    """Returns how many more workers, of the mean of ``speeds``, would end the step sooner: they share ``work``, and each
+    hands an accumulator over, which takes ``handing_over_s``; 0: it is not known. The least of
+    work / (sum + k mean) + k handing_over_s."""
+    if not (work and speeds and handing_over_s):
+        return 0
+    together, each = sum(speeds), sum(speeds) / len(speeds)
+    return max(0, int((math.sqrt(work * each / handing_over_s) - together) / each))
