@@ -1,5 +1,5 @@
 """How many stages are best, and what do more devices bring, where most of them come and go (HYBRID sec. 4.3 and 4.4)?
-See README.md. ``python devices.py [--stages 2 3 4] [--devices 16 48] [--draws 1]`` writes devices.json."""
+See README.md. ``python devices.py [--stages 2 3 4] [--devices 16 48] [--draws 1] [--rate 0.7]`` writes devices.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from figure2 import STEP_S
 from plays import HERE, MODEL, Draw, played, write
 
 RATE, UNRELIABLE = 0.7, 0.6
-"""Times that an unreliable machine leaves in ``STEP_S``: the middle of the paper's range; and their share."""
+"""Times that an unreliable machine leaves in ``STEP_S``, unless told otherwise: the middle of the paper's range; and their
+share."""
 EACH = 32
 """Sequences of a step for each device."""
 
@@ -22,6 +23,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 3, 4])
     parser.add_argument("--devices", type=int, nargs="*", default=[16, 48])
     parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=RATE)
     parser.add_argument("--steps", type=float, default=4.0)
     parser.add_argument("--into", default="devices.json")
     arguments = parser.parse_args()
@@ -38,10 +40,10 @@ def main() -> None:
                     "hub",
                     run,
                     seconds=arguments.steps * STEP_S,
-                    leave_per_s=RATE / STEP_S,
+                    leave_per_s=arguments.rate / STEP_S,
                     away_s=STEP_S / 2,
                 )
-                rows.append({"devices": devices, "stages": stages, "seed": seed} | found)
+                rows.append({"devices": devices, "stages": stages, "rate": arguments.rate, "seed": seed} | found)
                 print(json.dumps(rows[-1]), flush=True)
                 write(arguments.into, rows)
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
 """A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
 nor before any measurement within the second [s]."""
+UNKNOWN = 4
+"""Workers that are enough for a server before an accumulator has come."""
 
 
 class Worker:
@@ -82,9 +84,10 @@ class Worker:
 
 def worth_their_accumulators(work: float, speeds: Sequence[float], handing_over_s: float) -> int:
     """Returns how many more workers, of the mean of ``speeds``, would end the step sooner: they share ``work``, and each
-    hands an accumulator over, which takes ``handing_over_s``; 0: it is not known. The least of
-    work / (sum + k mean) + k handing_over_s."""
-    if not (work and speeds and handing_over_s):
+    hands an accumulator over, which takes ``handing_over_s``; 0: it is not known, and four workers are enough. The least
+    of work / (sum + k mean) + k handing_over_s."""
+    if not (work and speeds):
         return 0
     together, each = sum(speeds), sum(speeds) / len(speeds)
-    return max(0, int((math.sqrt(work * each / handing_over_s) - together) / each))
+    best = math.sqrt(work * each / handing_over_s) if handing_over_s else UNKNOWN * each
+    return max(0, int((best - together) / each))
