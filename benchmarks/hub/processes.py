@@ -1,5 +1,6 @@
 """Strategies on real processes whose unreliable machines freeze and come back: seconds of a step. See README.md.
-``python processes.py [--seconds 180]`` writes processes.json."""
+``python processes.py [--seconds 180] [--cases 0 1]``
+writes processes.json."""
 
 from __future__ import annotations
 
@@ -63,13 +64,15 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         profile = folder / "fleet.toml"
-        profile.write_text(
-            f'[[machines]]\nname = "home"\ncount = {MACHINES}\n'
-            f"[pacing]\nforward_ms = {1000 * FORWARD_S}\nbackward_ms = {2000 * FORWARD_S}\n"
-        )
+        machines = "".join(f'[[machines]]\nname = "peer-{n}"\n' for n in range(MACHINES))
+        profile.write_text(f"{machines}[pacing]\nforward_ms = {1000 * FORWARD_S}\nbackward_ms = {2000 * FORWARD_S}\n")
         own = [f"fleet.peers={peers}", f"fleet.profile={profile}", f"train.time_limit={seconds}"]
         own += [f"data.cache={folder / 'cache'}", *([f"hub.clients={unreliable}"] if hub else [])]
-        command = [sys.executable, "-m", "muletrain.cli.main", "run", "--strategy", strategy]
+        if strategy == "1f1b":  # three pipelines of the machines 0 and 1, 2 and 3, 4 and 5
+            seats = json.dumps([[f"peer-{n}" for n in range(stage, MACHINES, STAGES)] for stage in range(STAGES)])
+            own += [f"pipeline.seats={seats}", 'pipeline.schedule="1f1b"']
+        chosen = [] if strategy == "1f1b" else ["--strategy", strategy]
+        command = [sys.executable, "-m", "muletrain.cli.main", "run", *chosen]
         command += ["--chaos", absences(names, rate, seconds)]
         command += [word for s in (*SETTINGS, *own) for word in ("--set", s)]
         with (folder / "out.txt").open("w") as out:
@@ -91,14 +94,16 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--strategies", nargs="*", default=["hub", "swarm"])
+    parser.add_argument("--strategies", nargs="*", default=["hub", "swarm", "1f1b"])
+    parser.add_argument("--cases", type=int, nargs="*", default=[*range(len(CASES))], help="numbers of them")
+    parser.add_argument("--into", default="processes.json")
     arguments = parser.parse_args()
     rows = []
-    for unreliable, rate in CASES:
+    for unreliable, rate in (CASES[n] for n in arguments.cases):
         for strategy in arguments.strategies:
             rows.append(measured(strategy, unreliable, rate, arguments.seconds))
             print(json.dumps(rows[-1]), flush=True)
-            (HERE / "processes.json").write_text(json.dumps(rows, indent=1) + "\n")
+            (HERE / arguments.into).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
