@@ -384,9 +384,9 @@ class Client:
     async def _hand_over(self, ask: AskAccumulator, enlistment: int) -> None:
         """Send the accumulator, with all givings that count. It begins anew."""
         self._handing_over += 1
-        gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})
-        size = self._plan.chunk
         try:
+            gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})
+            size = self._plan.chunk
             await self._send(Contents(transfer=ask.transfer, givings=tuple(sorted(givings))))
             for chunk in range(-(-len(gradient) // size)):
                 part = gradient[chunk * size : (chunk + 1) * size]
