@@ -66,6 +66,10 @@ def test_helpers_are_worth_the_time_that_their_accumulators_take() -> None:
     assert pool.helpers(0.0) == 2, "no accumulator came yet"
     assert pool.helpers(3.0) == 3  # the least is at 3.7
     assert pool.helpers(100.0) == 0
+    for made_up in (1e-300, 5e-324, 1e17):
+        pool.ready(A, 1, made_up)
+        pool.ready(B, 1, made_up)
+        assert 0 <= pool.helpers(3.0) <= 32, "never more than there are parts: it goes to all clients"
 
 
 def test_measured_speed_counts_more_than_what_a_worker_says_of_itself() -> None:

@@ -122,7 +122,7 @@ class Pool:
 
     def helpers(self, handing_over_s: float) -> int:
         """See ``worth_their_accumulators``: for what is to be computed again."""
-        work = sum(p.cost for p in self._again if p.what is Pass.AGAIN and self._open[p].only is None)
+        work = [p.cost for p in self._again if p.what is Pass.AGAIN and self._open[p].only is None]
         speeds = [w.speed for name, w in self._workers.items() if self._shares(name, w) and w.speed]
         return worth_their_accumulators(work, speeds, handing_over_s)
 

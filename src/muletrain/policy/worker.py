@@ -82,12 +82,14 @@ class Worker:
         self._free_at = now
 
 
-def worth_their_accumulators(work: float, speeds: Sequence[float], handing_over_s: float) -> int:
-    """Returns how many more workers, of the mean of ``speeds``, would end the step sooner: they share ``work``, and each
-    hands an accumulator over, which takes ``handing_over_s``; 0: it is not known, and four workers are enough. The least
-    of work / (sum + k mean) + k handing_over_s."""
+def worth_their_accumulators(work: Sequence[float], speeds: Sequence[float], handing_over_s: float) -> int:
+    """Returns how many more workers, of the mean of ``speeds`` [forward passes of a sequence per second], would end the step
+    sooner: they share parts that are so much ``work`` [forward passes of a sequence], and each hands an accumulator over,
+    which takes ``handing_over_s``; 0: it is not known, and four workers are enough. The least of
+    work / (sum + k mean) + k handing_over_s. Speeds that clients made up change nothing but a number up to that of the
+    parts."""
     if not (work and speeds):
         return 0
     together, each = sum(speeds), sum(speeds) / len(speeds)
-    best = math.sqrt(work * each / handing_over_s) if handing_over_s else UNKNOWN * each
-    return max(0, int((best - together) / each))
+    best = math.sqrt(sum(work) * each / handing_over_s) if handing_over_s else UNKNOWN * each
+    return int(min(len(work), max(0.0, (best - together) / each)))
