@@ -7,12 +7,14 @@ import math
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from muletrain.model.dropout import Masks, keep_mask
+from muletrain.model.make import make_stage
 from muletrain.model.traced.chain import TracedModel
 from muletrain.optim.schedule import learning_rate
 
@@ -63,6 +65,11 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
     """What ``config.json`` of a folder says."""
     kind, sizes = ARCHITECTURES[name]
     return {"model_type": kind, **sizes, **changes}
+
+
+QUICK = ("gpt2", "gemma3", "mixtral")
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def new_model(name: str, **changes: Any) -> Any:
@@ -171,3 +178,16 @@ def train_by_loop(
             group["lr"] = learning_rate(o, step, config.train.steps)
         optimizer.step()
         yield total / config.microbatches
+
+
+def bound(chain: TracedModel, model: Any, stages: int) -> list[Any]:
+    """The stages, with the model's weights."""
+    state = dict(model.named_parameters())
+    cut_ = chain.cut(stages)
+    made = [make_stage(chain, s, cut_) for s in range(stages)]
+    return [m.bind({n: state[n].detach().clone() for n in m.shapes()}) for m in made]
+
+
+def off(a: Tensor, b: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float(((a - b).norm() / b.norm()).detach())

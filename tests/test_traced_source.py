@@ -1,0 +1,129 @@
+"""A traced model written as Python: it reads well, and trains to the same numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import textwrap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from muletrain.cli.main import app
+from muletrain.model.dropout import Masks
+from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.source import source_of
+from tests.traced_models import (
+    EACH,
+    NO_DROPOUT,
+    VOCAB,
+    bound,
+    chain_of,
+    config_of,
+    new_model,
+    off,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+def written(chain: TracedModel, folder: Path) -> Any:
+    """The source of ``chain``, loaded as a module."""
+    (folder / "blocks.py").write_text(source_of(chain))
+    spec = importlib.util.spec_from_file_location("blocks", folder / "blocks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def filled(blocks: list[Any], chain: TracedModel, state: Mapping[str, Tensor]) -> list[tuple[Tensor, str]]:
+    """All parameters of the ``blocks`` of a chain with their names, after they were given values."""
+    found = []
+    for block, part in zip(blocks, chain.parts, strict=True):
+        for parameter, name in zip(block.parameters(), part.weights, strict=True):
+            parameter.data.copy_(state[name].detach())
+            found.append((parameter, name))
+    return found
+
+
+def header_of(module: Any) -> tuple[str, str]:
+    """The code in a written module's docstring, before and after parameters are loaded."""
+    lines = [line for line in module.__doc__.splitlines() if line.startswith("    ")]
+    first, _, rest = textwrap.dedent("\n".join(lines)).partition("# load the parameters here\n")
+    return first, rest
+
+
+@pytest.mark.parametrize("name", [p for p in EACH if p.values[0] in ("gpt2", "gemma3", "mixtral", "qwen3")])
+def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """Its header's code, with the model's weights: logits and gradients as ``transformers`` has them."""
+    model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
+    chain = chain_of(model)
+    module = written(chain, tmp_path)
+    first, rest = header_of(module)
+    tokens, targets = torch.randint(0, VOCAB, (2, 2, 12))
+    given = {**vars(module), "input_ids": tokens, "targets": targets, "constants": chain.constants}
+    exec(first, given)
+    state = dict(model.named_parameters())
+    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, state)
+    exec(rest, given)
+    expected = model(input_ids=tokens, use_cache=False).logits
+    assert off(given["logits"], expected) <= 1e-6
+    theirs = torch.autograd.grad(expected.square().mean(), [state[n] for _, n in used])
+    ours = torch.autograd.grad(given["logits"].square().mean(), [p for p, _ in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {}),
+        (
+            "gemma3",
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_dropout": 0.1},
+        ),
+        ("qwen3-moe", {"mlp_only_layers": [1]}),
+    ],
+)
+def test_the_written_source_draws_each_dropout_and_mask_of_the_run(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its header's code computes the loss and gradients of a stage: with dropout, tables and classes that differ by layer."""
+    model = new_model(name, **changes)
+    chain = chain_of(model)
+    module = written(chain, tmp_path)
+    first, rest = header_of(module)
+    tokens, targets = torch.randint(0, VOCAB, (2, 3, 20))
+    given = {**vars(module), "input_ids": tokens, "targets": targets, "constants": chain.constants}
+    given["dropout_key"] = Masks(1, 2, 3)
+    exec(first, given)
+    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
+    exec(rest, given)
+    (stage,) = bound(chain, model, 1)
+    expected = stage.loss(tokens, targets, given["dropout_key"])
+    assert off(given["loss"], expected) <= 1e-6
+    weights = dict(stage.named_parameters())
+    theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])
+    ours = torch.autograd.grad(given["loss"], [p for p, _ in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+def test_trace_writes_a_models_blocks_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen2")))
+    answer = CliRunner().invoke(app, ["trace", str(tmp_path), "--out", str(tmp_path / "out"), "--json"])
+    assert answer.exit_code == 0, answer.output
+    about = json.loads((tmp_path / "out" / "blocks.json").read_text())
+    assert json.loads(answer.stdout) == about
+    assert [row["class"] for row in about["parts"]] == ["Embedding", "Block", "Block", "Block", "Head"]
+    assert about["parameters"] == sum(row["parameters"] for row in about["parts"])
+    assert "class Block(nn.Module)" in (tmp_path / "out" / "blocks.py").read_text()
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
