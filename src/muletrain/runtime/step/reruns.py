@@ -128,7 +128,8 @@ class Reruns:
                 claims[peer] = gaps & set(progress.accumulated) if counts else frozenset()
                 union |= claims[peer]
             alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
-            if alone or gaps <= union or state.latest_attempt(state.announced.members) > attempt:
+            later = state.latest_attempt({*state.announced.members, *with_us}) > attempt
+            if alone or gaps <= union or later:
                 self._claims = claims
                 return
             await self._pause(pause)
