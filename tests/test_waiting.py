@@ -266,3 +266,28 @@ def test_a_pulse_that_is_slower_than_the_deadline_puts_nothing_off_for_long() ->
         pulse.beat(now)
     assert pulse.goes_on_s(20.0, 15.0) == 15.0
     assert pulse.goes_on_s(36.0, 15.0) < 0
+
+
+def test_what_was_waited_for_holds_when_the_wait_ends() -> None:
+    """A question that is under way then has to be cancelled first, and meanwhile it may cease to hold."""
+
+    async def scenario() -> None:
+        held, news = [False], News()
+
+        async def ask() -> None:
+            try:
+                await asyncio.sleep(100.0)
+            finally:  # what we waited for is lost, and comes again later
+                held[0] = False
+                asyncio.get_running_loop().call_later(5.0, come)
+
+        def come() -> None:
+            held[0] = True
+            news.touched()
+
+        asyncio.get_running_loop().call_later(10.0, come)
+        waits = Waits(LoopClock(), news, _Waiter())
+        await waits.until(lambda: held[0], Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask)
+        assert held[0]
+
+    virtually(scenario())

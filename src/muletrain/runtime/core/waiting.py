@@ -82,9 +82,9 @@ class Waits:
         pulse: Pulse | None = None,
         so_far: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait for ``condition``. Call ``ask`` at each missed deadline, and when a peer dies, and wait on meanwhile. No
-        deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline. ``so_far`` counts what has
-        come of what we wait for.
+        """Wait for ``condition``, which holds on return. Call ``ask`` at each missed deadline, and when a peer dies, and
+        wait on meanwhile. No deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
+        ``so_far`` counts what has come of what we wait for.
 
         Raises MuletrainError when the wait is hopeless, and what ``ask`` and ``look_around`` raise.
         """
@@ -107,7 +107,11 @@ class Waits:
                     asking = None
                 self._waiter.look_around()
                 if met():
-                    break
+                    if asking is None:
+                        break
+                    await _cancelled(asking)  # meanwhile it may cease to be met
+                    asking = None
+                    continue
                 if self._signals.hurried and asking is None:
                     self._signals.hurried = False
                     asking = asyncio.create_task(ask())
@@ -128,8 +132,7 @@ class Waits:
                     self._signals.hurried = True
         finally:
             if asking is not None:
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
+                await _cancelled(asking)
         if attempt == 0:
             deadline.measured(self._clock.now() - begin)
         elif not deadline.known:
@@ -174,6 +177,11 @@ class Waits:
             await asyncio.wait({task})
             _ = task.cancelled() or task.exception()  # retrieved, even where something else is raised
         return task.result()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def unless_done(answer: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:

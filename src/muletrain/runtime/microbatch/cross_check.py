@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Answer, Dispatcher
     from muletrain.runtime.microbatch.messages import Forward
@@ -57,9 +56,7 @@ class GradientCrossCheck:
         """Set when two peers have answered."""
         self._beginning = asyncio.Lock()
 
-    async def gradient(
-        self, request: Request, forward: Forward, sent: list[Encoded], answer: Answer
-    ) -> tuple[Tensor, bool]:
+    async def gradient(self, forward: Forward, sent: list[Encoded], answer: Answer) -> tuple[Tensor, bool]:
         """Returns the gradient to continue with, and whether to trust it: not if it stands out and no other peer could
         be asked."""
         first = await self._read(answer)
@@ -69,9 +66,9 @@ class GradientCrossCheck:
             await self._begin(answer, first.length)
             async with self._beginning:  # one comparison is enough
                 if not self._lengths and not self._agreed():
-                    return await self._compared(request, sent, answer.peer, first)
+                    return await self._compared(forward, sent, answer.peer, first)
         if strange(first.length, self._lengths or [*self._first.values()]):
-            return await self._compared(request, sent, answer.peer, first)
+            return await self._compared(forward, sent, answer.peer, first)
         self._remember(first)
         return first.values, True
 
@@ -92,19 +89,19 @@ class GradientCrossCheck:
         return len(lengths) > 1 and min(lengths) > 0 and not strange(max(lengths), [min(lengths)])
 
     async def _compared(
-        self, request: Request, sent: list[Encoded], peer: PeerId, first: _Gradient
+        self, forward: Forward, sent: list[Encoded], peer: PeerId, first: _Gradient
     ) -> tuple[Tensor, bool]:
         """Returns the gradient that two peers agree on; three are asked at most."""
         asked, known_before = {peer: first}, bool(self._lengths)
         while len(asked) < 3 and not asked.keys() >= set(self._ctx.roster.stage(self._ctx.roster.own.stage + 1)):
             try:
-                other = await self._dispatcher.request(request, (), sent, asked, gradient=True)
+                other = await self._dispatcher.request(forward, (), sent, asked, gradient=True)
             except StageLost:
                 break
             gradient = await self._read(other)
             for known in asked.values():
                 if await self._ctx.compute.offload(_alike, known, gradient):
-                    self._blame({p for p, g in asked.items() if g is not known}, request)
+                    self._blame({p for p, g in asked.items() if g is not known}, forward)
                     self._remember(known)
                     return known.values, True
             asked[other.peer] = gradient
@@ -112,7 +109,7 @@ class GradientCrossCheck:
             asked, key=lambda p: (strange(asked[p].length, self._lengths), not asked[p].length, asked[p].length)
         )
         trusted = known_before and not strange(asked[usual].length, self._lengths)
-        self._blame(asked.keys() - {usual} if trusted else set(), request)
+        self._blame(asked.keys() - {usual} if trusted else set(), forward)
         self._remember(asked[usual])
         return asked[usual].values, trusted
 
@@ -124,11 +121,11 @@ class GradientCrossCheck:
         if gradient.length < math.inf:
             self._lengths.append(gradient.length)
 
-    def _blame(self, peers: set[PeerId], request: Request) -> None:
+    def _blame(self, peers: set[PeerId], forward: Forward) -> None:
         for peer in sorted(peers):
             self._ctx.refused(
                 peer,
-                f"backward: its gradient of microbatch {request.step}/{request.index} differs from what its stage's other peers compute",
+                f"backward: its gradient of microbatch {forward.step}/{forward.index} differs from what its stage's other peers compute",
             )
 
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
+    from muletrain.runtime.microbatch.messages import Attempt
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
@@ -84,7 +84,7 @@ class _Pending:
     """One peer owes the answer to one request."""
 
     peer: PeerId
-    request: Request
+    request: Attempt
     tensors: list[Encoded]
     tried: frozenset[PeerId]
     """Peers that do not compute a copy: ``peer``, and those that failed before it."""
@@ -132,7 +132,7 @@ class Dispatcher:
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
 
-    def _is_current(self, request: Request) -> bool:
+    def _is_current(self, request: Attempt) -> bool:
         return self._current is None or (request.step, request.lineage) in self._current
 
     def refresh(self) -> None:
@@ -170,7 +170,7 @@ class Dispatcher:
 
     async def request(
         self,
-        request: Request,
+        request: Attempt,
         accumulate: tuple[int, ...],
         tensors: list[Encoded],
         tried: Collection[PeerId] = (),
@@ -178,16 +178,16 @@ class Dispatcher:
         gradient: bool,
         unfinite: bool = False,
     ) -> Answer:
-        """Get one microbatch through this stage and all behind it, without the peers that were ``tried``.
+        """Get one microbatch through this stage and all behind it, without the peers that were ``tried``. Those that the
+        request leaves out come last.
 
         ``gradient``: d loss / d input should come back. ``unfinite``: see ``Forward``. If the first peer finds that the
         microbatch does not stay finite, another decides, or the first one itself if there is no other. Raises StageLost
         when every live peer failed it or its step is over, and Unfinite when what we send is not finite, and should be.
         """
         begun_s = self._ctx.clock.now()
-        failed: set[PeerId] = set(tried)
+        failed, again = {*tried, *request.without}, {*request.without} - {*tried}
         full: set[PeerId] = set()
-        again: set[PeerId] = set()
         for tries in itertools.count():
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
@@ -228,7 +228,7 @@ class Dispatcher:
             accumulate = await self._missing(request, accumulate)
         raise AssertionError  # itertools.count does not end
 
-    def _choose(self, request: Request, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
+    def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
         """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
         suspected, even if we have to wait for room elsewhere. ``sim.steps.steps`` copies this for peers that never
         fail."""
@@ -275,7 +275,7 @@ class Dispatcher:
         """Does another peer, which is not suspected, owe an answer?"""
         return any(p != peer and p not in self._ctx.detector.suspected for p in self._pending)
 
-    def owed(self, peer: PeerId) -> Request | None:
+    def owed(self, peer: PeerId) -> Attempt | None:
         """See ``members.silence.Creditor``."""
         return next((pending.request for pending in self._pending.get(peer, {}).values()), None)
 
@@ -307,14 +307,14 @@ class Dispatcher:
         p = pending
         return await self.request(p.request, (), p.tensors, p.tried, gradient=p.gradient, unfinite=p.unfinite)
 
-    async def _missing(self, request: Request, accumulate: tuple[int, ...]) -> tuple[int, ...]:
+    async def _missing(self, request: Attempt, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
         stages from ours on that hold it already are left out."""
-        r, ours = request, tuple(s for s in accumulate if s >= self._stage)
-        still, _ = await self._survey.still_missing(r.lineage, r.step, r.index, ours, self.trips.usual_s)
+        r, ours, ignored = request, tuple(s for s in accumulate if s >= self._stage), request.without.__contains__
+        still, _ = await self._survey.still_missing(r.lineage, r.step, r.index, ours, self.trips.usual_s, ignored)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
-    async def _recount(self, request: Request) -> None:
+    async def _recount(self, request: Attempt) -> None:
         """No peer is left to try: those of the stage that answer, whether down or banned before, count again from the
         next request on."""
         ctx = self._ctx
@@ -327,6 +327,7 @@ class Dispatcher:
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(),
+            without=request.without,
             stage=self._stage,
             accumulate=accumulate,
             gradient=pending.gradient,
@@ -352,7 +353,7 @@ class Dispatcher:
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
-    async def _await(self, peer: PeerId, request: Request, pending: _Pending) -> _Reply | Answer:
+    async def _await(self, peer: PeerId, request: Attempt, pending: _Pending) -> _Reply | Answer:
         begin_s, what = self._ctx.clock.now(), f"microbatch {request.step}/{request.index} at stage {self._stage}"
         for attempt in itertools.count():
             try:
@@ -386,11 +387,11 @@ class Dispatcher:
         others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected
         return not (others and self._have_one_copied(pending, "it has had it for long"))
 
-    def _give_up(self, peer: PeerId, request: Request, reason: str) -> None:
+    def _give_up(self, peer: PeerId, request: Attempt, reason: str) -> None:
         self._wiring.ban(peer)
         self._rerouted(peer, request, reason)
 
-    def _rerouted(self, peer: PeerId, request: Request, reason: str) -> None:
+    def _rerouted(self, peer: PeerId, request: Attempt, reason: str) -> None:
         reason = f"{peer[-6:]}: {reason}"
         self._ctx.emit(MicrobatchRerouted(step=request.step, index=request.index, stage=self._stage, reason=reason))
 

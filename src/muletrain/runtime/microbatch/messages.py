@@ -19,8 +19,18 @@ from muletrain.runtime.core.messages import (
     Text,
 )
 
+MAX_WITHOUT = 64
+"""Peers that a message can leave out."""
 
-class Forward(Request):
+
+class Attempt(Request):
+    """One try at one microbatch, as it passes from stage to stage. ``without``: peers that do not compute it while others
+    can, since their replicas do not count on what they hold."""
+
+    without: Annotated[tuple[Id, ...], Field(max_length=MAX_WITHOUT), FailFast()] = ()
+
+
+class Forward(Attempt):
     """Inputs and targets for one stage. ``accumulate``: the stages that add this microbatch to their gradient.
     ``gradient``: the sender needs d loss / d inputs, which it does not if the microbatch is run again for a later stage
     alone. ``unfinite``: a peer found that it does not stay finite, so inputs need not be finite, and outputs are passed
@@ -101,4 +111,4 @@ class Gap(Message):
     indices: Indices
     early: bool = False
     turn: Natural = 0
-    without: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
+    without: Annotated[tuple[Id, ...], Field(max_length=MAX_WITHOUT), FailFast()] = ()

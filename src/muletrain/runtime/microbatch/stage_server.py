@@ -73,10 +73,6 @@ class _Job:
         """Is it only to measure the held-out loss?"""
         return self.message.index >= self.work.microbatches
 
-    @property
-    def request(self) -> Request:
-        return self.message
-
 
 class Data(Protocol):
     """Knows the microbatches (``microbatches``)."""
@@ -199,7 +195,7 @@ class StageServer:
         message = job.message
         backward = message.gradient or message.stage in message.accumulate
         answer = await dispatcher.request(
-            job.request, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
+            message, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
         )
         if answer.gradient is None:  # run again for a later stage alone, or held out
             job.work.recomputed += not job.heldout
@@ -283,7 +279,7 @@ class StageServer:
     async def _compute_backward(self, job: _Job, answer: Answer, sent: list[Encoded]) -> tuple[float, Encoded | None]:
         ctx, loss = self.ctx, answer.loss
         assert self._cross_check is not None  # not on the last stage
-        gradient, trusted = await self._cross_check.gradient(job.request, job.message, sent, answer)
+        gradient, trusted = await self._cross_check.gradient(job.message, sent, answer)
         job.excused |= not trusted
         with _Accumulation(job) as accumulation:
             accumulation.loss = loss

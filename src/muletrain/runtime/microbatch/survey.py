@@ -40,13 +40,13 @@ class Survey:
         index: int,
         stages: tuple[int, ...],
         patience_s: Callable[[], float],
-        counts: Callable[[PeerId], bool] = lambda peer: True,
+        ignored: Callable[[PeerId], bool] = lambda peer: False,
     ) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
         knows.
 
-        A stage has it if a peer that ``counts``, ourselves included, holds it in its accumulator; it then recomputes
-        without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
+        A stage has it if a peer that is not ``ignored``, ourselves included, holds it in its accumulator; that peer
+        recomputes without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
         accumulated twice, which costs a whole accumulator. The wait ends ``patience_s`` (at least
         ``PATIENCE_S``) after those that work on it last accumulated anything. If their devices are late, it ends after
         ``PATIENCE_S``.
@@ -57,7 +57,7 @@ class Survey:
         begun_s, since_s, done = clock.now(), clock.now(), -1
         for pause in itertools.count():
             current = await self.everyone(lineage, step)
-            counted = [progress for peer, progress in current.items() if progress.stage in stages and counts(peer)]
+            counted = [progress for peer, progress in current.items() if progress.stage in stages and not ignored(peer)]
             at_it = [progress for progress in counted if index in progress.in_flight]
             if (now_done := sum(len(progress.accumulated) for progress in at_it)) > done:
                 since_s, done = clock.now(), now_done

@@ -14,9 +14,8 @@ from muletrain.errors import MuletrainError
 from muletrain.events import OrphansTaken
 from muletrain.policy.deadline import backoff_s
 from muletrain.policy.wiring import claimant
-from muletrain.runtime.core.messages import Request
 from muletrain.runtime.microbatch.dispatcher import StageLost
-from muletrain.runtime.microbatch.messages import Gap, TrainerDone
+from muletrain.runtime.microbatch.messages import MAX_WITHOUT, Attempt, Gap, TrainerDone
 from muletrain.runtime.microbatch.validator import validator_of
 from muletrain.wire.codec import encode_samples
 
@@ -210,12 +209,14 @@ class Trainer:
             for tries in range(MAX_TRIES):
                 if not accumulate and loss is not None:
                     return loss
-                request = Request(
+                peers = (p for stage in accumulate for p in self._ctx.roster.stage(stage))
+                request = Attempt(
                     lineage=self._lineage,
                     step=self._step,
                     index=index,
                     attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
+                    without=tuple(filter(self._ignored, peers))[:MAX_WITHOUT],
                 )
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
@@ -230,14 +231,13 @@ class Trainer:
     async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that lack it, and its loss, if a peer knows it."""
         usual_s = self._dispatcher.trips.usual_s
-        return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, self._counts)
+        return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, self._ignored)
 
-    def _counts(self, peer: PeerId) -> bool:
-        """Returns False if most of the other replicas of its stage go on without ``peer``: then what it holds is of no
-        use."""
+    def _ignored(self, peer: PeerId) -> bool:
+        """Do most of the other replicas of its stage go on without ``peer``? Then what it holds is of no use."""
         roster = self._ctx.roster
         if not roster.knows(peer):
-            return False
+            return True
         stage = roster.member(peer).stage
         others, said = [p for p in roster.stage(stage) if p != peer], self._without[stage]
-        return 2 * sum(peer in said.get(p, ()) for p in others) <= len(others)
+        return 2 * sum(peer in said.get(p, ()) for p in others) > len(others)

@@ -18,8 +18,8 @@ import torch
 from muletrain.errors import DeadlineExceeded, MuletrainError
 from muletrain.events import Validated, ValidationLeftOut
 from muletrain.policy.deadline import backoff_s
-from muletrain.runtime.core.messages import Request
 from muletrain.runtime.microbatch.dispatcher import StageLost
+from muletrain.runtime.microbatch.messages import Attempt
 from muletrain.wire.codec import encode_ids
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Validator:
         inputs, targets, counted = source.microbatch(k)
         tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
         for attempt in range(TRIES):
-            request = Request(
+            request = Attempt(
                 lineage=self._work.lineage,
                 step=self._work.step,
                 index=index,

@@ -10,6 +10,7 @@ from muletrain.errors import MuletrainError
 from muletrain.events import ReplicaApart, WeightsDiffer
 from muletrain.policy.recent import Recent
 from muletrain.policy.views import GroupView, counted_on, yields
+from muletrain.runtime.microbatch.messages import MAX_WITHOUT
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ MAX_LOST = 2
 messages one way only."""
 APART, APART_MAX = 16, 1024
 """Steps for which a replica is left out if its chunks do not arrive, at first and at most; doubles."""
-MAX_WITHOUT = 64
-"""Replicas that a ``Gap`` can name."""
 
 
 class LeftOut(Exception):

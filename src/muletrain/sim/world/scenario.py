@@ -78,7 +78,9 @@ class Scenario:
     queue_s: float = QUEUE_S
     """Data that wait in front of each direction of a narrow link, at most."""
     longer: float = 1.0
-    """Large tensors: a step takes so many times as long."""
+    """Large tensors, or slow devices: a step takes so many times as long."""
+    slower: float = 1.0
+    """A microbatch takes a device so many times as long."""
     weight: float = 1.0
     """Bytes that each byte of a tensor counts for on narrow links."""
     relays: bool = False

@@ -302,7 +302,7 @@ class World:
             stage = self.stages[name] = FaultyCompute(inner)
             if self._start is not None and not joins:
                 await self._start.load(stage, roster.own.stage)
-            compute = self.computes[name] = PacedCompute(stage, clock, FORWARD_S, BACKWARD_S)
+            compute = self.computes[name] = self._paced(stage, clock)
             note, tasks, plan = partial(self._note, name), Tasks(InlineExecutor()), self._facts.plan
             served: Compute = compute
             if plan.strategy.pooled:
@@ -352,7 +352,7 @@ class World:
         network, clock, stage = self.networks[name], self._own_clock(name), stage_of(name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
         self.stages[name] = FaultyCompute(reference.client_compute(self._facts, stage))
-        compute = self.computes[name] = PacedCompute(self.stages[name], clock, FORWARD_S, BACKWARD_S)
+        compute = self.computes[name] = self._paced(self.stages[name], clock)
         servers = tuple(m.id for m in self._genesis.members if m.stage == stage)
         tasks = Tasks(InlineExecutor())
         client = Client(network, clock, tasks, compute, self._facts.plan, self._genesis.config, name, servers)
@@ -367,6 +367,10 @@ class World:
         finally:
             await tasks.close()
             await network.close()
+
+    def _paced(self, stage: FaultyCompute, clock: LoopClock) -> PacedCompute:
+        slower = self.scenario.slower
+        return PacedCompute(stage, clock, slower * FORWARD_S, slower * BACKWARD_S)
 
     def _served(self) -> set[int]:
         """Stages whose state a present peer has. After some peers end and leave, a peer that fell behind may find

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muletrain.sim.world.draws.common import Kind, calm, replicas, span, spare, with_faults
 from muletrain.sim.world.lying import LIES
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, stage_of
+from muletrain.sim.world.scenario import FOR_EVER_S, SIDES, Fault, Scenario, planned, stage_of
 
 if TYPE_CHECKING:
     import random
@@ -96,6 +96,32 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
     return with_faults(replace(calm(s), checkpoint_every=1, apart=s.apart or how == "parts"), lies)
 
 
+def _naps(s: Scenario, rng: random.Random) -> Scenario | None:
+    """All but one of each stage stand still again and again, while microbatches take seconds: machines whose owners use
+    them. In most such worlds the pipelines are planned."""
+    if s.clients or any(f.kind in SIDES for f in s.faults):
+        return None
+    slower, stages = rng.uniform(5.0, 30.0), tuple(max(n, rng.choice([2, 3, 3])) for n in s.stages[:2])
+    schedule = rng.choice([None, "gpipe", "1f1b", "1f1b", "1f1b"])
+    others = [o for o in s.overrides if not o.startswith("pipeline")]
+    s = replace(
+        calm(s),
+        stages=stages,
+        trainers=rng.choice([1, s.trainers]),
+        longer=max(slower, s.longer),
+        slower=slower,
+        microbatches=rng.randint(8, 16),
+        overrides=(*others, *planned(stages, schedule, shared=rng.random() < 0.5)),
+    )
+    faults = []
+    for who in spare(s):
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(1 / s.step_s)) < 0.8 * span(s):
+            faults.append(Fault(at_s, "freeze", (who,), 1.0 + rng.expovariate(2 / s.step_s)))
+            at_s += faults[-1].for_s
+    return with_faults(s, faults)
+
+
 def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, keep=rng.randint(2, 3), checkpoint_every=1)
 
@@ -109,6 +135,7 @@ KINDS: dict[str, Kind] = {
     "restart": _restart,
     "resume": _resume,
     "keep": _keep,
+    "naps": _naps,
     "lie": _lie,
     "shared data": _shared_data,
 }

@@ -1,0 +1,40 @@
+"""Machines whose owners use them now and then: peers of planned pipelines stand still again and again, for longer than a
+microbatch takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from muletrain.sim.world import draws
+from muletrain.sim.world.play import play
+from muletrain.sim.world.scenario import Fault, Scenario, planned
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(300)
+
+Nap = tuple[str, float, float]
+"""Who stands still, from when on, and for how long [s]."""
+IGNORED: tuple[Nap, ...] = (
+    ("peer-0b", 0.4, 10.7),
+    ("peer-1b", 4.7, 21.8),
+    ("peer-0c", 8.0, 49.2),
+    ("peer-1c", 15.6, 26.2),
+    ("peer-0c", 58.8, 14.6),
+    ("peer-1c", 86.3, 11.5),
+    ("peer-0c", 95.1, 20.1),
+    ("peer-1c", 134.9, 45.7),
+    ("peer-1b", 144.3, 7.1),
+)
+"""``peer-1c`` wakes up with microbatches that its replicas have had run again without it; one of these has a seat at
+``peer-1c`` alone."""
+
+
+@pytest.mark.parametrize("naps", [IGNORED], ids=["one with a seat is ignored"])
+def test_a_planned_pipeline_goes_on_soon_after_its_peers_wake_up(naps: tuple[Nap, ...]) -> None:
+    faults = tuple(Fault(at_s, "freeze", (who,), for_s) for who, at_s, for_s in naps)
+    stages = (3, 3)
+    world = Scenario(1, stages, 1, 4, 16, 0.0, faults, overrides=planned(stages, "1f1b"), longer=20.0, slower=20.0)
+    outcome = play(world)
+    assert outcome.violations == []
+    assert outcome.virtual_s < max(at_s + for_s for _, at_s, for_s in naps) + 8 * world.step_s
