@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from muletrain.sim.world import draws
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario, planned
 
