@@ -127,15 +127,18 @@ class StageServer:
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
         if wanted and not work.ledger.takes(message.index):
-            lost = Lost(**message.identity(), stage=message.stage, reason="its accumulator is sealed")
-            self.ctx.spawn(self._reply(sender, lost, []), "lost")
-            return
+            return self.decline(sender, message, "its accumulator is sealed")
         job = self._jobs[key] = _Job(sender, message, work, self.ctx.clock.now())
         work.serving.add(message.index)
         if self.ctx.plan.trace and not job.heldout:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         job.task = self.ctx.spawn(self._serve(job, frame.tensors), f"serve {key}")
         job.task.add_done_callback(lambda _: self._release(job))  # it may be cancelled before it begins
+
+    def decline(self, sender: PeerId, message: Forward, reason: str) -> None:
+        """Have ``sender`` choose another peer."""
+        lost = Lost(**message.identity(), stage=message.stage, reason=reason)
+        self.ctx.spawn(self._reply(sender, lost, []), "lost")
 
     def abandon(self) -> None:
         """Cancel requests of steps that are over: they must not count for steps that begin again."""

@@ -83,6 +83,8 @@ class EarlyFrames:
     def __init__(self, capacity: int) -> None:
         """``capacity``: requests that this peer holds."""
         self._capacity = capacity
+        self.beyond: tuple[int, PeerId] | None = None
+        """A step that is too far ahead for its frames to be kept, and who is there."""
         self._frames: list[tuple[int, PeerId, Frame]] = []
         self._of: Counter[tuple[PeerId, bool]] = Counter()
         """Frames by sender, with tensors or without."""
@@ -179,6 +181,9 @@ class Incoming:
                 await self._on_frame(sender, frame)
             except ProtocolError as e:
                 self._ctx.refused(sender, str(e))
+        if self._early.beyond is not None and self._early.beyond[0] > self._position.step:
+            self._runner.exchange.on_later(self._early.beyond[1], applied=True)
+        self._early.beyond = None
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Hand on a frame of a member; its header was checked (``Expected``)."""
@@ -208,8 +213,12 @@ class Incoming:
             ahead = int(self._ctx.plan.delayed)
             if not loads:
                 self._runner.exchange.on_later(sender, applied=agreeing or step > at.step + ahead)
-            if step <= at.step + 1 + ahead:  # otherwise we are far behind, and find that out
+            if step <= at.step + 1 + ahead:
                 self._early.keep(sender, frame, step)
+            else:  # we are far behind, and find that out, at the latest when we come to the next step
+                self._early.beyond = step, sender
+                if isinstance(message, Forward):
+                    self._microbatches.server.decline(sender, message, "it is at an earlier step")
             return
         if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)
