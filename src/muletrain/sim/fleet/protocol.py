@@ -134,7 +134,7 @@ class Actors:
             else planned.stages
         )
         self._kind_of.update({} if planned is None else planned.kinds)
-        rank = self._rank if planned is None else list(stage_of).index  # as the founder of a live run ranks them
+        rank = self._rank if planned is None else lambda p: (self._rank(p)[0], [*stage_of].index(p))  # as a founder
         self._first_clients = {} if planned is None else planned.clients
         self._training = set(sorted(stage_of, key=rank)[:trainers])
         members = tuple(self._member(name, stage) for name, stage in stage_of.items())

@@ -59,11 +59,17 @@ class Placed:
         return found
 
     def cast(self, schedule: Schedule) -> Cast:
-        """The cast of a played step; trainers as the founder of a run ranks them."""
+        """The cast of a played step. Machines that stay train, if there are any, in the founder's order."""
         seats = tuple(tuple(self.names[d] for d in devices) for devices in self.assignment)
         names = (*(name for row in seats for name in dict.fromkeys(row)), *(name for _, name in self.spares))
-        trainers = min(self.scene.run.fleet.trainers or TRAINERS, len(names))
-        return Cast(self.everyone, tuple(range(trainers)), Pipeline(seats, self.shares, schedule), names)
+        stays = [self.scene.setting.kinds[k].reliable for _, k in self.everyone]
+        ranked = sorted(range(len(names)), key=lambda n: not stays[n])
+        return Cast(
+            self.everyone,
+            tuple(ranked[: self.scene.run.fleet.trainers or TRAINERS]),
+            Pipeline(seats, self.shares, schedule),
+            names,
+        )
 
     def kind(self, stage: int, pipeline: int) -> int:
         return self.kinds[self.assignment[stage][pipeline]]
