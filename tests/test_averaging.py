@@ -337,7 +337,8 @@ def test_a_member_that_says_it_comes_on_but_sends_nothing_fails_the_round() -> N
         async def probe(*_: Any, brief: bool) -> Progress:
             return Progress(current=True, step=0, stage=0, round=ROUND.id, moved=next(moved))
 
-        ctx: Any = SimpleNamespace(clock=clock, detector=SimpleNamespace(probe=probe, silent_s=lambda member: 0.0))
+        detector, roster = SimpleNamespace(probe=probe, silent_s=lambda member: 0.0), SimpleNamespace(name=str)
+        ctx: Any = SimpleNamespace(clock=clock, detector=detector, roster=roster)
         traffic: Any = SimpleNamespace(owing=lambda: {"b": 2}, taking=set)
         watching = Attendance(ctx, ROUND, traffic, NOWHERE, UNMEASURED_S).watch()
         with pytest.raises(RoundFailed, match="has sent nothing for 60"):

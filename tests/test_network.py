@@ -26,6 +26,7 @@ from muletrain.network.base import Channel, Frame, Network
 from muletrain.network.calls import CALL
 from muletrain.network.daemon import check_socket_folder
 from muletrain.network.gate import NO_SECRET, OTHER_SECRET
+from muletrain.network.identity import Key
 from muletrain.network.streams import FRAMES
 from muletrain.wire.codec import decode, encode, encode_raw
 from muletrain.wire.frame import pack, size
@@ -306,11 +307,17 @@ def test_addresses_that_lead_nowhere() -> None:
             a = await w.open()
             with pytest.raises(PeerUnreachable):
                 await a.connect(["/ip4/127.0.0.1/tcp/1"], timeout_s=5)
-            gone = a.addresses()[0].replace(a.peer_id, "12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD")
-            with pytest.raises(PeerUnreachable):
+            closed = f"/ip4/127.0.0.1/tcp/1/p2p/{Key.new().peer_id}"
+            with pytest.raises(PeerUnreachable, match=f"^dialling {closed}: connection refused$"):
+                await a.connect([closed], timeout_s=5)
+            absent = Key.new().peer_id
+            gone = a.addresses()[0].replace(a.peer_id, absent)
+            with pytest.raises(PeerUnreachable, match=r": no route to it is known$"):
                 await a.connect([gone], timeout_s=5)
-            with pytest.raises(PeerUnreachable):
-                await a.call(gone[-52:], "echo", b"", timeout_s=5)
+            with pytest.raises(
+                PeerUnreachable, match=f"^echo to {absent[-6:]}: no route to it is known; no member leads there"
+            ):
+                await a.call(absent, "echo", b"", timeout_s=5)
             port = int(a.addresses()[0].split("/tcp/")[1].split("/")[0])
             in_use = f"network.port: cannot listen on 127.0.0.1:{port}: Address already in use; choose another"
             with pytest.raises(NetworkError, match=in_use):

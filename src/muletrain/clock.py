@@ -57,4 +57,4 @@ class LoopClock:
             async with asyncio.timeout(seconds):
                 return await awaitable
         except TimeoutError as e:
-            raise DeadlineExceeded(f"{what}: no answer within {seconds:.2f} s") from e
+            raise DeadlineExceeded(f"no answer within {seconds:.2f} s", what) from e

@@ -26,7 +26,12 @@ class CapacityError(MuletrainError):
 
 
 class NetworkError(MuletrainError):
-    """Base of errors between two peers."""
+    """Base of errors between two peers. ``why`` is the reason alone, for sentences that name the peer themselves;
+    ``doing``, which begins the message, is what failed with which peer."""
+
+    def __init__(self, why: str, doing: str = "") -> None:
+        super().__init__(f"{doing}: {why}" if doing else why)
+        self.why, self.doing = why, doing
 
 
 class PeerUnreachable(NetworkError):

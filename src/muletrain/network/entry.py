@@ -30,7 +30,7 @@ async def enter(net: Network, addresses: Iterable[str]) -> list[str]:
             case str():
                 reached.append("/p2p/" + result)
             case NetworkError():
-                problems.append(f"{', '.join(dict.fromkeys(map(_port, known)))} ({result})")
+                problems.append(f"{', '.join(dict.fromkeys(map(_port, known)))} ({result.why})")
             case AdmissionError():
                 no_entry.append(result)
             case BaseException():

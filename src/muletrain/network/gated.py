@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
@@ -32,7 +33,20 @@ SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
 """Mean time between two questions for renewals, and the longest time of one [s]. Each goes to one random member, so all
 members know of a renewal after about log2(members) questions each."""
 _MAX_REASON = 300
-"""Characters of a daemon's error that we repeat."""
+"""Characters of an error of the daemon that we repeat because we have no words for it."""
+_IN_WORDS = {
+    r"routing: not found|no addresses|no good addresses": "no route to it is known",
+    r"dial backoff": "it could not be reached a moment ago",
+    r"connection refused": "connection refused",
+    r"no route to host|network is unreachable": "there is no network route to it",
+    r"i/o timeout|deadline exceeded|deadline reached": "no answer to a connection attempt",
+    r"peer id mismatch": "another peer answers at its address",
+    r"message did not have trailing newline": "what answers at its address is no peer",
+    r"protocols? not supported": "it is starting or ending",
+    r"(connection|stream) reset|broken pipe|\bEOF\b|bytes read|connection lost": "the connection broke",
+}
+"""What the errors of the daemon (go-libp2p) and of its sockets mean, by pattern. An error may name several, one for each
+address that was dialled."""
 PATIENCE_S = 2.0
 """Time without an answer after which we check whether the peer is still there [s]."""
 NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
@@ -138,7 +152,7 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
             if not await finder.find(name):
                 if self.gate.entered(name) and not finder.relayed(name):
                     raise
-                raise PeerUnreachable(f"{e}; {finder.advice()}") from e
+                raise PeerUnreachable(f"{plainly(e)}; {finder.advice()}") from e
         finally:
             patience.cancel()
         return await attempt()
@@ -267,12 +281,20 @@ async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
             return await work
     except TimeoutError:
         within = "" if timeout_s is None else f" within {timeout_s:.1f} s"
-        raise DeadlineExceeded(f"{what}: no answer{within}") from None
+        raise DeadlineExceeded(f"no answer{within}", what) from None
+    except PeerUnreachable as e:
+        raise PeerUnreachable(e.why, e.doing or what) from e
     except MuletrainError:
         raise
     except Exception as e:  # the daemon's errors have no common base: dial failures, resets, unknown protocols
-        reason = " ".join(str(e).split())[:_MAX_REASON] or type(e).__name__
-        raise PeerUnreachable(f"{what}: {reason}") from e
+        raise PeerUnreachable(plainly(e), what) from e
+
+
+def plainly(error: BaseException) -> str:
+    """What an error of the daemon means, for people: without the addresses that it tried."""
+    raw = " ".join(str(error).split())
+    means = [words for pattern, words in _IN_WORDS.items() if re.search(pattern, raw, re.IGNORECASE)]
+    return ", ".join(means) or raw[:_MAX_REASON] or type(error).__name__
 
 
 def not_dialled(error: Exception) -> bool:

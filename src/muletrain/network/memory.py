@@ -175,12 +175,12 @@ class MemoryNetwork:
             await asyncio.sleep(timeout_s)
             done = set()
         if not done:
-            raise DeadlineExceeded(f"{what}: no answer within {timeout_s:.1f} s")
+            raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", what)
         if task.cancelled():
-            raise PeerUnreachable(f"{what}: it went away")
+            raise PeerUnreachable("it went away", what)
         self._hub.reach(self.peer_id, peer)
         if barriers.way(self.peer_id, peer) != way:
-            raise PeerUnreachable(f"{what}: the answer was lost on its way")
+            raise PeerUnreachable("the answer was lost on its way", what)
         answered, answer = task.result()
         self.hear(peer)
         if not answered:
@@ -226,7 +226,7 @@ class MemoryNetwork:
         nbytes = conditions.weight(own, frame)
         if self._too_large(peer, nbytes):
             await asyncio.sleep(timeout_s)
-            raise DeadlineExceeded(f"sending to {peer[-6:]}: no receipt within {timeout_s:.1f} s")
+            raise DeadlineExceeded(f"no receipt within {timeout_s:.1f} s", f"sending to {peer[-6:]}")
         item = frame if hub.hands_over else conditions.damage(own, peer, b"".join(pack(frame)))
         way = hub.barriers.way(own, peer) or DIRECT
         if hub.route(own, peer) is not None:
@@ -248,8 +248,8 @@ class MemoryNetwork:
                 async with asyncio.timeout(timeout_s):
                     await room
             except TimeoutError:
-                peer = target.peer_id[-6:]
-                raise DeadlineExceeded(f"sending to {peer}: not taken within {timeout_s:.1f} s") from None
+                doing = f"sending to {target.peer_id[-6:]}"
+                raise DeadlineExceeded(f"not taken within {timeout_s:.1f} s", doing) from None
 
     def _count(self, peer: PeerId, frame: Frame, way: PeerId, sent: int) -> None:
         self.counters.sent[peer, frame.kind] += sent

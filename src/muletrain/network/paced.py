@@ -102,7 +102,7 @@ class PacedStreams(ABC):
                 await self._write_pieces(to, parcel)
             except BaseException as e:
                 if to.broken and isinstance(e, asyncio.CancelledError):
-                    raise PeerUnreachable(f"sending to {peer[-6:]}: the stream has ended") from None
+                    raise PeerUnreachable("the stream has ended", f"sending to {peer[-6:]}") from None
                 if not to.broken and parcel.begun and parcel.left:
                     self._end(to)  # half a frame is on it
                 raise

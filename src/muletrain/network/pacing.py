@@ -183,14 +183,14 @@ class Pacer:
                 left_s = timeout_s - (loop_time_s() - max(since_s, flow.progress_s) if flow.under_way else 0.0)
                 if left_s <= 0:
                     writing.cancel()
-                    raise DeadlineExceeded(f"sending to {peer[-6:]}: nothing was taken for {timeout_s:.1f} s")
+                    raise DeadlineExceeded(f"nothing was taken for {timeout_s:.1f} s", f"sending to {peer[-6:]}")
                 await asyncio.wait({writing}, timeout=left_s)
         except asyncio.CancelledError:
             if not begun():
                 writing.cancel()
             raise
         if writing.cancelled():
-            raise PeerUnreachable(f"sending to {peer[-6:]}: the network is closed")
+            raise PeerUnreachable("the network is closed", f"sending to {peer[-6:]}")
         writing.result()
 
     def _room(self, flow: _Flow, channel: Channel, wanted: int, coarse: int) -> int:

@@ -135,7 +135,7 @@ class Outgoing:
                     if not await self._open():
                         raise PeerUnreachable("the peer closes the stream")
         except TimeoutError:
-            raise DeadlineExceeded(f"no stream to {self._peer[-6:]} within {timeout_s:.1f} s") from None
+            raise DeadlineExceeded(f"no stream within {timeout_s:.1f} s") from None
         assert self._connection is not None
         return self._connection
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Protocol
 
 from muletrain import events as ev
@@ -54,11 +53,6 @@ def _stepped_back(event: ev.SteppedBack, view: Known) -> str:
     return f"{stages} lost all peers: the run steps back {origin}to {where}{moves}"
 
 
-def essence(reason: str) -> str:
-    """``reason`` without the addresses that the network's daemon tried; the event has them."""
-    return re.sub(r": (?:Connect failed\. msg=)?failed to dial.*: ([^:]+)$", r": \1", reason, flags=re.DOTALL)
-
-
 def headline(event: ev.Event, view: Known) -> str | None:
     """The event as a sentence, with names of peers for their ids; None for events that only change numbers."""
     sentence = _sentence(event, view)
@@ -94,7 +88,7 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
         case ev.PeerDown():
             silent = "" if ANSWERED.match(event.reason) else "does not answer and "
-            return f"{view.name_of(event.peer_id)} {silent}gets no work: {essence(event.reason)}"
+            return f"{view.name_of(event.peer_id)} {silent}gets no work: {event.reason}"
         case ev.PeerBanned():
             return f"{view.name_of(event.peer_id)} is banned for {format_duration(event.seconds)}: it keeps sending malformed messages"
         case ev.PeerExpelled():
@@ -132,8 +126,6 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"
         case ev.ClientFinished():
             return f"{event.peer} ended after {format_duration(event.seconds)}: {event.reason}"
-        case ev.ClientLost():
-            return replace(event, reason=essence(event.reason)).message
         case ev.Note() | ev.Notice():
             return event.message
         case _:

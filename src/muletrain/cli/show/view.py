@@ -149,7 +149,7 @@ class RunView:
         return BASE58.sub(name, text)
 
     def _learn(self, peer_id: str, name: str) -> None:
-        if name:
+        if peer_id and name:
             self._names |= {peer_id[-n:]: name for n in (6, 8, len(peer_id)) if n <= len(peer_id)}
 
     def tokens_per_microbatch(self) -> float:
@@ -161,6 +161,7 @@ class RunView:
         self.faults.fold(event)
         self._hear_of_strangers(event)
         self.clients.fold(event)
+        self._learn(getattr(event, "peer_id", ""), getattr(event, "name", ""))
         match event:
             case ev.RunStarted():
                 for peer_id, name in event.members.items():
@@ -185,10 +186,7 @@ class RunView:
             case ev.StepDone():
                 return self._done(event)
             case ev.PeerDown():
-                self._learn(event.peer_id, event.name)
                 self._suspect(event)
-            case ev.MemberAdmitted():
-                self._learn(event.peer_id, event.name)
             case ev.JoinRefused() | ev.FrameRefused() if event.reason.endswith("before admission"):
                 self._strangers.setdefault(event.remote, event)
                 return False
@@ -227,7 +225,6 @@ class RunView:
         for key in ("peer_id", "name", "stage", "device", "precision", "trainer"):
             setattr(peer, key, getattr(event, key))
         peer.state, peer.parts = "ready", event.swapped
-        self._learn(peer.peer_id, peer.name)
         self.missing = []
 
     def _set_aside(self, peer: PeerView) -> None:

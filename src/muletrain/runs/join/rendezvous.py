@@ -194,7 +194,7 @@ class Rendezvous:
         self._begun = genesis = self._make_genesis()
         others = [m.id for m in genesis.members if m.id != self.net.peer_id]
         for peer, error in (await self._unreached(others, Begin.KIND, Begin(genesis=genesis).pack())).items():
-            message = f"{peer[-6:]} could not be told to begin: {error}"  # the first step finds it dead
+            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"  # the first step finds it dead
             self.emit(Note(level="warning", message=message))
         return genesis
 

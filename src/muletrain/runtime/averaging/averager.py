@@ -197,7 +197,7 @@ class Averager:
         self._broken.add(member)
         for (_, _, sender, _), waiter in self._inbox.waiting.items():
             if sender == member and not waiter.done():
-                waiter.set_exception(_broke(member))
+                waiter.set_exception(_broke(self._ctx.roster.name(member)))
 
     def close(self) -> None:
         """End the step: cancel the waits that failed attempts left behind."""
@@ -290,7 +290,7 @@ class Averager:
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
-            arrival.set_exception(_broke(sender))
+            arrival.set_exception(_broke(self._ctx.roster.name(sender)))
         try:
             with self._ctx.detector.awaiting(sender, arrival):
                 return await arrival
@@ -314,8 +314,8 @@ class Averager:
                 del self._sending[member]
 
 
-def _broke(member: PeerId) -> PeerUnreachable:
-    return PeerUnreachable(f"averaging: the stream from {member[-6:]} ended before all chunks arrived")
+def _broke(name: str) -> PeerUnreachable:
+    return PeerUnreachable(f"the stream from {name} ended before all chunks arrived", "averaging")
 
 
 def _reasons(error: BaseException) -> list[str]:

@@ -136,7 +136,7 @@ async def _from_holders(
                 return await _while_there(ctx, givers, entry, take(ctx, downloader, entry, manifest, givers))
             except ProtocolError as e:
                 for peer in givers:
-                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step + 1}: {e}")
+                    ctx.detector.mark_down(peer, f"gave no gradient of step {entry.step + 1}: {e.why}")
             except NetworkError as e:
                 ctx.emit(TransferFailed(what=f"the gradient of step {entry.step + 1}", reason=str(e)))
     return None
@@ -154,7 +154,7 @@ async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bo
     except Refused:  # it is at another step, and well
         return b""
     except NetworkError as e:
-        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step + 1}: {e}")
+        ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step + 1}: {e.why}")
         return b""
 
 
@@ -251,7 +251,7 @@ async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, w
             answered = None if task.done() else await unless_done(task, that_answer())
             there = there if answered is None else answered
         if not task.done():
-            raise PeerUnreachable(f"{', '.join(p[-6:] for p in holders)}: no answer to a probe")
+            raise PeerUnreachable("no answer to a probe", ", ".join(map(ctx.roster.name, holders)))
         return task.result()
     finally:
         task.cancel()

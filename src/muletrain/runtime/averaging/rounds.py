@@ -142,7 +142,7 @@ class Attendance:
         return owes and now - max(asked, self._came.get(member, self._begun)) >= ASK_S
 
     def _judge(self, member: PeerId, progress: Progress) -> None:
-        now, who = self._ctx.clock.now(), f"averaging step {self._round.step + 1}: {member[-6:]}"
+        now, who = self._ctx.clock.now(), f"averaging step {self._round.step + 1}: {self._ctx.roster.name(member)}"
         before, since = self._moved.get(member, (-1, now))
         self._moved[member] = progress.moved, now if progress.moved > before else since
         late_s, stuck_s = now - self._came.get(member, self._begun), now - self._moved[member][1]

@@ -113,7 +113,7 @@ class Context:
         results = await asyncio.gather(*(self.send(p, message, frame=frame) for p in peers), return_exceptions=True)
         for peer, result in zip(peers, results, strict=True):
             if isinstance(result, NetworkError):
-                self.detector.mark_down(peer, str(result))
+                self.detector.mark_down(peer, result.why)
             elif isinstance(result, BaseException):
                 raise result
 

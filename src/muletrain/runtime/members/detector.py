@@ -136,10 +136,10 @@ class FailureDetector:
                     break
                 except DeadlineExceeded as e:
                     if again == MAX_AGAIN or self.silent_s(peer) > HEARD_S:
-                        self.mark_down(peer, str(e))
+                        self.mark_down(peer, e.why)
                         return None
                 except PeerUnreachable as e:
-                    self.mark_down(peer, str(e))
+                    self.mark_down(peer, e.why)
                     return None
                 except NetworkError as e:
                     self.mark_down(peer, f"answered a probe with: {e}", declines=True)
@@ -322,7 +322,7 @@ class FailureDetector:
         """Nothing more comes from ``peer``: fail the answers that it owes."""
         for answer in self._awaited.pop(peer, {}):
             if not answer.done():
-                answer.set_exception(PeerUnreachable(f"{peer[-6:]}: {reason}"))
+                answer.set_exception(PeerUnreachable(reason, self._peer.roster.name(peer)))
 
     def silent_s(self, peer: PeerId) -> float:
         """Returns the seconds since anything at all came from ``peer``: a part of a frame, a receipt, an answer."""

@@ -87,7 +87,7 @@ class Membership:
         except ProtocolError as e:
             ctx.refused(peer, str(e))
         except NetworkError as e:
-            ctx.detector.mark_down(peer, str(e))
+            ctx.detector.mark_down(peer, e.why)
         else:
             return True
         return False

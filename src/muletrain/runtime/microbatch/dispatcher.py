@@ -208,8 +208,8 @@ class Dispatcher:
                 pending = _Pending(peer, request, tensors, frozenset({*failed, peer}), gradient, unfinite)
                 answer = await self._from(pending, accumulate)
             except (PeerUnreachable, DeadlineExceeded) as e:
-                self._give_up(peer, request, str(e))
-                self._ctx.detector.mark_down(peer, str(e))
+                self._give_up(peer, request, e.why)
+                self._ctx.detector.mark_down(peer, e.why)
             except _FoundUnfinite as e:
                 if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
@@ -392,7 +392,7 @@ class Dispatcher:
         self._rerouted(peer, request, reason)
 
     def _rerouted(self, peer: PeerId, request: Attempt, reason: str) -> None:
-        reason = f"{peer[-6:]}: {reason}"
+        reason = f"{self._ctx.roster.name(peer)}: {reason}"
         self._ctx.emit(MicrobatchRerouted(step=request.step, index=request.index, stage=self._stage, reason=reason))
 
 

@@ -348,7 +348,7 @@ class StageServer:
         try:
             await self.ctx.send(peer, message, tensors)
         except NetworkError as e:  # the sender is gone: its trainer tries the microbatch again
-            self.ctx.detector.mark_down(peer, str(e))
+            self.ctx.detector.mark_down(peer, e.why)
 
 
 class _UnfiniteInputs(Unfinite, ProtocolError):

@@ -110,7 +110,7 @@ class Reporting:
         try:
             await self._ctx.send(coordinator.id, report)
         except NetworkError as e:
-            self._ctx.detector.mark_down(coordinator.id, str(e))
+            self._ctx.detector.mark_down(coordinator.id, e.why)
 
     def told(self, sender: PeerId, message: Report) -> None:
         """Take a report of a peer of another machine. Raises ProtocolError unless it is about its sender, and we

@@ -272,9 +272,9 @@ class Clients:
                 if self._clock.now() - since < GONE_S:
                     await self._clock.sleep(AGAIN_S)
                     continue
-                problem = str(e)
+                problem = e.why
             except NetworkError as e:
-                problem = str(e)
+                problem = e.why
             else:
                 self._there.measured(self._clock.now() - begin)
                 known.asked = False

@@ -97,7 +97,7 @@ class Forks:
         try:
             answer = History.unpack(await self._ctx.net.call(peer, History.KIND, ask, timeout_s=CALL_S))
         except NetworkError as e:
-            self._ctx.detector.mark_down(peer, str(e))
+            self._ctx.detector.mark_down(peer, e.why)
         else:
             await self._judge(peer, answer.chain)
 

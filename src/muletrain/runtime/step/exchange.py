@@ -249,7 +249,7 @@ class Exchange:
             if answer:
                 self.on_seal(peer, Seal.unpack(answer))
         except NetworkError as e:
-            self._ctx.detector.mark_down(peer, str(e))
+            self._ctx.detector.mark_down(peer, e.why)
             return False
         return True
 
@@ -297,7 +297,7 @@ class Exchange:
         except ProtocolError as e:
             ctx.refused(peer, str(e))
         except NetworkError as e:
-            ctx.detector.mark_down(peer, str(e))
+            ctx.detector.mark_down(peer, e.why)
         else:
             return answer
         return None

@@ -260,7 +260,7 @@ class Downloader:
             except Refused:  # it answers, so it is well
                 continue
             except NetworkError as e:
-                ctx.detector.mark_down(donor, str(e))
+                ctx.detector.mark_down(donor, e.why)
                 continue
             if blake3(packed).digest() == digest:
                 manifest = Manifest.unpack(packed)
@@ -285,7 +285,7 @@ class Downloader:
                 try:
                     await self._run(partial, donor, run, good)
                 except (NetworkError, ProtocolError) as e:
-                    reason = f"{donor[-6:]}: {e}"
+                    reason = f"{self.ctx.roster.name(donor)}: {e}"
                     if donor in good:
                         good.remove(donor)
                     if isinstance(e, ProtocolError):
@@ -315,7 +315,7 @@ class Downloader:
                 call = ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
                 await unless_done(expected[run[0]].whole, call)
                 for k, block in expected.items():
-                    await self._block(donor, block.whole, f"block {k} from {donor[-6:]}", good)
+                    await self._block(donor, block.whole, f"block {k} from {ctx.roster.name(donor)}", good)
                     if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
                         raise ProtocolError(f"block {k} is not what the manifest says")
                     await partial.keep(ctx, k, block.into)

@@ -323,7 +323,7 @@ class Receiver:
             return donor, Snapshot.unpack(await self._ctx.net.call(donor, ask.KIND, ask.pack(), timeout_s=CALL_S))
         except (NetworkError, ProtocolError) as e:
             if isinstance(ask, AskSnapshot):  # any peer may lack a checkpoint's part
-                self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=donor[-6:]))
+                self._ctx.emit(TransferFailed(what="a state", reason=str(e), source=self._ctx.roster.name(donor)))
                 self._refusal = f"; one said: {e}" if isinstance(e, Refused) else self._refusal
             return None
 
