@@ -3,6 +3,8 @@ folder stays."""
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from muletrain.config.schema import RunConfig
 from muletrain.data.corpus import absolute
 from muletrain.data.tokenizer import train_tokenizer
 from muletrain.errors import MuletrainError
+from tests.test_docs import parsed
 
 MY = """\
 [model]
@@ -97,6 +100,29 @@ def test_what_is_fine_is_prepared_and_a_resumed_folder_stays(here: Path) -> None
     with pytest.raises(MuletrainError, match=expected), opened(None, [], "run", folder) as (_, config):
         prepare(config, quiet=True)
     assert (folder / "config.toml").is_file()
+
+
+def test_resume_without_a_folder_takes_the_run_that_was_begun_or_resumed_last(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resumed(*arguments: str) -> Path:
+        given = parsed(f"muletrain run {' '.join(arguments)}")
+        with opened(None, given["overrides"], "run", given["resume"]) as (folder, _):
+            return folder
+
+    with pytest.raises(MuletrainError, match=r"^runs: no run folder .*'muletrain run' or 'start' was called"):
+        resumed("--resume")
+    runs = [here / "runs" / name for name in ("a", "b", "c")]
+    for run, age_s in zip(runs, (2, 0, 1), strict=True):
+        run.mkdir(parents=True)
+        (run / "config.toml").write_text("")
+        os.utime(run / "config.toml", (time.time() - age_s,) * 2)
+    assert resumed("--resume") == resumed("--resume", "--set", "train.steps=9") == Path("runs/b")
+    assert "resuming runs/b, the newest run in runs/" in capsys.readouterr().err
+    assert resumed("--resume", "runs/a") == Path("runs/a")
+    assert "resuming" not in capsys.readouterr().err
+    with pytest.raises(MuletrainError, match=r"^nosuch: no run folder"):
+        resumed("--resume", "nosuch")
 
 
 def test_a_run_goes_on_from_any_working_directory(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

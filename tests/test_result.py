@@ -13,19 +13,23 @@ import pytest
 from rich.console import Console
 
 from muletrain.cli.actions.session import Session
-from muletrain.cli.show.console import LiveConsole
+from muletrain.cli.show.console import LiveConsole, plain_line
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
-from muletrain.events import Note, RunStarted, read_events
+from muletrain.events import Note, RunFinished, RunStarted, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.runs import result
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet
 from tests.whole_model import build_full
+
+STARTED = RunStarted(
+    run_id="r", config_digest="d", versions={}, steps=9, stages=1, peers=1, microbatches=1, tokens_per_step=1
+)
 
 
 @pytest.fixture
@@ -125,20 +129,32 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
 ) -> None:
     session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200, color_system=None))
-    session.view.fold(
-        RunStarted(
-            run_id="r", config_digest="d", versions={}, steps=9, stages=1, peers=1, microbatches=1, tokens_per_step=1
-        )
-    )
+    session.view.fold(STARTED)
     with session.interruptible(), session.console:
         os.kill(os.getpid(), signal.SIGINT)
         session.poll()
     assert "stopping after this step; checkpoint and report follow (Ctrl-C again ends at once)" in screen.getvalue()
     session.checkpoint = tmp_path / "gone"
+    session.view.fold(RunFinished(steps=0, seconds=1.0, reason="stopped by the user"))
     session.report()
     session.close()
-    assert f"muletrain run --resume {tmp_path}   # go on" in screen.getvalue()
-    assert "0 of 9 steps" in capsys.readouterr().out
+    assert "  stopped" in plain_line(session.view)
+    assert f"muletrain run --resume {tmp_path}   # go on after step 0 of 9" in screen.getvalue()
+    assert "0 of 9 steps, 0 tokens in 0 ms: no step was completed (stopped by the user)" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
+    session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
+    session.console = LiveConsole(session.view, Console(file=screen, width=200))
+    with pytest.raises(KeyboardInterrupt), session.interruptible(), session.console:
+        raise KeyboardInterrupt
+    assert screen.getvalue().endswith("stopped by the user before the first step\n")
+    session.view.fold(STARTED)
+    with pytest.raises(KeyboardInterrupt), session.interruptible(), session.console:
+        raise KeyboardInterrupt
+    session.close()
+    assert "stopped by the user at step 0 of 9, without a last checkpoint\n" in screen.getvalue()
+    assert screen.getvalue().endswith(f"muletrain run --resume {tmp_path}   # go on from the newest one\n")
 
 
 def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

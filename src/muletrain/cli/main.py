@@ -20,6 +20,7 @@ from muletrain.cli.commands.simulate import calibrate, fleet, rebalance
 from muletrain.cli.commands.steer import kick, status, stop, ticket
 from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
+from muletrain.cli.options import Command
 from muletrain.errors import MuletrainError, no_room
 from muletrain.runs.fleet import PASSIVE
 
@@ -53,7 +54,7 @@ def _add(to: typer.Typer, name: str, command: Callable[..., None], panel: str | 
     """The help is the docstring, as paragraphs that the terminal wraps."""
     paragraphs = (command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    to.command(name, help=text, rich_help_panel=panel)(command)
+    to.command(name, cls=Command, help=text, rich_help_panel=panel)(command)
 
 
 for _panel, _commands in PANELS.items():

@@ -4,12 +4,15 @@ Typer reads annotations when a program runs, so modules that declare commands do
 ``from __future__ import annotations``. They import nothing heavy, so that ``--help`` answers at once.
 """
 
+import itertools
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
+from typer.core import TyperCommand
 
+from muletrain.runs.folder import ROOT
 from muletrain.runs.join.ticket import read_ticket
 from muletrain.strategies import CHOICES, STRATEGIES
 
@@ -19,6 +22,20 @@ if TYPE_CHECKING:
 else:
     Choice = StrEnum("Choice", [(name, name) for name in CHOICES])
     Simulated = StrEnum("Simulated", [(s.name, s.name) for s in STRATEGIES if s.simulated])
+
+
+class Command(TyperCommand):
+    """A command in which an option of ``ALONE`` may stand without its value."""
+
+    ALONE: ClassVar = {"--resume": str(ROOT)}
+    """The value that each of these options then has."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list[str]()
+        for word, after in itertools.pairwise([*args, "-"]):
+            given += [word, self.ALONE[word]] if word in self.ALONE and after.startswith("-") else [word]
+        return super().parse_args(ctx, given)
+
 
 # A run ----------------------------------------------------------------------------------------------------------------
 
@@ -31,7 +48,11 @@ Overrides = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN_DIR", help="Continue the run in this folder from its newest complete checkpoint."),
+    typer.Option(
+        metavar="[RUN_DIR]",
+        help=f"Continue the run in this folder from its newest complete checkpoint. Without a folder: the newest run "
+        f"under {ROOT}/.",
+    ),
 ]
 PlanFile = Annotated[
     Path | None,

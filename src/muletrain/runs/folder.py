@@ -114,6 +114,18 @@ class DiskWatch:
         )
 
 
+def run_folder(path: Path) -> Path:
+    """The run folder that ``path`` names: itself, or the one in it whose run was begun or resumed last. Raises
+    MuletrainError if there is none."""
+    found = [path / "config.toml"] if (path / "config.toml").is_file() else list(path.glob("*/config.toml"))
+    if not found:
+        raise MuletrainError(
+            f"{path}: no run folder (which has a config.toml), and none lies in it; give a folder from {ROOT}/, or call "
+            f"'--resume' alone where 'muletrain run' or 'start' was called: it takes the newest run"
+        )
+    return max(found, key=lambda config: config.stat().st_mtime).parent
+
+
 def latest_checkpoint(path: Path) -> Path:
     """The checkpoint folder that ``path`` names: itself, or the newest one of a run folder. Raises MuletrainError if
     there is none."""

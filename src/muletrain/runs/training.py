@@ -66,7 +66,7 @@ class Training:
         self._host, self._points = host, points
         self.peer: Peer | None = None
         self.steps, self._total = 0, -1
-        self.reason = "ended on request"
+        self.reason = "stopped by the user"
         self._stopped = False
         self._begin = 0.0
 

@@ -88,7 +88,7 @@ def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) ->
                 session.watch()
             session.say(session.ended())
         except KeyboardInterrupt:
-            session.say("left at once: the other members will notice that this machine is gone")
+            pass  # the session has told what that means
         finally:
             session.close()
     return session.comes_back
@@ -186,6 +186,9 @@ class JoinSession(Session):
         """Whether it left for a pause; the run may continue without it meanwhile."""
         left = self._left is not None or self._helped or not self._training
         return self.paused and not self.interrupted and left
+
+    def ended_at_once(self) -> str:
+        return "left at once: the other members will notice that this machine is gone"
 
     def ended(self) -> str:
         if self._reasons_given:

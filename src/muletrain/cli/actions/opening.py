@@ -18,7 +18,7 @@ from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.model.hf_hub import is_hub_name
-from muletrain.runs.folder import ROOT, held, new_run_folder
+from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.units import plural
 
@@ -41,8 +41,8 @@ def opened(
 ) -> Iterator[tuple[Path, RunConfig]]:
     """The run folder, locked while the context lasts, and the configuration of the run in it.
 
-    It is a new run, or the run in the folder ``resume``. A new one follows ``plan``, with the strategy ``choice`` of it,
-    or just that strategy, if given. Raises MuletrainError."""
+    It is a new run, or the run in the folder ``resume`` (``ROOT``: the newest one there). A new one follows ``plan``,
+    with the strategy ``choice`` of it, or just that strategy, if given. Raises MuletrainError."""
     if resume is not None and plan is not None:
         raise ConfigError(f"--plan {plan}: a resumed run keeps its plan; start a new run, or leave --plan out")
     if resume is not None and choice is not None:
@@ -51,8 +51,9 @@ def opened(
         raise ConfigError(
             f"{path}: a resumed run keeps its configuration; leave the file out, and use --set for fields that may change"
         )
-    if resume is not None and not (resume / "config.toml").is_file():
-        raise MuletrainError(f"{resume}: not a run folder (it has no config.toml); give a folder from {ROOT}/")
+    if resume is not None and (newest := run_folder(resume)) != resume:
+        resume = newest
+        make_console(sys.stderr).print(f"resuming {resume}, the newest run in {resume.parent}/", soft_wrap=True)
     given, origins = load_located(path if resume is None else resume / "config.toml", overrides)
     with located(origins):
         config = anchored(_chosen(given, plan, choice, local=name == "run"))

@@ -115,9 +115,23 @@ class Session:
         before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
+        except KeyboardInterrupt:
+            self.say(self.ended_at_once())
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def ended_at_once(self) -> str:
+        """What the second Ctrl-C left, and how to go on."""
+        if self.view.started is None:
+            return "stopped by the user before the first step"
+        at = f"step {self.view.step} of {self.view.steps}"
+        return f"stopped by the user at {at}, without a last checkpoint\n{self._go_on('from the newest one')}"
+
+    def _go_on(self, whence: str) -> str:
+        command = "run" if self.founder is None else "start"
+        return f"muletrain {command} --resume {self.folder}   # go on {whence}"
 
     def end_in_order(self) -> None:
         """Ask the processes to end: the first Ctrl-C does so at the next poll."""
@@ -188,6 +202,8 @@ class Session:
             return self.fleet.wait_for_ticket(founder, self.poll)
         except MuletrainError as e:
             self.poll()
+            if self.interrupted:
+                raise KeyboardInterrupt from e
             raise MuletrainError("; ".join(self.errors) or str(e)) from e
 
     def report(self) -> None:
@@ -239,8 +255,7 @@ class Session:
                 self.say(f'\nmuletrain generate {self.folder} "The "   # more text from this model')
                 self.say(f"muletrain export {self.folder} --hf my-model   # for Hugging Face transformers")
             if self.view.step < self.view.steps:
-                command = "run" if self.founder is None else "start"
-                self.say(f"muletrain {command} --resume {self.folder}   # go on")
+                self.say(self._go_on(f"after step {self.view.step} of {self.view.steps}"))
 
     def _evaluate(self) -> tuple[Quality | None, list[str]]:
         """Quality and samples of the last checkpoint, as far as possible; failures become warnings."""

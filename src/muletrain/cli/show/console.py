@@ -209,8 +209,10 @@ def _named_state(peer: PeerView) -> str:
 
 
 def _left(view: RunView) -> str:
-    is_over = view.finished is not None or 0 < view.steps <= view.step
-    return "done" if is_over else f"{format_duration(view.pace.seconds_left(view.steps))} left"
+    if 0 < view.steps <= view.step:
+        return "done"
+    stopped = view.finished is not None
+    return "stopped" if stopped else f"{format_duration(view.pace.seconds_left(view.steps))} left"
 
 
 def _loss(view: RunView) -> str:
