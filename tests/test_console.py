@@ -94,6 +94,34 @@ def test_steps_that_were_taken_back_count_once_and_the_time_without_a_stage_coun
     assert view.pace.tokens_per_s == pytest.approx(1000), "what is left is done at the speed of the steps"
 
 
+def test_after_a_step_back_the_run_is_shown_as_if_the_lost_steps_had_not_been() -> None:
+    view = fold([started(), *(done(s, loss=9.0 - s) for s in (1, 2, 3, 4)), back(4, 2)])
+    assert plain_line(view).startswith(plain_line(fold([started(), done(1, loss=8.0), done(2, loss=7.0)]))[:24])
+    assert not view.fold(back(4, 2)), "another peer reports it, too"
+    view.fold(done(3, loss=6.5))
+    assert not view.fold(dataclasses.replace(back(4, 2), t=999.0))
+    straight = fold([started(), done(1, loss=8.0), done(2, loss=7.0), done(3, loss=6.5)])
+    assert (view.step, view.pace.loss, view.pace.tokens) == (3, straight.pace.loss, straight.pace.tokens)
+
+
+def test_a_resumed_run_counts_as_one_without_the_break() -> None:
+    """The first processes did 4 steps and were killed; those after the break go on from the checkpoint of step 3."""
+    earlier = [started(), *(done(s, loss=9.0 - s) for s in (1, 2, 3, 4))]
+    view = RunView(earlier=earlier)
+    view.fold(started(first_step=3))
+    assert plain_line(view).startswith("step 3/10  loss 6.930")
+    assert view.fold(dataclasses.replace(done(4, loss=5.5), t=9000.0)), "the lost one had the same lineage"
+    straight = fold([started(), *(done(s, loss=9.0 - s) for s in (1, 2, 3)), done(4, loss=5.5)])
+    assert (view.step, view.pace.loss, view.pace.tokens) == (4, straight.pace.loss, straight.pace.tokens)
+    assert view.pace.seconds == pytest.approx(5.0 + 2.0), "steps 1 to 4 took from 99 to 104; the break does not count"
+    assert view.pace.tokens_per_s == pytest.approx(1000)
+    view.fold(joined("a", 0))
+    assert "Peers since step 3 (cpu fp32)" in shown(final_report(view, None, [], {}))
+    over = RunView(earlier=earlier)
+    over.fold(started())
+    assert (over.step, over.pace.tokens, over.pace.seconds) == (0, 0, 0.0), "without a checkpoint it starts over"
+
+
 def test_a_step_back_is_told_from_where_the_run_was() -> None:
     """The first to tell may be a newcomer, which had done none."""
     view = fold([started(steps=1000), done(400)])

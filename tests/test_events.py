@@ -259,3 +259,15 @@ def test_the_tail_tells_of_lines_it_cannot_read(tmp_path: Path) -> None:
         "a.jsonl: unknown event kind 'zap'; was it written by another version of muletrain?",
         "m",
     ]
+
+
+def test_events_of_some_kinds_are_found_in_all_files_of_a_folder(tmp_path: Path) -> None:
+    done = [ev.StepDone(step, 1.0, 1.0, 0.1, 9, 1.0, "l") for step in (1, 2)]
+    for name, event, t in (("a", done[1], 2.0), ("b", done[0], 1.0)):
+        with ev.EventLog(tmp_path / f"{name}.jsonl", name, now=lambda t=t: t) as log:
+            log.emit(STEP)
+            log.emit(event)
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write('{"kind": "step_done", "step"')
+    found = ev.events_in(tmp_path, ev.StepDone, ev.SteppedBack)
+    assert found == [dataclasses.replace(done[0], t=1.0, peer="b"), dataclasses.replace(done[1], t=2.0, peer="a")]

@@ -1,8 +1,8 @@
 """Typed events, in one JSONL stream per process. Everything that reports is a fold over these streams.
 
 ``facts`` are for programs; ``notices`` also carry a sentence for people. ``EventLog`` writes and notifies;
-``read_events`` and ``EventTail`` read. The log adds ``t`` (wall time [s]) and ``peer`` (name of the process). Steps have
-the number of the state that they lead to; the first is 1.
+``read_events``, ``events_in`` and ``EventTail`` read. The log adds ``t`` (wall time [s]) and ``peer`` (name of the
+process). Steps have the number of the state that they lead to; the first is 1.
 """
 
 from muletrain.events.event import (
@@ -52,6 +52,7 @@ from muletrain.events.log import (
     MAX_WAITING,
     EventLog,
     EventTail,
+    events_in,
     read_events,
 )
 from muletrain.events.notices import (
@@ -174,5 +175,6 @@ __all__ = [
     "ValidationLeftOut",
     "Waiting",
     "WeightsDiffer",
+    "events_in",
     "read_events",
 ]

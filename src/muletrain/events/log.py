@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Self
 
 from muletrain.events.event import Event, EventError, parse
@@ -129,6 +130,19 @@ def read_events(path: Path) -> Iterator[Event]:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield _located(line, f"{path}:{number}")
+
+
+def events_in(folder: Path, *kinds: type[Event]) -> list[Event]:
+    """The events of these ``kinds`` in all files of a run folder, by wall time. Lines that are no event are left out."""
+    begins = tuple(f'{{"kind": "{kind.kind}"'.encode() for kind in kinds)
+    found = list[Event]()
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as file:
+            for line in file:
+                if line.startswith(begins):  # most are of other kinds, and parsing takes long
+                    with suppress(EventError):
+                        found.append(parse(line))
+    return sorted(found, key=lambda e: e.t)
 
 
 class EventTail:

@@ -15,7 +15,17 @@ from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.config.trusted import trusted
 from muletrain.errors import CheckpointError, MuletrainError
-from muletrain.events import CheckpointWritten, EventLog, EventTail, FleetMeasured, Note
+from muletrain.events import (
+    CheckpointWritten,
+    EventLog,
+    EventTail,
+    FleetMeasured,
+    Note,
+    RunStarted,
+    StepDone,
+    SteppedBack,
+    events_in,
+)
 from muletrain.runs.folder import DiskWatch
 from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, PROBE_FILE, TICKET_FILE
 
@@ -48,7 +58,7 @@ class Session:
         from muletrain.runs.tensorboard import TensorBoardSink
 
         self.folder, self.fleet, self.json = folder, fleet, json
-        self.view = RunView(whole=self.hears_all)
+        self.view = RunView(whole=self.hears_all, earlier=events_in(folder, RunStarted, StepDone, SteppedBack))
         self.console = JsonConsole(self.view) if json else LiveConsole(self.view)
         self.checkpoint: Path | None = None
         """The newest checkpoint, in the run folder; one from another place is copied there at the end."""

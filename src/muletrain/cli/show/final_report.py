@@ -117,7 +117,7 @@ def _work(view: RunView) -> RenderableType:
     kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
     alike = len(kinds) == 1
     table = report_table(
-        f"Peers ({escape(kinds.pop())})" if alike else "Peers",
+        f"Peers{_since(view)} ({escape(kinds.pop())})" if alike else f"Peers{_since(view)}",
         ["stage", "peer", *([] if alike else ["device"])],
         ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
     )
@@ -126,6 +126,12 @@ def _work(view: RunView) -> RenderableType:
             device = [] if alike else [escape(f"{peer.device} {peer.precision}")]
             table.add_row(str(stage), escape(peer.name), *device, *_shares(peer, view))
     return table
+
+
+def _since(view: RunView) -> str:
+    """Whose work the tables count, if the run was resumed: the summary counts all steps."""
+    first = view.started.first_step if view.started else 0
+    return f" since step {first}" if first else ""
 
 
 def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
@@ -138,7 +144,7 @@ def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
 
 def _links(view: RunView) -> RenderableType:
     classes = [c for c in TRAFFIC_CLASSES if c != "relayed" or any(p.sent_bytes(c) for p in view.peers.values())]
-    table = report_table("Sent over the network", ["from", "to"], [*classes, "total"])
+    table = report_table(f"Sent over the network{_since(view)}", ["from", "to"], [*classes, "total"])
     rows = [(p.name, receiver, counts) for p in view.peers.values() for receiver, counts in p.sent.items()]
     named = sorted((sender, view.name_of(receiver), counts) for sender, receiver, counts in rows)
     last = ""

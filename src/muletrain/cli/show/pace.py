@@ -1,10 +1,11 @@
-"""A fold over the steps of a run: how far it is, how fast, and at what loss."""
+"""A fold over the steps of a run: how far it is, how fast, and at what loss. Steps that the run takes again count once:
+after a step back, or when it was resumed, it goes on as if they had not been taken before."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from muletrain.events import StepDone
@@ -15,49 +16,84 @@ WINDOW = 20
 """Steps over which speed is measured."""
 
 
+class _Sums(NamedTuple):
+    """Over all steps up to one. ``loss`` and ``weight``: decaying with the steps since then."""
+
+    loss: float
+    weight: float
+    tokens: int
+
+
+NOTHING = _Sums(0.0, 0.0, 0)
+
+
 class Pace:
     """What the steps folded so far tell. Two peers may both report a step."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Steps done; fewer than before after a rollback."""
+        """Steps done; fewer than before after a step back."""
+        self.left = 0
+        """Steps that were done before the last step back."""
         self.end_s = -math.inf
         """Wall time at which the last step ended."""
         self._begin_s = math.inf
-        self._tokens: dict[int, int] = {}
-        """Of each step."""
-        self._loss = self._weight = 0.0
+        self._before_s = 0.0
+        """Time of earlier processes that trained the run."""
+        self._sums = {0: NOTHING}
+        """By steps done."""
         self._recent: deque[StepDone] = deque(maxlen=WINDOW)
         self._seen: set[tuple[int, str]] = set()
+
+    def begin(self, step: int) -> None:
+        """Processes begin to train the run after ``step``, perhaps in place of earlier ones."""
+        self._before_s, self._begin_s, self.end_s = self.seconds, math.inf, -math.inf
+        self._recent.clear()
+        self.back_to(step)
+        self.left = step
+
+    def back_to(self, step: int) -> None:
+        """Go on after ``step``: later steps will be taken again."""
+        self.left, self.step = self.step, step
+        self._sums = {k: sums for k, sums in self._sums.items() if k <= step}
+        self._seen = {(k, lineage) for k, lineage in self._seen if k <= step}
 
     def fold(self, event: StepDone) -> bool:
         """Take in a step. Returns False if it was reported before."""
         if (event.step, event.lineage) in self._seen:
             return False
         self._seen.add((event.step, event.lineage))
+        nearest = event.step - 1 if event.step - 1 in self._sums or event.step <= self.step else self.step
+        before = self._sums.get(nearest, NOTHING)
+        loss, weight = before.loss, before.weight
+        if math.isfinite(event.loss):
+            loss = SMOOTHING * loss + (1 - SMOOTHING) * event.loss
+            weight = SMOOTHING * weight + (1 - SMOOTHING)
+        self._sums[event.step] = _Sums(loss, weight, before.tokens + event.tokens)
         self.step = event.step
-        self._tokens[event.step] = event.tokens
         self._begin_s, self.end_s = min(self._begin_s, event.t - event.duration_s), max(self.end_s, event.t)
         self._recent.append(event)
-        if math.isfinite(event.loss):
-            self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * event.loss
-            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         return True
+
+    @property
+    def _now(self) -> _Sums:
+        return self._sums.get(self.step, NOTHING)
 
     @property
     def loss(self) -> float:
         """Smoothed training loss [nats/token]; NaN before the first step."""
-        return self._loss / self._weight if self._weight else math.nan
+        return self._now.loss / self._now.weight if self._now.weight else math.nan
 
     @property
     def tokens(self) -> int:
-        """Tokens of all steps up to the current one. A step that was done twice counts once."""
-        return sum(tokens for step, tokens in self._tokens.items() if step <= self.step)
+        """Tokens of all steps up to the current one, as far as they are known."""
+        return self._now.tokens
 
     @property
     def seconds(self) -> float:
-        """Time from the start of the first step to the end of the last, including waits [s]."""
-        return max(0.0, self.end_s - self._begin_s) if self._tokens else 0.0
+        """Time from the start of the first step to the end of the last, including waits, but without the time in which
+        no process trained the run [s]."""
+        return self._before_s + max(0.0, self.end_s - self._begin_s)
 
     @property
     def tokens_per_s(self) -> float:

@@ -16,7 +16,7 @@ class Known(Protocol):
     """What is known of a run so far."""
 
     @property
-    def step(self) -> int: ...
+    def left(self) -> int: ...
 
     def name_of(self, peer_id: str) -> str: ...
 
@@ -48,7 +48,7 @@ def _stepped_back(event: ev.SteppedBack, view: Known) -> str:
     stages = f"stage{'s' if len(event.lost) > 1 else ''} {', '.join(map(str, event.lost))}"
     where = f"the checkpoint of step {event.to}" if event.to else "the beginning"
     moves = f"; {', '.join(event.moves)}" if event.moves else ""
-    step = max(event.step, view.step)
+    step = max(event.step, view.left)
     origin = f"from step {step} " if step > event.to else ""
     return f"{stages} lost all peers: the run steps back {origin}to {where}{moves}"
 

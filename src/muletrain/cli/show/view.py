@@ -6,12 +6,16 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from muletrain import events as ev
 from muletrain.cli.show.clients import ClientsView
 from muletrain.cli.show.injected_faults import FaultsView
 from muletrain.cli.show.pace import Pace
 from muletrain.cli.show.sentences import headline, is_warning
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 GONE_S = 30.0
 """Seconds after which a suspected peer is gone: then another peer adopts its stage (``fleet.adopt_after``)."""
@@ -73,9 +77,10 @@ class PeerView:
 class RunView:
     """The state of a run after the events folded so far."""
 
-    def __init__(self, *, whole: bool = True) -> None:
-        """``whole``: events of all peers arrive, so a stage without events has no peer."""
-        self.whole = whole
+    def __init__(self, *, whole: bool = True, earlier: Sequence[ev.Event] = ()) -> None:
+        """``whole``: events of all peers arrive, so a stage without events has no peer. ``earlier``: events of processes
+        that trained the run before; they count if it is resumed."""
+        self.whole, self._earlier = whole, earlier
         self.started: ev.RunStarted | None = None
         self.finished: ev.RunFinished | None = None
         self.validated: dict[int, ev.Validated] = {}
@@ -105,6 +110,11 @@ class RunView:
     def step(self) -> int:
         """Steps done."""
         return self.pace.step
+
+    @property
+    def left(self) -> int:
+        """Steps done before the last step back."""
+        return self.pace.left
 
     @property
     def steps(self) -> int:
@@ -166,8 +176,7 @@ class RunView:
             case ev.RunStarted():
                 for peer_id, name in event.members.items():
                     self._learn(peer_id, name)
-                news, self.started = self.started is None, self.started or event
-                return news
+                return self._start(event)
             case ev.PeerJoined():
                 self._join(event)
             case ev.Waiting():
@@ -199,8 +208,7 @@ class RunView:
             case ev.MemberRemoved():
                 self._gone(event.peer_id, "removed")
             case ev.SteppedBack():
-                news, self._back = event.lineage != self._back, event.lineage
-                return news
+                return self._step_back(event)
             case ev.Validated():
                 self.validated[event.step] = event
             case ev.RunFinished():
@@ -208,6 +216,31 @@ class RunView:
             case _:
                 pass
         return self._warn(event)
+
+    def _start(self, event: ev.RunStarted) -> bool:
+        if self.started is not None:
+            return False
+        self.started = event
+        if event.first_step:
+            for one in self._earlier:
+                self._recall(one)
+        self.pace.begin(event.first_step)
+        return True
+
+    def _recall(self, event: ev.Event) -> None:
+        match event:
+            case ev.RunStarted():
+                self.pace.begin(event.first_step)
+            case ev.StepDone():
+                self.pace.fold(event)
+            case ev.SteppedBack():
+                self._step_back(event)
+
+    def _step_back(self, event: ev.SteppedBack) -> bool:
+        news, self._back = event.lineage != self._back, event.lineage
+        if news:
+            self.pace.back_to(event.to)
+        return news
 
     def _warn(self, event: ev.Event) -> bool:
         if not is_warning(event):
