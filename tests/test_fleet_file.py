@@ -96,9 +96,9 @@ def test_unnamed_paths_follow_the_defaults(tmp_path: Path) -> None:
             "my.toml:10: machines[1].name:",
         ),
         (
-            'region = "asia"',
+            'region = "europe"',
             'region = "home"',
-            "my.toml:10: machines[1].name:",
+            "my.toml:10: machines[1].name: ... also the region of 'lab'",
         ),
         (
             "[pacing]\nforward_ms = 10.0",
@@ -214,3 +214,11 @@ def test_a_fleet_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_fleet(path, peers=4)
     check(str(caught.value), f"{path}: machines: ... 3 machines ... fleet.peers = 4")
+
+
+def test_a_region_has_the_name_of_a_machine_only_if_no_other_is_in_it(tmp_path: Path) -> None:
+    own = TWO.replace("europe", "lab").replace('between = ["lab", "lab"]', 'between = ["home", "home"]')
+    fleet = load_fleet(write(tmp_path, own))
+    assert [1000 * fleet.link(0, k).delay_s for k in (1, 2)] == [0.0, 100.0], "the two in it, and to the other region"
+    with pytest.raises(ConfigError, match=r"machines\[0\].name: 'lab' is also the region of 'home', .* 'lab-lan'"):
+        load_fleet(write(tmp_path, own.replace('"asia"', '"lab"').replace('["lab", "lab"]', '["home", "lab"]')))

@@ -236,14 +236,15 @@ def example_files() -> list[Path]:
 
 def _check_names(fleet: Fleet) -> None:
     seen: set[str] = set()
-    regions = {machine.region for machine in fleet.machines}
     for n, machine in enumerate(fleet.machines):
         for name in {machine.name, *_names(machine)}:
             if name in seen:
                 raise ValueError(f"machines[{n}].name: '{name}' names two machines; give each its own name")
-        if machine.name in regions:
+        # alone in a region of its own name, both mean the same
+        if also := next((m for m in fleet.machines if m is not machine and m.region == machine.name), None):
             raise ValueError(
-                f"machines[{n}].name: '{machine.name}' is also a region, so links would be ambiguous; rename one"
+                f"machines[{n}].name: '{machine.name}' is also the region of '{also.name}', so links would be ambiguous; rename "
+                f"one, e.g. region = '{machine.name}-lan'"
             )
         seen |= {machine.name, *_names(machine)}
 

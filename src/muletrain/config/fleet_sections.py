@@ -18,7 +18,10 @@ class Machine(Section):
 
     name: str = Field(description="name, unique in this file", examples=["desk"])
     count: PositiveInt = Field(default=1, description="number of such machines [machines]")
-    region: str = Field(default="here", description="place of the machine; links connect regions or machines")
+    region: str = Field(
+        default="here",
+        description="place of the machine; links connect regions or machines, so a region with the name of a machine holds no other",
+    )
     device: str | None = Field(
         default=None, description="GPU, or other device that computes", examples=["NVIDIA RTX 3090"]
     )
