@@ -7,16 +7,23 @@ import io
 import json
 import math
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 from rich.console import Console
 
-from muletrain.cli.actions.visit import show_status
+from muletrain.cli.actions.visit import ask_to_stop, show_status, stop_run
 from muletrain.cli.show.status import Announced, status_of
-from muletrain.errors import PeerUnreachable
+from muletrain.errors import MuletrainError, PeerUnreachable
+from muletrain.events import EventLog, RunFinished
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker import PROTOCOL
+from muletrain.runs.worker_files import LEFT
+from muletrain.runtime.peer.messages import StopRun
 from tests.daemons import OWNER, SECRET, world
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def announced(**changes: object) -> bytes:
@@ -130,3 +137,49 @@ def test_status_of_a_run_that_is_over() -> None:
     ticket = asyncio.run(over())
     with pytest.raises(PeerUnreachable, match=re.escape(Ticket.parse(ticket).ports())):
         show_status(ticket, json=False)
+
+
+def test_a_stop_that_comes_as_the_run_ends_says_so() -> None:
+    """The members announced themselves, and are at their end: they serve no stop any more, or are gone."""
+
+    async def scenario() -> None:
+        async with world() as w:
+            knows = await w.open()
+            member = await w.open(knows)
+            visitor = await w.open(knows, visitor=True)
+            with pytest.raises(MuletrainError, match="no peer has announced itself yet"):
+                await ask_to_stop(visitor, "run")
+            await member.announce("run/peers", announced(), 60.0)
+            assert not await ask_to_stop(visitor, "run"), "it serves none"
+
+            async def fails(sender: str, payload: bytes) -> bytes:
+                raise MuletrainError("too many calls")
+
+            member.serve(StopRun.KIND, fails)
+            with pytest.raises(MuletrainError, match=r"^b: too many calls$"):
+                await ask_to_stop(visitor, "run")
+
+            async def stops(sender: str, payload: bytes) -> bytes:
+                return b""
+
+            member.serve(StopRun.KIND, stops)
+            assert await ask_to_stop(visitor, "run")
+            await member.close()
+            assert not await ask_to_stop(visitor, "run"), "it is gone"
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_of_a_run_that_has_ended_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MuletrainError, match="no running run under"):
+        stop_run(None)
+    with EventLog(tmp_path / "runs" / "a" / "peer-0.jsonl", "peer-0") as log:
+        log.emit(RunFinished(steps=9, seconds=1.0, reason=LEFT))
+        with pytest.raises(MuletrainError, match="no running run under"):
+            stop_run(None)
+        log.emit(RunFinished(steps=9, seconds=1.0, reason="all steps done"))
+    stop_run(None)
+    assert capsys.readouterr().out == "the run has ended\n"

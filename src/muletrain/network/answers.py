@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from muletrain.network.delivery import Delivery
 
 
+NOT_SERVED = "is not served here (not yet, or not any more)"
+"""Ends the reason of a refusal."""
 MAX_METHOD = 64
 """Characters of an unknown method that are repeated to the caller."""
 AT_ONCE = 64
@@ -76,7 +78,7 @@ class Answers:
         """(True, the answer), or (False, the reason for which the caller gets none)."""
         handler, free = self._handlers.get(method, (None, False))
         if handler is None:
-            return False, f"'{method[:MAX_METHOD]}' is not served here (not yet, or not any more)".encode()
+            return False, f"'{method[:MAX_METHOD]}' {NOT_SERVED}".encode()
         try:
             if sender == self._own:
                 return True, await handler(sender, payload)

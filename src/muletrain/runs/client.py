@@ -12,6 +12,7 @@ from muletrain.compute.probe import chip
 from muletrain.errors import AdmissionError, NetworkError, Refused
 from muletrain.events import ClientBegan, ClientFinished
 from muletrain.runs.join.removal import Members
+from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.servers import NoServer, Roaming
@@ -32,7 +33,6 @@ ASK_EVERY_S = 1.0
 CALL_S = 10.0
 PATIENCE_S = 120.0
 """Seconds within which some server must answer once the run has begun."""
-LEFT = "left in order"
 
 
 @dataclass(frozen=True)

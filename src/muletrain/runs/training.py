@@ -13,6 +13,7 @@ from muletrain.data.tokens import TokenCache
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
+from muletrain.runs.worker_files import LEFT
 from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
@@ -117,7 +118,7 @@ class Training:
         finally:
             host.close_compute()
             if self.peer is not None and self.peer.left:
-                self.reason = "left in order"
+                self.reason = LEFT
 
     def _make(
         self, seat: Seat, links: Network, compute: Compute, book: Book, joins: bool, back: StepBack | None

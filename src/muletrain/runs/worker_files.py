@@ -17,6 +17,8 @@ PROBE_FILE = "probe"
 """By this file 'muletrain doctor --peers' asks 'muletrain start' to measure the fleet."""
 SCRATCH = "MULETRAIN_SCRATCH"
 """Environment variable: the folder for temporary files, which the starting command removes."""
+LEFT = "left in order"
+"""Why a process ended that left a run, which may go on."""
 EXIT_ERROR = 2
 EXIT_NO_CHECKPOINT = 3
 """The run ended, but its last checkpoint could not be written."""

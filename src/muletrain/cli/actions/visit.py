@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json as jsonlib
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.status import Announced, furthest, gone, state_of, status_of
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, Refused
+from muletrain.events import RunFinished, RunStarted, events_in
+from muletrain.network.answers import NOT_SERVED
 from muletrain.runs.folder import ROOT, held, temporary_folder
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.worker_files import OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
+from muletrain.runs.worker_files import LEFT, OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 10.0
 """Seconds that one member has to accept a stop."""
+ENDS_S, POLL_S = 2.0, 0.1
+"""Longest wait for a run's last event once its members are gone, and the time between two looks [s]."""
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
@@ -61,24 +66,62 @@ def show_status(ticket: str | None, *, json: bool) -> None:
 
 
 def stop_run(ticket: str | None) -> None:
-    """Ask one member to stop the run. The request travels in the next step record, so all stop after the same step."""
+    """Ask one member to stop the run. The request travels in the next step record, so all stop after the same step. A run
+    that ends meanwhile, or has ended, needs no stop."""
+    try:
+        told = asyncio.run(as_member(_ticket(ticket), ask_to_stop))
+    except MuletrainError:
+        if ticket is not None or not _own_has_ended():
+            raise
+        told = False
+    if told:
+        print(
+            "the run ends after the current step, with a checkpoint, which a member collects: 'start', unless it is gone"
+        )
+    else:
+        print("the run has ended")
+
+
+async def ask_to_stop(network: Network, run_id: str) -> bool:
+    """Ask the members one by one until one takes the request. False: the run has ended, since all that announced themselves
+    are gone, or serve it no more. Raises MuletrainError if this cannot be told."""
     from muletrain.runtime.peer.messages import StopRun
 
-    async def ask(network: Network, run_id: str) -> str:
-        problems = []
-        for peer in sorted(await network.lookup(f"{run_id}/peers")):
-            try:
-                await network.call(peer, StopRun.KIND, StopRun().pack(), timeout_s=STOP_TIMEOUT_S)
-            except NetworkError as e:
-                problems.append(str(e))
-            else:
-                return peer
+    ended, problems = False, list[str]()
+    for peer, announced in sorted((await network.lookup(f"{run_id}/peers")).items()):
+        who = Announced.read(peer, announced)
+        try:
+            await network.call(peer, StopRun.KIND, StopRun().pack(), timeout_s=STOP_TIMEOUT_S)
+            return True
+        except NetworkError as e:
+            if isinstance(e, PeerUnreachable) or (isinstance(e, Refused) and NOT_SERVED in e.why):
+                ended = True
+                continue
+            problems.append(f"{peer[-6:] if who is None else who.name}: {e.why}")
+    if problems or not ended:
         raise MuletrainError(
             "; ".join(problems) or "no peer has announced itself yet; to end a run that waits, press Ctrl-C at 'start'"
         )
+    return False
 
-    asyncio.run(as_member(_ticket(ticket), ask))
-    print("the run ends after the current step, with a checkpoint, which a member collects: 'start', unless it is gone")
+
+def _own_has_ended() -> bool:
+    """Do the events here say that the run of this machine has ended? Its processes write that last, and a run that it only
+    left may go on."""
+    for _ in range(int(ENDS_S / POLL_S)):
+        logs = _newest(TICKET_FILE) or _newest("*.jsonl")
+        told = events_in(logs[-1].parent, RunStarted, RunFinished) if logs else []
+        if not told:
+            return False
+        if isinstance(told[-1], RunFinished):
+            return told[-1].reason != LEFT
+        time.sleep(POLL_S)
+    return False
+
+
+def _newest(file: str) -> list[Path]:
+    """Such files in the run folders, the newest one last."""
+    return sorted(ROOT.glob(f"*/{file}"), key=lambda p: p.stat().st_mtime)
 
 
 def kick_peer(who: str, ticket: str | None) -> None:
@@ -118,8 +161,7 @@ def _owned(ticket: str | None) -> tuple[Path, Ticket]:
     """The folder with the owner's key of ``ticket``'s run, or of the newest run. Raises MuletrainError."""
     from muletrain.network.identity import Key
 
-    found = sorted(ROOT.glob(f"*/{OWNER_FILE}"), key=lambda p: p.stat().st_mtime, reverse=True)
-    for path in found:
+    for path in reversed(_newest(OWNER_FILE)):
         own = path.parent / TICKET_FILE
         if ticket is None and own.exists():
             return path.parent, Ticket.parse(own.read_text(encoding="utf-8"))
@@ -133,8 +175,7 @@ def _owned(ticket: str | None) -> tuple[Path, Ticket]:
 
 def own_ticket() -> str:
     """The newest ticket under ``runs/``. Raises MuletrainError if this machine is in no run."""
-    found = sorted(ROOT.glob(f"*/{TICKET_FILE}"), key=lambda p: p.stat().st_mtime)
-    if not found:
+    if not (found := _newest(TICKET_FILE)):
         raise MuletrainError(
             f"no running run under {ROOT.resolve()} that others can join (a 'run' with one peer is none); give a ticket, or use the folder "
             f"where 'start' or 'join' was called"

@@ -16,7 +16,7 @@ def status(ticket: OwnTicket = None, json: JsonObject = False) -> None:
 
 def stop(ticket: OwnTicket = None) -> None:
     """End the run after the current step, with a checkpoint in its place, or else in the run folder of 'start' (of another
-    member, if that is gone)."""
+    member, if that is gone). That a run has ended already is no error."""
     from muletrain.cli.actions.visit import stop_run
 
     stop_run(ticket)
