@@ -6,11 +6,14 @@ import dataclasses
 import io
 import json
 import math
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
 
+from muletrain import cli as cli_package
 from muletrain import events as ev
 from muletrain.cli.show.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
 from muletrain.cli.show.sentences import headline
@@ -18,7 +21,6 @@ from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
 ID = "12D3KooWQYV9dGMFoRzNStwpXztXaBUjtPqi6aU76ZgUriHhKust"
 OTHER_ID = ID[:-1] + "u"
@@ -422,3 +424,10 @@ def test_what_others_say_moves_no_cursor() -> None:
     out = io.StringIO()
     LiveConsole(RunView(), Console(file=out, width=200))(ev.FrameRefused(remote="x", reason="\x1b[2J\x07 wrong\x9b"))
     assert "\ufffd[2J\ufffd wrong\ufffd" in out.getvalue()
+
+
+def test_all_tables_have_one_style() -> None:
+    """They are made in one place; grids have no style."""
+    cli = Path(cli_package.__file__).parent
+    makers = [str(p.relative_to(cli)) for p in cli.rglob("*.py") if re.search(r"\bTable\(", p.read_text("utf-8"))]
+    assert makers == ["show/tables.py"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.tables import new_table
 from muletrain.errors import ConfigError
 from muletrain.papers import INDEX, reproduce
 from muletrain.papers.rendering import draw, mark, number, write
@@ -22,12 +23,10 @@ REPORT = Path("docs") / "reproduction"
 
 def list_all(*, json: bool) -> None:
     """Print the names of all reproductions."""
-    from rich.table import Table
-
     if json:
         print(jsonlib.dumps({name: shows for name, (_, _, shows) in INDEX.items()}))
         return
-    table = Table("muletrain reproduce", "shows")
+    table = new_table("", ["muletrain reproduce", "shows"])
     for name, (_, _, shows) in INDEX.items():
         table.add_row(name, shows)
     make_console().print(table)
@@ -66,13 +65,9 @@ def write_all(out: Path | None, *, json: bool) -> bool:
 
 
 def _print(r: Reproduction, console: Console) -> None:
-    from rich.table import Table
-
     console.print(f"[bold]{r.title}[/bold]\n{r.method}\n")
     if r.values:
-        table = Table("", box=None)
-        for heading in ("published", "ours", "difference"):
-            table.add_column(heading, justify="right")
+        table = new_table("", [""], ["published", "ours", "difference"])
         table.add_column("")
         for v in r.values:
             kind = "calibration" if v.calibrated else "prediction"

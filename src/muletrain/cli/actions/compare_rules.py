@@ -7,9 +7,9 @@ import json as jsonlib
 from typing import TYPE_CHECKING
 
 from rich.progress import track
-from rich.table import Table
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.tables import new_table
 from muletrain.sim.fleet.churn import Throughput, courses
 from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
@@ -52,9 +52,7 @@ def compare_rules(
             print(jsonlib.dumps({"policy": name, **dataclasses.asdict(result)}))
         return
     title = f"share of the optimum ({peers} peers, {stages} stages, {runs} runs)"
-    table = Table("policy", title=title, title_justify="left")
-    for heading in ("32 hours", "first hour", "last hour", "moves per hour"):
-        table.add_column(heading, justify="right")
+    table = new_table(title, ["policy"], ["32 hours", "first hour", "last hour", "moves per hour"])
     for name, r in results.items():
         shares = (f"{share:.1f} %" for share in (r.overall, r.first_hour, r.last_hour))
         table.add_row(name, *shares, f"{r.moves_per_hour:.1f}")

@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.cli.show.sentences import printable
+from muletrain.cli.show.tables import new_table
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.events import EventTail, FleetMeasured, ProbeFailed, ProbeProgress
@@ -28,6 +28,8 @@ from muletrain.units import plural
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from rich.table import Table
 
     from muletrain.runs.doctor.examination import Check
 
@@ -70,7 +72,7 @@ def examine_machine(
 
 def table(checks: Sequence[Check]) -> Table:
     """The checks as a table of 80 columns: the fix stands under the finding, and equal findings share a row."""
-    shown = Table("check", "", "result", box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    shown = new_table("", ("check", "", "result"))
     for (verdict, found, fix), same in groupby(checks, lambda check: (check.verdict, check.found, check.fix)):
         result = Text(printable(found))
         if fix:

@@ -6,9 +6,9 @@ import json as jsonlib
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.tables import new_table
 from muletrain.config.costs import Costs, explained
 from muletrain.errors import ConfigError
 from muletrain.sim.fleet.calibration import fit, observe
@@ -16,6 +16,8 @@ from muletrain.sim.fleet.calibration import fit, observe
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from rich.table import Table
 
     from muletrain.sim.fleet.calibration import Fit, Sample
 
@@ -50,6 +52,7 @@ def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
         return
     console = make_console()
     console.print(_constants(found))
+    console.print()
     console.print(_runs(samples, found.costs))
     if not any(s.hops_s for s in samples):
         console.print(
@@ -62,9 +65,7 @@ def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
 
 
 def _constants(found: Fit) -> Table:
-    table = Table("", "measured", "from", title="costs that no fleet file states", title_justify="left")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = new_table("costs that no fleet file states", [""], ["measured", "from"])
     for name, about in CONSTANTS.items():
         count = found.counts[name]
         table.add_row(about, f"{getattr(found.costs, name):.1f} ms" if count else "not measured", str(count))
@@ -74,9 +75,8 @@ def _constants(found: Fit) -> Table:
 
 
 def _runs(samples: Sequence[Sample], costs: Costs) -> Table:
-    table = Table("run", "steps", title="microbatches/s, measured and predicted (flow)", title_justify="left")
-    for heading in ("measured", "without costs", "with costs", "error"):
-        table.add_column(heading, justify="right")
+    title = "microbatches/s, measured and predicted (flow)"
+    table = new_table(title, ["run", "steps"], ["measured", "without costs", "with costs", "error"])
     for s in samples:
         predicted = s.predicted(costs)
         table.add_row(

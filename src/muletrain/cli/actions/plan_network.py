@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import Progress
-from rich.table import Table
 
 from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.tables import new_table
 from muletrain.config.matrices import load_matrices
 from muletrain.errors import ConfigError
 from muletrain.planning.place import place
@@ -19,6 +19,8 @@ from muletrain.planning.placement import Task, link_times
 from muletrain.units import plural
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from muletrain.config.matrices import Matrices
     from muletrain.planning.place import Placement
 
@@ -99,11 +101,10 @@ def _as_json(p: Placement) -> dict[str, Any]:
 
 def _table(placement: Placement, task: Task, matrices: Matrices) -> Table:
     link, share = link_times(task, task.activation_bytes), 2 * link_times(task, task.gradient_bytes / task.pipelines)
-    table = Table("stage", "devices by pipeline")
-    if matrices.regions:
-        table.add_column("regions")
-    for heading in ("data-parallel", "slowest link to the next stage"):
-        table.add_column(heading, justify="right")
+    regions = ["regions"] if matrices.regions else []
+    table = new_table(
+        "", ["stage", "devices by pipeline", *regions], ["data-parallel", "slowest link to the next stage"]
+    )
     for k, stage in enumerate(placement.assignment):
         row = [str(k), " ".join(map(str, stage))]
         if matrices.regions:

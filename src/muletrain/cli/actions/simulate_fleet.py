@@ -189,12 +189,15 @@ def _tell(question: _Question, outcome: Outcome, churn: Weather, hours: float, w
             "(then --set fleet.stages=N here)",
         )
     say_swapped(console, scene, worth_of_swapping(question.scene, churn))
-    console.print(results(scene, outcome))
-    console.print(shares(outcome))
+    for table in (results(scene, outcome), shares(outcome)):
+        console.print()
+        console.print(table)
+    console.print()
     if not strategy_of(run).pooled:
         with make_console(sys.stderr).status("looking for changes that help"):
             found = question.advice(outcome, churn)
         say_advice(console, scene, outcome, found)
+        console.print()
     console.print(links(outcome))
     for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
         console.print(f"estimated: {escape(estimate)}; to use a measured speed, add 'tflops' beside 'device'")

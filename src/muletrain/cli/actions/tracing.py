@@ -7,9 +7,8 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.tables import new_table
 from muletrain.config.model_sections import FACTORY
 from muletrain.errors import MuletrainError
 from muletrain.units import format_count, format_memory
@@ -46,7 +45,7 @@ def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> Non
     if json:
         print(jsonlib.dumps(about))
         return
-    table = Table("part", "class", "parameters", "FLOP/token", "activations/token", "lines", box=None)
+    table = new_table("", ["part", "class"], ["parameters", "FLOP/token", "activations/token", "lines"])
     for row in rows:
         table.add_row(
             row["part"],

@@ -19,6 +19,7 @@ from rich.text import Text
 from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.sentences import headline, is_warning, printable
+from muletrain.cli.show.tables import new_table
 from muletrain.cli.show.view import PeerView, RunView
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_bytes, format_duration, plural
@@ -171,11 +172,7 @@ def _progress(view: RunView) -> RenderableType:
 
 
 def _peers(view: RunView) -> RenderableType:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for header in ("stage", "peer", "state", "device"):
-        table.add_column(header)
-    for header in ("step", "microbatches", "idle", "sent"):
-        table.add_column(header, justify="right")
+    table = new_table("", ("stage", "peer", "state", "device"), ("step", "microbatches", "idle", "sent"))
     for stage, peers in view.stages(present=True).items():
         if not peers:
             table.add_row(str(stage), "[bold red]no peer[/]")

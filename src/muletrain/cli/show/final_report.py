@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from muletrain.cli.show.tables import new_table
 from muletrain.events import TRAFFIC_CLASSES
 from muletrain.units import format_bytes, format_duration, plural
 
@@ -63,7 +64,7 @@ def quality_table(q: Quality) -> RenderableType:
     if q.own_loss:
         return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples (of text: tokens){part}")
     title = f"On {q.tokens:,} held-out tokens{part}"
-    table = report_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
+    table = new_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
     if q.before is not None:
         table.add_row("before training", f"{q.before:.3f}", _perplexity(q.before), _compared(q.before - q.loss))
@@ -87,7 +88,7 @@ def _validations(view: RunView) -> RenderableType:
     last = len(steps) - 1
     shown = sorted({steps[last * k // (MEASURED - 1)] for k in range(MEASURED)})
     tokens = view.validated[steps[-1]].tokens
-    table = report_table(
+    table = new_table(
         f"During training, on {tokens:,} held-out tokens", ["after step"], ["loss [nats/token]", "perplexity"]
     )
     for step in shown:
@@ -116,7 +117,7 @@ def _work(view: RunView) -> RenderableType:
     """One row per peer, within 80 columns; a device that all share is in the title."""
     kinds = {f"{peer.device} {peer.precision}" for peer in view.peers.values()}
     alike = len(kinds) == 1
-    table = report_table(
+    table = new_table(
         f"Peers{_since(view)} ({escape(kinds.pop())})" if alike else f"Peers{_since(view)}",
         ["stage", "peer", *([] if alike else ["device"])],
         ["micro-\nbatches", "re-\ncomputed", "tokens/s", "compute", "aver-\naging", "update", "idle"],
@@ -144,7 +145,7 @@ def _shares(peer: PeerView, view: RunView) -> tuple[str, ...]:
 
 def _links(view: RunView) -> RenderableType:
     classes = [c for c in TRAFFIC_CLASSES if c != "relayed" or any(p.sent_bytes(c) for p in view.peers.values())]
-    table = report_table(f"Sent over the network{_since(view)}", ["from", "to"], [*classes, "total"])
+    table = new_table(f"Sent over the network{_since(view)}", ["from", "to"], [*classes, "total"])
     rows = [(p.name, receiver, counts) for p in view.peers.values() for receiver, counts in p.sent.items()]
     named = sorted((sender, view.name_of(receiver), counts) for sender, receiver, counts in rows)
     last = ""
@@ -159,7 +160,7 @@ def _links(view: RunView) -> RenderableType:
 
 def _swapped(view: RunView) -> RenderableType:
     """Peers whose stage is larger than their device."""
-    table = report_table(
+    table = new_table(
         "Swapped stages",
         ["stage", "peer"],
         ["parts", "loads", "loaded", "micro-\nbatches\na pass", "waits for\nweights"],
@@ -173,7 +174,7 @@ def _swapped(view: RunView) -> RenderableType:
 
 
 def _clients(view: RunView) -> RenderableType:
-    table = report_table("Clients", ["stage", "client", ""], ["parts", "late", "redone"])
+    table = new_table("Clients", ["stage", "client", ""], ["parts", "late", "redone"])
     for stage, clients in view.clients.by_stage().items():
         for c in clients:
             table.add_row(str(stage), escape(c.name), c.state, *map(str, (c.parts, c.late, c.redone)))
@@ -181,7 +182,7 @@ def _clients(view: RunView) -> RenderableType:
 
 
 def _faults(view: RunView) -> RenderableType:
-    table = report_table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "detected"], [])
+    table = new_table(f"Injected faults: {len(view.faults)}", ["after step", "fault", "hit", "detected"], [])
     for row in view.faults.rows():
         table.add_row(*map(escape, row))
     return table
@@ -190,16 +191,6 @@ def _faults(view: RunView) -> RenderableType:
 def _places(paths: Mapping[str, Path | str]) -> RenderableType:
     width = max(map(len, paths), default=0)
     return Group(*(Text(f"{label:<{width}}  {path}", overflow="fold") for label, path in paths.items()))
-
-
-def report_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """An empty table with headings aligned to the left and to the right."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim", pad_edge=False)
-    for header in left:
-        table.add_column(escape(header))
-    for header in right:
-        table.add_column(escape(header), justify="right")
-    return table
 
 
 def _section(title: str, body: RenderableType) -> RenderableType:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rich.box import HORIZONTALS
 from rich.markup import escape
-from rich.table import Table
 
 from muletrain.cli.show.console import say
+from muletrain.cli.show.tables import new_table
 from muletrain.sim.fleet.advice import WORTH
 from muletrain.sim.setting import mixed, seated
 from muletrain.strategies import listed_of
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+    from rich.table import Table
 
     from muletrain.config.costs import Costs
     from muletrain.config.fleet_file import Fleet
@@ -48,7 +48,7 @@ def say_run(
     console.print(
         f"{name} ({format_count(spec.params)} parameters) in {plural(len(scene.cut), 'stage')}, "
         f"{plural(scene.cost.microbatches, 'microbatch')} of {scene.cost.sequences} x {spec.context} tokens per step, "
-        f"strategy {listed_of(run).name}, {hours:g} hours\n"
+        f"strategy {listed_of(run).name}, {hours:g} h\n"
     )
     if outcome.partial:
         so_far, asked = (format_duration(3600 * h) for h in (outcome.hours, hours))
@@ -85,8 +85,8 @@ def say_advice(console: Console, scene: Setting, outcome: Outcome, found: Sequen
         console,
         f"most time is lost to: {cause} ({100 * share:.0f} %). Any of these changes helps, by '--fidelity flow':",
     )
-    table = Table("change", "tokens/s", "gain", "effect on training")
-    table.columns[1].justify = table.columns[2].justify = "right"
+    table = new_table("", ["change"], ["tokens/s", "gain"])
+    table.add_column("effect on training", overflow="fold")
     for s in found:
         others = "" if s.stages == len(scene.cut) or s.change.field == "fleet.stages" else plural(s.stages, "stage")
         tokens_per_s = (1 + s.gain) * outcome.throughput * scene.cost.tokens
@@ -114,7 +114,8 @@ def say_costs(console: Console, costs: Costs, spec: Model, scene: Setting) -> No
 
 
 def results(scene: Setting, outcome: Outcome) -> Table:
-    table = Table(show_header=False, title="result", title_justify="left")
+    table = new_table("result", ["", ""])
+    table.show_header = False
     median_s, longest_s = outcome.recovery_s
     recovery = "not needed: no machine went away"
     if outcome.events.get("left"):
@@ -142,8 +143,8 @@ def results(scene: Setting, outcome: Outcome) -> Table:
 
 def shares(outcome: Outcome) -> Table:
     """The shares sum to 100 %."""
-    table = Table("where the machines' time goes", "", title_justify="left")
-    table.columns[1].justify = "right"
+    table = new_table("where the machines' time goes", [""], [""])
+    table.show_header = False
     table.add_row("training (share of the optimum)", f"[bold]{100 * outcome.share_of_optimum:.1f} %[/bold]")
     for cause, share in outcome.idle.items():
         if share >= 5e-4:
@@ -152,12 +153,8 @@ def shares(outcome: Outcome) -> Table:
 
 
 def links(outcome: Outcome) -> Table:
-    table = Table(
-        "from", "to", title="traffic", title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False
-    )  # without lines between columns it fits into 80
     classes = ("activations", "gradients", "averaging", "state")
-    for heading in (*classes, "mean"):
-        table.add_column(heading, justify="right")
+    table = new_table("traffic", ["from", "to"], [*classes, "mean"])
     busiest = sorted(outcome.bytes.items(), key=lambda item: -sum(item[1].values()))
     for (a, b), sent in busiest[:LINKS]:
         rate = 8 * sum(sent.values()) / (3600 * outcome.hours)

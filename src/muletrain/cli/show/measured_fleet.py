@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from muletrain.cli.show.final_report import report_table
+from muletrain.cli.show.tables import new_table
 from muletrain.config.fleet_file import BYTES_PER_S_PER_MBPS, load_fleet
 from muletrain.errors import ConfigError
 
@@ -38,7 +38,7 @@ def fleet_tables(measured: FleetMeasured) -> RenderableType:
 
 def _machines(fleet: Fleet) -> Table:
     peers = fleet.peers()
-    table = report_table("Machines", ["peer", "device"], ["TFLOP/s", "memory", "round trip", "upload", "download"])
+    table = new_table("Machines", ["peer", "device"], ["TFLOP/s", "memory", "round trip", "upload", "download"])
     for peer in peers:
         others = [other for other in peers if other.index != peer.index]
         there, back = ([fleet.link(*pair) for pair in _pairs(peer, others, up=up)] for up in (True, False))
@@ -65,7 +65,7 @@ def _matrix(fleet: Fleet) -> RenderableType:
     peers = fleet.peers()
     if len(peers) < 2:
         return Text("only one machine, so no links")
-    table = report_table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
+    table = new_table("Links: round trip, bandwidth", ["from"], [f"to {peer.name}" for peer in peers])
     for a in peers:
         links = (fleet.link(a.index, b.index) for b in peers)
         cells = (f"{2000 * link.delay_s:.3g} ms, {_mbps(link.bandwidth_bytes_per_s)}" for link in links)

@@ -6,11 +6,10 @@ from collections import Counter
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from rich.box import HORIZONTALS
 from rich.markup import escape
-from rich.table import Table
 
 from muletrain.cli.show.console import say
+from muletrain.cli.show.tables import new_table
 from muletrain.planning.splits import title
 from muletrain.sim.fleet.advice import WORTH
 from muletrain.strategies import find
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rich.console import Console
+    from rich.table import Table
 
     from muletrain.config.fleet_file import Fleet
     from muletrain.config.fleet_sections import Machine
@@ -82,9 +82,8 @@ def _say_limit(console: Console, plan: Plan, chosen: Prediction) -> None:
     if not plan.improvements:
         say(console, f"no single change that 'plan' tried gives {100 * WORTH:.0f} % more throughput")
         return
-    table = _plain_table("changes of the run that help", "change", "tokens/s", "gain", "machines", "effect on training")
-    for n in (1, 2, 3):
-        table.columns[n].justify = "right"
+    table = new_table("changes of the run that help", ["change"], ["tokens/s", "gain", "machines"])
+    table.add_column("effect on training", overflow="fold")
     for better in plan.improvements:
         table.add_row(
             escape(f"--set {better.change}"),
@@ -118,8 +117,7 @@ def _notes(plan: Plan, fleet: Fleet) -> list[str]:
 
 def _table(plan: Plan) -> Table:
     """One column per possible strategy."""
-    table = _plain_table("prediction for each strategy")
-    table.add_column("", overflow="fold")
+    table = new_table("prediction for each strategy", [""])
     able = [p for p in plan.strategies if not p.problem]
     chosen = None if plan.recommended is None else plan.strategies[plan.recommended]
     for p in able:
@@ -128,6 +126,8 @@ def _table(plan: Plan) -> Table:
         )
 
     def row(label: str, show: Callable[[Prediction], str], end: bool = False) -> None:
+        if table.rows and table.rows[-1].end_section:
+            table.add_row()
         table.add_row(escape(label), *map(show, able), end_section=end)
 
     row("runs today", lambda p: "yes" if p.runnable else "no clients" if find(p.strategy).pooled else "not yet")
@@ -150,16 +150,6 @@ def _table(plan: Plan) -> Table:
         row("price of 10^9 tokens", lambda p: _price(p.price_per_billion_tokens), end=True)
     _memory_rows(plan, row)
     _traffic_rows(plan, row)
-    return table
-
-
-def _plain_table(title: str, *columns: str, gap: int = 2) -> Table:
-    """A table without lines between columns, to fit into 80; long cells are folded, never cut off."""
-    table = Table(
-        title=title, title_justify="left", box=HORIZONTALS, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
-    )
-    for column in columns:
-        table.add_column(column, overflow="fold")
     return table
 
 
@@ -236,7 +226,7 @@ def link_speed(t: Traffic) -> str:
 
 def _layout(p: Prediction, fleet: Fleet) -> Table:
     entries = entry_of(fleet)
-    table = _plain_table("placement", "stage", "layers", "machines")
+    table = new_table("placement", ["stage", "layers", "machines"])
     for n, stage in enumerate(p.stages):
         counts = Counter(
             (entries[name].region, entries[name].device or entries[name].name) for name in set(stage.machines)
@@ -249,7 +239,7 @@ def _layout(p: Prediction, fleet: Fleet) -> Table:
 
 def _memory(p: Prediction) -> Table:
     unit, name = _unit(p.memory)
-    table = _plain_table(f"the fullest machine of each kind, in {name}", "memory", gap=1)
+    table = new_table(f"the fullest machine of each kind, in {name}", ["memory"], gap=1)
     for heading in ("weights", "optimizer", "gradients", "activations", "buffers", "on device", "beside"):
         table.add_column(heading, justify="right", min_width=len(heading))
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from muletrain.cli.show.final_report import report_table
+from muletrain.cli.show.tables import new_table
 from muletrain.units import format_count, format_duration, format_memory, plural
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def table_of(profile: Profile) -> RenderableType:
         f"{plural(profile.sequences, 'sequence')} of {profile.context:,} tokens"
     )
     right = ["times", "forward", "backward", "load", "weights", "activations", "workspace"]
-    table = report_table(title, ["part"], right)
+    table = new_table(title, ["part"], right)
     for block in profile.blocks:
         seconds = (block.forward_s, block.backward_s, block.load_s)
         sizes = (block.parameter_bytes, block.activation_bytes, block.workspace_bytes)

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from muletrain.cli.show.sentences import printable
+from muletrain.cli.show.tables import new_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
 
     from muletrain.network.base import PeerId
 
@@ -61,7 +63,7 @@ def _table(peers: Sequence[Announced], at: Announced) -> Table:
     lost = gone(peers)
     names = [*(p.name for p in peers), *(d.name for d in lost)]
     alike = len(set(names)) < len(names)
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table = new_table("", ())
     pooled = any(p.clients is not None for p in peers)
     for header in (
         "stage",
