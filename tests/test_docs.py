@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
+from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.policy.chaos import Bounds, parse
 from muletrain.runs.join.ticket import PREFIX
@@ -34,6 +36,11 @@ PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7",
 def blocks(text: str) -> list[str]:
     """Commands of ours in shell blocks, which have all that they need."""
     return _commands("\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).split("\n"))
+
+
+def tomls(text: str) -> list[str]:
+    """TOML files that a page shows."""
+    return re.findall(r"^```toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 def mentioned(text: str) -> list[str]:
@@ -151,6 +158,16 @@ def test_what_is_quick_runs(line: str) -> None:
     assert any(line in text for text in PAGES.values())
     result = CliRunner().invoke(app, shlex.split(line)[1:])
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("block", sorted({block for text in PAGES.values() for block in tomls(text)}))
+def test_every_file_of_a_block_loads(block: str, tmp_path: Path) -> None:
+    """A fleet has machines, a run has none."""
+    (tmp_path / "my.toml").write_text(block, encoding="utf-8")
+    if "machines" in tomllib.loads(block):
+        load_fleet(tmp_path / "my.toml")
+    else:
+        load_config(tmp_path / "my.toml")
 
 
 @pytest.mark.parametrize("page", PAGES)
