@@ -185,8 +185,10 @@ class Dispatcher:
         microbatch does not stay finite, another decides, or the first one itself if there is no other. Raises StageLost
         when every live peer failed it or its step is over, and Unfinite when what we send is not finite, and should be.
         """
-        begun_s = self._ctx.clock.now()
-        failed, again = {*tried, *request.without}, {*request.without} - {*tried}
+        begun_s = full_s = self._ctx.clock.now()
+        # others may compute a copy, and compare what was computed, as well
+        again = {*request.without} - {*tried} if self._stage in accumulate else set()
+        failed = {*tried, *again}
         full: set[PeerId] = set()
         for tries in itertools.count():
             if not self._is_current(request):
@@ -195,6 +197,11 @@ class Dispatcher:
             if peer is None and full:
                 await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
                 full.clear()
+                if self._ctx.clock.now() - full_s >= self.trips.long_s():  # who says that it is full may lie
+                    if tried:
+                        raise StageLost(f"stage {self._stage}: nobody else has room for long")
+                    full_s, failed, again = self._ctx.clock.now(), set(), set()
+                    self.refresh()
                 continue
             if peer is None and again:
                 failed, again = failed - again, set()
@@ -205,7 +212,7 @@ class Dispatcher:
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
             try:
-                pending = _Pending(peer, request, tensors, frozenset({*failed, peer}), gradient, unfinite)
+                pending = _Pending(peer, request, tensors, frozenset({*failed - again, peer}), gradient, unfinite)
                 answer = await self._from(pending, accumulate)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, e.why)
@@ -213,7 +220,7 @@ class Dispatcher:
             except _FoundUnfinite as e:
                 if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
-                unfinite, again = True, again if unfinite else {peer}
+                unfinite, again = True, again if unfinite else {*again, peer}
                 self._give_up(peer, request, str(e))
             except _Gone as e:  # alive, but it does not have the request
                 self._give_up(peer, request, str(e))
