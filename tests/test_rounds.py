@@ -27,7 +27,7 @@ from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.sim.world.draws import basic
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
@@ -119,6 +119,12 @@ def test_of_two_replicas_that_do_not_reach_each_other_the_first_goes_on() -> Non
     outcome = played((2, 2), Fault(0.1, "cut", ("peer-1a", "peer-1b"), 1e4))
     assert outcome.left_behind == ["peer-1b"]
     assert applied(outcome, "peer-1a", 3) < 30
+
+
+def test_one_of_two_replicas_that_never_has_room_does_not_end_the_run() -> None:
+    """Its replica's copies wait for room there, and what it fails at."""
+    outcome = played((2, 2), Fault(0.0, "lie", ("peer-1b",), FOR_EVER_S, how="full"))
+    assert outcome.virtual_s < 60.0
 
 
 def test_replicas_that_lose_sight_of_each_other_for_a_while_both_come_to_the_end() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
@@ -21,6 +20,7 @@ from muletrain.policy.wiring import Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
+from muletrain.runtime.microbatch.pending import Answer, Pending
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.messages import Attempt
+    from muletrain.runtime.microbatch.pending import Reply
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
@@ -64,52 +65,6 @@ class StageLost(MuletrainError):
     """No peer of the stage could take the microbatch now."""
 
 
-@dataclass
-class Answer:
-    """The answer to a request: the loss [nats/token] and, if asked for, d loss / d output as sent. ``unfinite``:
-    another peer had found that the microbatch does not stay finite."""
-
-    peer: PeerId
-    loss: float
-    gradient: Encoded | None
-    unfinite: bool
-    took_s: float
-
-
-_Reply = tuple["Backward | Done | Busy | Lost", "list[Encoded]"]
-
-
-@dataclass
-class _Pending:
-    """One peer owes the answer to one request."""
-
-    peer: PeerId
-    request: Attempt
-    tensors: list[Encoded]
-    tried: frozenset[PeerId]
-    """Peers that do not compute a copy: ``peer``, and those that failed before it."""
-    gradient: bool
-    unfinite: bool
-    reply: asyncio.Future[_Reply | Answer] = field(default_factory=asyncio.Future)
-    """The peer's own answer, or that of another peer which computed a copy meanwhile."""
-    copy: asyncio.Task[Answer] | None = None
-    """The copy's answer, once the peer is suspected (``Silence``), or takes very long."""
-
-    @property
-    def shape(self) -> tuple[int, ...] | None:
-        """Shape of the gradient to come, which is that of what was sent; None: no gradient comes."""
-        return tuple(self.tensors[0].shape) if self.gradient else None
-
-    def copied_by(self, copy: asyncio.Task[Answer]) -> None:
-        """``copy`` answers, too, if it comes first."""
-        self.copy = copy
-        copy.add_done_callback(self._copied)
-
-    def _copied(self, copy: asyncio.Task[Answer]) -> None:
-        if not (copy.cancelled() or copy.exception() or self.reply.done()):
-            self.reply.set_result(copy.result())
-
-
 class Dispatcher:
     """Sends the requests of one peer towards one stage."""
 
@@ -117,7 +72,7 @@ class Dispatcher:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
         self.trips = Trips(ctx.plan.capacity)
-        self._pending: dict[PeerId, dict[tuple[int, int, int, str], _Pending]] = {}
+        self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
         self._copies = RetryBudget(COPIES * ctx.plan.capacity, COPIES_SHARE)
@@ -212,7 +167,7 @@ class Dispatcher:
                     f"stage {self._stage}: no live peer could take microbatch {request.step}/{request.index}"
                 )
             try:
-                pending = _Pending(peer, request, tensors, frozenset({*failed - again, peer}), gradient, unfinite)
+                pending = Pending(peer, request, tensors, frozenset({*failed - again, peer}), gradient, unfinite)
                 answer = await self._from(pending, accumulate)
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, e.why)
@@ -250,7 +205,7 @@ class Dispatcher:
         now_s = self._ctx.clock.now()
         return self._wiring.choose(excluded, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
-    async def _from(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
+    async def _from(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
         """Returns the answer of one peer. When it is suspected, another peer computes the microbatch, too, but
         accumulates nothing, here and in the stages behind. If the suspect lives, the microbatch is in its accumulator;
         if not, that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs this
@@ -301,7 +256,7 @@ class Dispatcher:
                 return
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
-    def _have_one_copied(self, pending: _Pending, why: str) -> bool:
+    def _have_one_copied(self, pending: Pending, why: str) -> bool:
         """Returns False if it is copied already, or if no copy is left."""
         if pending.copy is not None or not self._copies.spend():
             return False
@@ -309,7 +264,7 @@ class Dispatcher:
         pending.copied_by(asyncio.create_task(self._copy(pending)))
         return True
 
-    async def _copy(self, pending: _Pending) -> Answer:
+    async def _copy(self, pending: Pending) -> Answer:
         """The answer of another peer, which accumulates nothing."""
         p = pending
         return await self.request(p.request, (), p.tensors, p.tried, gradient=p.gradient, unfinite=p.unfinite)
@@ -329,7 +284,7 @@ class Dispatcher:
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in here))
         self.refresh()
 
-    async def _try(self, pending: _Pending, accumulate: tuple[int, ...]) -> Answer:
+    async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
         """Send to one peer, then wait while it works on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
@@ -360,7 +315,7 @@ class Dispatcher:
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
-    async def _await(self, peer: PeerId, request: Attempt, pending: _Pending) -> _Reply | Answer:
+    async def _await(self, peer: PeerId, request: Attempt, pending: Pending) -> Reply | Answer:
         begin_s, what = self._ctx.clock.now(), f"microbatch {request.step}/{request.index} at stage {self._stage}"
         for attempt in itertools.count():
             try:
@@ -384,7 +339,7 @@ class Dispatcher:
                     raise _Gone(f"{what}: it has had it for long") from None
         raise AssertionError
 
-    def _held_for_long(self, pending: _Pending, waited_s: float) -> bool:
+    def _held_for_long(self, pending: Pending, waited_s: float) -> bool:
         """Have another peer compute a copy of what was ``pending`` for long, whatever its peer says: it may lie. Returns
         True if nobody can, but the stage has other peers: then it has to be given up, and tried anew."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)

@@ -79,7 +79,8 @@ class Busy(Request):
 
 
 class Lost(Request):
-    """The receiver could not finish a forward: the computation failed, or the next stage cannot be reached.
+    """The receiver will not finish a forward: it is at an earlier step, its accumulator is sealed, the computation failed, or
+    the next stage cannot be reached.
     ``unfinite``: the inputs or outputs are not finite."""
 
     KIND: ClassVar[str] = "lost"

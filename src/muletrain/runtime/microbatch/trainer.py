@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -83,6 +83,10 @@ class Trainer:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
         """By stage: the peers that its replicas do not count on, as each replica said last."""
+        self._gaps = 0
+        """Gaps heard of."""
+        self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
+        """By stage: what ``_votes`` returned, and from what."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """Run ``work`` until it ends, or until the step does."""
@@ -132,6 +136,7 @@ class Trainer:
         follows as soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
+            self._gaps += 1
         mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
         if gap.early:
             for i in [i for i in mine if self._begun.get(i) is False]:
@@ -209,14 +214,13 @@ class Trainer:
             for tries in range(MAX_TRIES):
                 if not accumulate and loss is not None:
                     return loss
-                peers = (p for stage in accumulate for p in self._ctx.roster.stage(stage))
                 request = Attempt(
                     lineage=self._lineage,
                     step=self._step,
                     index=index,
                     attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
-                    without=tuple(filter(self._ignored, peers))[:MAX_WITHOUT],
+                    without=self._left_out(accumulate),
                 )
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
@@ -233,11 +237,25 @@ class Trainer:
         usual_s = self._dispatcher.trips.usual_s
         return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, self._ignored)
 
+    def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
+        """Returns peers of ``stages`` that should not compute a microbatch, if others can."""
+        named = sorted(p for s in stages for p in self._votes(s) if self._ignored(p))
+        return tuple(named[:MAX_WITHOUT])
+
     def _ignored(self, peer: PeerId) -> bool:
         """Do most of the other replicas of its stage go on without ``peer``? Then what it holds is of no use."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return True
         stage = roster.member(peer).stage
-        others, said = [p for p in roster.stage(stage) if p != peer], self._without[stage]
-        return 2 * sum(peer in said.get(p, ()) for p in others) > len(others)
+        others = len(roster.stage(stage)) - roster.is_alive(peer)
+        return 2 * self._votes(stage)[peer] > others
+
+    def _votes(self, stage: int) -> Counter[PeerId]:
+        """Returns how many replicas of ``stage`` do not count on a peer. Counted once for all microbatches."""
+        said, roster = self._without[stage], self._ctx.roster
+        seen = roster.version, self._gaps
+        if stage not in self._counted or self._counted[stage][0] != seen:
+            live = roster.stage(stage) if said else ()
+            self._counted[stage] = seen, Counter(p for replica in live for p in {*said.get(replica, ())} - {replica})
+        return self._counted[stage][1]

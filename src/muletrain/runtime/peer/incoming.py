@@ -83,21 +83,21 @@ class EarlyFrames:
     def __init__(self, capacity: int) -> None:
         """``capacity``: requests that this peer holds."""
         self._capacity = capacity
-        self.beyond: tuple[int, PeerId] | None = None
-        """A step that is too far ahead for its frames to be kept, and who is there."""
         self._frames: list[tuple[int, PeerId, Frame]] = []
         self._of: Counter[tuple[PeerId, bool]] = Counter()
         """Frames by sender, with tensors or without."""
         self._bytes = 0
 
-    def keep(self, sender: PeerId, frame: Frame, step: int) -> None:
-        """Keep a frame of ``step``, unless there are too many."""
+    def keep(self, sender: PeerId, frame: Frame, step: int) -> bool:
+        """Keep a frame of ``step``. Returns False if there are too many."""
         kind = sender, bool(frame.tensors)
         room = self._of[kind] < (self._capacity if frame.tensors else NOTICES)
         if room and len(self._frames) < LIMIT and self._bytes + _bytes(frame) <= BYTES:
             self._frames.append((step, sender, frame))
             self._of[kind] += 1
             self._bytes += _bytes(frame)
+            return True
+        return False
 
     def take(self) -> list[tuple[PeerId, Frame]]:
         """Take all frames out."""
@@ -162,6 +162,8 @@ class Incoming:
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
         self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
+        self._furthest = 0
+        """See ``passed_by``."""
         checks: dict[type[Message], Check] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
@@ -181,9 +183,11 @@ class Incoming:
                 await self._on_frame(sender, frame)
             except ProtocolError as e:
                 self._ctx.refused(sender, str(e))
-        if self._early.beyond is not None and self._early.beyond[0] > self._position.step:
-            self._runner.exchange.on_later(self._early.beyond[1], applied=True)
-        self._early.beyond = None
+
+    def passed_by(self) -> bool:
+        """Has a frame of a later step than ours come since the last call that was too early to be kept?"""
+        furthest, self._furthest = self._furthest, 0
+        return furthest > self._position.step
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         """Hand on a frame of a member; its header was checked (``Expected``)."""
@@ -205,7 +209,7 @@ class Incoming:
         work = at.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        if self._ctx.detector.mark_back(sender):
+        if not isinstance(message, Lost) and self._ctx.detector.mark_back(sender):  # who declines may be of no use
             self._microbatches.refresh_routes()
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK
@@ -213,12 +217,11 @@ class Incoming:
             ahead = int(self._ctx.plan.delayed)
             if not loads:
                 self._runner.exchange.on_later(sender, applied=agreeing or step > at.step + ahead)
-            if step <= at.step + 1 + ahead:
-                self._early.keep(sender, frame, step)
-            else:  # we are far behind, and find that out, at the latest when we come to the next step
-                self._early.beyond = step, sender
-                if isinstance(message, Forward):
-                    self._microbatches.server.decline(sender, message, "it is at an earlier step")
+            kept = step <= at.step + 1 + ahead and self._early.keep(sender, frame, step)
+            if not kept:  # otherwise we are far behind, and find that out, at the latest in the next step
+                self._furthest = max(self._furthest, step)
+            if not kept and isinstance(message, Forward):
+                self._microbatches.server.decline(sender, message, "it is at an earlier step")
             return
         if isinstance(message, Seal | RoundEntry):
             await self._membership.acquaint(sender, message.stage)

@@ -199,7 +199,7 @@ class Peer:
         while not self._life.done:
             step = at.step
             try:
-                if returned:
+                if self._incoming.passed_by() or returned:
                     await self.runner.meet(sure=sure)
                 self._microbatches.begin(at.work, retry=returned)
                 await self._incoming.redeliver()

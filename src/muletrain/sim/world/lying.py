@@ -11,7 +11,7 @@ from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
-from muletrain.runtime.microbatch.messages import Backward, Done, Forward, Gap, Lost, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Seal
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
@@ -50,6 +50,7 @@ LIES = (
     "attests",
     "admits",
     "holds",
+    "full",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
@@ -57,8 +58,8 @@ to newcomers, parts of checkpoints, the gradient that it averages, and its work:
 ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
 microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
 microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone; whether it
-holds the gradient (it never tells; or only when it is asked, once it has applied the step), and that it sends its part of
-it, although none comes."""
+holds the gradient (it never tells; or only when it is asked, once it has applied the step), that it sends its part of
+it, although none comes, and that it has no room for any microbatch."""
 
 
 _UNSAID: dict[str, type] = {
@@ -121,6 +122,10 @@ class Liar:
                 await self._seal_ahead(frame.message)
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
+            if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
+                busy = Busy(**forward.identity(), stage=forward.stage).frame()
+                await self._network.send(sender, busy, channel=Busy.CHANNEL, timeout_s=10.0)
+                return
             await handler(sender, frame)
 
         self._network.receive(hear, *kinds, **how)

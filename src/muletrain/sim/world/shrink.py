@@ -84,7 +84,7 @@ def _smaller(s: Scenario) -> Iterator[Scenario]:
             yield replace(s, **{f.name: f.default})  # type: ignore[arg-type]  # of that very field
     for k in range(len(s.overrides)):
         yield replace(s, overrides=s.overrides[:k] + s.overrides[k + 1 :])
-    yield replace(s, narrow=(), longer=1.0, weight=1.0)
+    yield replace(s, narrow=(), longer=1.0, slower=1.0, weight=1.0)
     for k in range(len(s.narrow)):
         yield replace(s, narrow=s.narrow[:k] + s.narrow[k + 1 :])
     for steps in {1, s.steps // 2, s.steps - 1}:
