@@ -93,9 +93,10 @@ def test_what_killed_processes_left_is_removed_and_counts_as_free(
     assert {path.name for path in tmp_path.iterdir()} == {"stranger"}
 
 
-def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, and
-    the copies for a checkpoint and a newcomer."""
+    the copies for a checkpoint and a newcomer; alone, none of these."""
     sizes, region = list[int](), Memory.region
 
     def counted(memory: Memory, numbers: int, *, copied: bool = False) -> Region:
@@ -104,12 +105,14 @@ def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.M
 
     monkeypatch.setattr(Memory, "region", counted)
     most = MICROBATCHES - 1
-    swapped = made.swapped(1, disk=False, most=most)
+    swapped = made.swapped(1, disk=False, most=most, alone=alone, tight=True)
     run(train(swapped, 2))
     assert swapped[0].rounds.rounds > 2, "a second round in a step takes the second accumulator"
     tokens = SEQUENCES * SPEC.context
-    need = swap_memory(SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=most, lamb=False, disk=False)
-    beside = 4 * 2 * swapped[0].n_params + 2 * need.state
+    need = swap_memory(
+        SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=most, lamb=False, disk=False, alone=alone
+    )
+    beside = need.update + (0 if alone else 4 * 2 * swapped[0].n_params + 2 * need.state)
     assert 0.98 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
     assert need.between > 0.02 * need.on_host, "it would be seen"
 

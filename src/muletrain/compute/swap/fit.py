@@ -101,7 +101,7 @@ def swap_memory(
         state=12 * params,
         gradients=(4 if alone else 16) * params,
         between=(len(blocks) - 1) * goes_on * microbatches,
-        update=4 * ((TENSORS - len(KINDS)) * largest if lamb else IN_PLACE * update_window(params)),
+        update=4 * ((TENSORS - len(KINDS)) * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),
         disk=disk,
         alone=alone,
