@@ -95,8 +95,8 @@ def test_what_killed_processes_left_is_removed_and_counts_as_free(
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
-    """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, and
-    the copies for a checkpoint and a newcomer; alone, none of these."""
+    """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, one
+    that is taken from a replica, and the copies for a checkpoint and a newcomer; alone, none of these."""
     sizes, region = list[int](), Memory.region
 
     def counted(memory: Memory, numbers: int, *, copied: bool = False) -> Region:
@@ -112,9 +112,9 @@ def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.M
     need = swap_memory(
         SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=most, lamb=False, disk=False, alone=alone
     )
-    beside = need.update + (0 if alone else 4 * 2 * swapped[0].n_params + 2 * need.state)
-    assert 0.98 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
-    assert need.between > 0.02 * need.on_host, "it would be seen"
+    beside = need.update + (0 if alone else 4 * 3 * swapped[0].n_params + 2 * need.state)
+    assert 0.981 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
+    assert need.between > 0.019 * need.on_host, "it would be seen, were it twice as large"
 
 
 def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
