@@ -117,6 +117,18 @@ def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.M
     assert need.between > 0.019 * need.on_host, "it would be seen, were it twice as large"
 
 
+@pytest.mark.parametrize("tight", [False, True])
+def test_without_room_for_a_copy_the_state_itself_is_given_until_it_changes(made: Made, tight: bool) -> None:
+    """A peer alone, with no more memory beside its device than it needs; with room, it gives a copy."""
+    (swapped,) = made.swapped(1, disk=False, alone=True, tight=tight)
+    assert swapped.lends == tight
+    before = run(swapped.state())
+    first = {name: t.clone() for name, t in before.items()}
+    run(train([swapped], 1))
+    assert all(torch.equal(t, first[n]) for n, t in before.items()) != tight
+    assert all(t.data_ptr() == before[n].data_ptr() for n, t in run(swapped.state()).items()) == tight
+
+
 def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
     (swapped,) = made.swapped(1)
     run(train([swapped], 1))

@@ -214,18 +214,6 @@ def test_a_state_goes_from_one_kind_to_the_other(made: Made) -> None:
         run(swapped[0].load_state({"model/x": torch.zeros(1)}))
 
 
-def test_without_room_for_a_copy_the_state_itself_is_given_until_it_changes(made: Made) -> None:
-    """A peer alone, with no more memory beside its device than it needs; with room, it gives a copy."""
-    tight, roomy = (made.swapped(1, disk=False, alone=True, tight=t)[0] for t in (True, False))
-    assert (tight.lends, roomy.lends) == (True, False)
-    for swapped in (tight, roomy):
-        before = run(states([swapped]))
-        first = {name: t.clone() for name, t in before.items()}
-        run(train([swapped], 1))
-        assert (worst(before, first) == 0) != swapped.lends
-        assert all(t.data_ptr() == before[n].data_ptr() for n, t in run(states([swapped])).items()) == swapped.lends
-
-
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 MEASURE = """
