@@ -42,19 +42,29 @@ class Made:
         return made
 
     def swapped(
-        self, stages: int, spec: ModelSpec = SPEC, *, budget: int = 0, disk: bool = True, most: int = 4, **changes: Any
+        self,
+        stages: int,
+        spec: ModelSpec = SPEC,
+        *,
+        budget: int = 0,
+        disk: bool = True,
+        most: int = 4,
+        alone: bool = False,
+        tight: bool = False,
+        **changes: Any,
     ) -> list[SwappedCompute]:
-        """``budget`` [bytes]; 0: the least with which the stage can be swapped at all."""
+        """``budget`` [bytes]; 0: the least with which the stage can be swapped at all; ``tight``: no more memory beside the
+        device than it needs."""
         setup = replace(SETUP, **changes)
         made = []
         for s in range(stages):
             tokens, lamb = setup.sequences * spec.context, setup.optimizer.name == "lamb"
             memory = swap_memory(
-                spec, spec.cut(stages), s, tokens, setup.precision, microbatches=most, lamb=lamb, disk=disk
+                spec, spec.cut(stages), s, tokens, setup.precision, microbatches=most, lamb=lamb, disk=disk, alone=alone
             )
             folder = self.folder / f"swap-{len(self.opened)}-{s}" if disk else None
-            offer = Offer(budget or memory.least, None if disk else 1 << 31)
-            swap = Swap(offer, folder, most)
+            offer = Offer(budget or memory.least, None if disk else memory.on_host if tight else 1 << 31)
+            swap = Swap(offer, folder, most, alone=alone)
             made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))
         self.opened += made
         return made

@@ -93,9 +93,10 @@ def test_what_killed_processes_left_is_removed_and_counts_as_free(
     assert {path.name for path in tmp_path.iterdir()} == {"stranger"}
 
 
-def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, and
-    the copies for a checkpoint and a newcomer."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """Between sub-models, too. Beside the regions that are made here there are the reduced gradient, the last step's, one
+    that is taken from a replica, and the copies for a checkpoint and a newcomer; alone, none of these."""
     sizes, region = list[int](), Memory.region
 
     def counted(memory: Memory, numbers: int, *, copied: bool = False) -> Region:
@@ -104,14 +105,28 @@ def test_backing_memory_holds_what_was_planned(made: Made, monkeypatch: pytest.M
 
     monkeypatch.setattr(Memory, "region", counted)
     most = MICROBATCHES - 1
-    swapped = made.swapped(1, disk=False, most=most)
+    swapped = made.swapped(1, disk=False, most=most, alone=alone, tight=True)
     run(train(swapped, 2))
     assert swapped[0].rounds.rounds > 2, "a second round in a step takes the second accumulator"
     tokens = SEQUENCES * SPEC.context
-    need = swap_memory(SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=most, lamb=False, disk=False)
-    beside = 4 * 2 * swapped[0].n_params + 2 * need.state
-    assert 0.98 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
-    assert need.between > 0.02 * need.on_host, "it would be seen"
+    need = swap_memory(
+        SPEC, SPEC.cut(1), 0, tokens, Precision.FP32, microbatches=most, lamb=False, disk=False, alone=alone
+    )
+    beside = need.update + (0 if alone else 4 * 3 * swapped[0].n_params + 2 * need.state)
+    assert 0.981 * need.on_host <= sum(sizes) + beside <= need.on_host + 4, "4 bytes say which state counts"
+    assert need.between > 0.019 * need.on_host, "it would be seen, were it twice as large"
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_without_room_for_a_copy_the_state_itself_is_given_until_it_changes(made: Made, tight: bool) -> None:
+    """A peer alone, with no more memory beside its device than it needs; with room, it gives a copy."""
+    (swapped,) = made.swapped(1, disk=False, alone=True, tight=tight)
+    assert swapped.lends == tight
+    before = run(swapped.state())
+    first = {name: t.clone() for name, t in before.items()}
+    run(train([swapped], 1))
+    assert all(torch.equal(t, first[n]) for n, t in before.items()) != tight
+    assert all(t.data_ptr() == before[n].data_ptr() for n, t in run(swapped.state()).items()) == tight
 
 
 def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:

@@ -199,6 +199,23 @@ def test_takers_that_do_not_read_keep_no_more_copies_in_memory(monkeypatch: pyte
     run(scenario)
 
 
+def test_a_taker_that_asks_again_has_one_copy_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a break, or a state that came too late, the earlier copy is of no use to it. Another taker may need it."""
+
+    async def scenario() -> None:
+        donor = Donor(monkeypatch)
+        await donor.offer("t")
+        await donor.offer("t")
+        assert donor.snapshots.copies == 1
+        donor.position.step -= 1
+        await donor.offer("other")
+        await donor.offer("t")
+        assert donor.snapshots.copies == 2
+        await donor.ctx.tasks.close()
+
+    run(scenario)
+
+
 def test_one_taker_has_copies_made_for_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         donor = Donor(monkeypatch)

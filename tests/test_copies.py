@@ -30,10 +30,13 @@ def test_a_copy_that_somebody_is_taking_is_not_broken_off_for_another_taker(monk
         donor = stage.at["a"]
 
         async def asked(step: int, after: int = 0) -> int:
+            """By another taker each time."""
+            taker = f"t{step}"
+            stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False, addresses=()))
             donor.step, donor.chain = step, Chain(step, (bytes(32),) * 4)
             stage.states["a"] = stage.contexts["a"].compute = State(step)  # other weights after each step
             ask = AskSnapshot(stage=0, after=after).pack()
-            return Snapshot.unpack(await stage.networks["t"].call("a", AskSnapshot.KIND, ask, timeout_s=5)).step
+            return Snapshot.unpack(await stage.hub.join(taker).call("a", AskSnapshot.KIND, ask, timeout_s=5)).step
 
         stage.logs["a"].reaches = lambda step: step >= 3
         assert [await asked(3), await asked(4), await asked(5)] == [3, 4, 4]

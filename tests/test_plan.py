@@ -148,6 +148,25 @@ def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
     assert {p.strategy for p in runnable if not p.problem} == {"swap"}, "what is beside the GPU is assumed to be enough"
 
 
+@pytest.mark.parametrize(("count", "host_gib", "needs"), [(1, 128, 16), (1, 256, 28), (2, 400, 56)])
+def test_a_machine_alone_needs_less_memory_for_a_model_that_it_swaps(
+    tmp_path: Path, count: int, host_gib: int, needs: int
+) -> None:
+    """Bytes a parameter, beside what goes from one sub-model to the next. With room it copies the state for a checkpoint,
+    and where others may join there are copies for them, past gradients and a mean gradient."""
+    entry = (
+        f'[[machines]]\nname = "gpu"\ndevice = "RTX 4090"\nmemory_gib = 16\nhost_gib = {host_gib}\ncount = {count}\n'
+    )
+    (tmp_path / "fleet.toml").write_text(entry)
+    settings = ["model.preset=llama-7b", "swap.whole=true", "fleet.stages=1", "train.microbatch=1"]
+    run = load_config(None, settings)
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
+    (need,) = question.needs(question.scene(1, 1))
+    assert need.swapped is not None
+    beside = need.swapped.between + need.swapped.update
+    assert question.memory("gpu", 0, need).host_needs == needs * question.spec.params + beside <= host_gib * 2**30
+
+
 def test_what_is_recommended_is_played(tmp_path: Path) -> None:
     found = Plan.model_validate_json(planned(tmp_path, "--json", "--stages", "2", "--batch", "16", "--confirm"))
     assert found.recommended is not None

@@ -16,6 +16,8 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.network.base import Frame
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.views import GroupView, counted_on, yields
+from muletrain.runtime.averaging.averager import Averager
+from muletrain.runtime.averaging.rounds import Round, RoundFailed
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.microbatch.inflight import InFlightStep
 from muletrain.runtime.microbatch.messages import Forward
@@ -374,3 +376,23 @@ def test_somebody_always_goes_on() -> None:
     assert views["a"].members == views["b"].members == ("a", "b")
     assert looking_on == {"c"}
     assert views["d"].members == ("c", "d"), "it waits for c, which will have what b has"
+
+
+@pytest.mark.parametrize("swapped", [(), ("peer-0a",)], ids=["resident", "swapped"])
+def test_a_peer_alone_computes_a_step_again_if_a_round_fails(
+    monkeypatch: pytest.MonkeyPatch, swapped: tuple[str, ...]
+) -> None:
+    """Its accumulator has become the mean: dividing it once more would be wrong."""
+    reduce, failed = Averager.reduce, list[int]()
+
+    async def fails_once(self: Averager, round_: Round, gradient: torch.Tensor) -> Any:
+        found = await reduce(self, round_, gradient)
+        if round_.step not in failed:
+            failed.append(round_.step)
+            raise RoundFailed("after the mean was made")
+        return found
+
+    monkeypatch.setattr(Averager, "reduce", fails_once)
+    outcome = play(Scenario(7, (1,), 1, 3, 5, 0.01, (), swapped=swapped))
+    assert outcome.violations == []
+    assert failed == [0, 1, 2]

@@ -150,10 +150,11 @@ def test_weights_that_two_blocks_share_are_not_swapped(made: Made) -> None:
         SwappedCompute(chain, chain.cut(1), 0, SETUP, swap)
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["joined", "alone"])
 @pytest.mark.parametrize("disk", [True, False], ids=["disk", "memory"])
-def test_microbatches_one_by_one_give_the_same_bits(made: Made, disk: bool) -> None:
+def test_microbatches_one_by_one_give_the_same_bits(made: Made, disk: bool, alone: bool) -> None:
     """Then sums are taken in the same order, and digests of replicas agree, whichever swaps."""
-    resident, swapped = made.resident(2), made.swapped(2, disk=disk, most=1)
+    resident, swapped = made.resident(2), made.swapped(2, disk=disk, most=1, alone=alone)
 
     async def one_by_one(stages: list[Any]) -> None:
         for step in range(4):
@@ -341,11 +342,13 @@ def test_a_call_counts_exactly_if_it_returned(made: Made, stages: int, after_s: 
     assert float((found[:first] - wanted[:first]).norm() / wanted[:first].norm()) <= 1e-5
 
 
-def test_of_a_round_only_those_that_resumed_count(made: Made) -> None:
-    """Cancelled when the device is through, but before its caller resumed."""
-    (swapped,), (resident,) = made.swapped(1), made.resident(1)
+@pytest.mark.parametrize("alone", [False, True], ids=["joined", "alone"])
+def test_of_a_round_only_those_that_resumed_count(made: Made, alone: bool) -> None:
+    """Cancelled when the device is through, but before its caller resumed. An earlier round of the step counts."""
+    (swapped,), (resident,) = made.swapped(1, alone=alone), made.resident(1)
 
     async def disturbed() -> None:
+        await through([swapped], Microbatch(0, 3))
         computed = swapped.arithmetic.loss
 
         def and_cancel(passages: Any) -> None:
@@ -362,7 +365,7 @@ def test_of_a_round_only_those_that_resumed_count(made: Made) -> None:
 
     async def compared() -> tuple[torch.Tensor, torch.Tensor]:
         await disturbed()
-        for i in (1, 2):
+        for i in (1, 2, 3):
             await through([resident], Microbatch(0, i))
         return (await swapped.gradient(0)).clone(), await resident.gradient(0)
 

@@ -105,6 +105,8 @@ class Compute(Protocol):
     """P: length of the flat gradient."""
     parts: int
     """Parts of the stage that take turns on the device; 1: it stays there as a whole."""
+    lends: bool
+    """``state`` is no copy, since there is no memory for one: it holds until the next ``apply`` or load."""
     jobs: Jobs
     """The operations that run now, and how long each usually takes."""
 
@@ -156,7 +158,8 @@ class Compute(Protocol):
 
     async def gradient(self, step: int) -> Tensor:
         """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. The
-        caller must not change it, nor use it after ``apply`` or ``clear`` of that step."""
+        caller must not use it after ``apply`` or ``clear`` of that step. A caller that changes it must ``apply`` what it
+        has become, or ``clear``: more microbatches cannot be added."""
         ...
 
     async def room(self, numbers: int) -> Tensor:
@@ -191,7 +194,7 @@ class Compute(Protocol):
         ...
 
     async def state(self) -> dict[str, Tensor]:
-        """A consistent copy of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU.
+        """A consistent copy (see ``lends``) of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU.
         Under delayed updates it also has 'delayed/NAME', the weights before the newest, and 'step', the step that
         computes with them."""
         ...

@@ -23,7 +23,8 @@ class WrappedCompute:
 
     def __init__(self, inner: Compute) -> None:
         self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
-        self.delayed, self.jobs, self.parts = inner.delayed, inner.jobs, inner.parts
+        self.delayed, self.lends = inner.delayed, inner.lends
+        self.jobs, self.parts = inner.jobs, inner.parts
         self.inner = inner
 
     def busy_s(self, mb: Microbatch, took_s: float) -> float:

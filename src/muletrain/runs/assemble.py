@@ -64,12 +64,14 @@ class RunFacts:
     spec: Model
     cut: Cut
     """(first layer, end) of each stage."""
+    alone: bool = False
+    """``Plan.alone``, which the command decides."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> RunFacts:
+    def of(cls, config: RunConfig, *, alone: bool = False) -> RunFacts:
         """Raises ConfigError when the model cannot be cut as asked."""
         spec = make_model(config.model)
-        return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers))
+        return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers), alone)
 
     def drawn(self) -> RunFacts:
         """The same facts with first weights from the seed, for a peer that will load others."""
@@ -127,6 +129,7 @@ class RunFacts:
             delayed=c.optimizer.delayed,
             verify=c.hub.verify if self.strategy.pooled else 0.0,
             tied=tied_between(self.spec, self.cut),
+            alone=self.alone,
             validation=Validation.of(t, self.spec.context),
         )
 
@@ -171,7 +174,7 @@ class RunFacts:
             )
             for s in range(c.fleet.stages)
         ]
-        return once_swapped(found, c, self.spec, self.cut, precision)
+        return once_swapped(found, c, self.spec, self.cut, precision, alone=self.alone)
 
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""
@@ -242,7 +245,7 @@ def build_compute(
         disk = need.swapped.on_disk(machine.offer)
         assert folder is not None or not disk, "a stage on a disk needs a folder"
         most = min(config.swap.together or facts.capacity, facts.capacity, config.microbatches)
-        swap = Swap(machine.offer, folder if disk else None, most, config.swap.together)
+        swap = Swap(machine.offer, folder if disk else None, most, config.swap.together, facts.alone)
         compute = SwappedCompute(facts.spec, facts.cut, stage, setup, swap, source)
     if config.fleet.profile is not None and fleet_index is not None:
         peer = load_fleet(config.fleet.profile, peers=config.fleet.local_peers).peers()[fleet_index]

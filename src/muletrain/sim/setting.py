@@ -225,7 +225,7 @@ def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None
     """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the
     fleet file that they are about."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
-    needs, cost = stage_needs(config, spec, cut), run_cost(config, spec, cut)
+    needs, cost = stage_needs(config, spec, cut, alone=len(fleet.peers()) == 1), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
     if not config.swap.whole:
         _check_memory(fleet, spec, needs)
@@ -262,8 +262,8 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
     return firsts
 
 
-def stage_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
-    """Memory that each stage of this run needs, also where it is swapped."""
+def stage_needs(config: RunConfig, spec: Model, cut: Cut, *, alone: bool = False) -> list[StageMemory]:
+    """Memory that each stage of this run needs, also where it is swapped. ``alone``: see ``SwapMemory``."""
     precision = precision_of(config)
     needs = [
         stage_memory(
@@ -278,7 +278,7 @@ def stage_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
         )
         for s in range(len(cut))
     ]
-    return once_swapped(needs, config, spec, cut, precision)
+    return once_swapped(needs, config, spec, cut, precision, alone=alone)
 
 
 def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:

@@ -72,7 +72,7 @@ def _run_local(
     alone = len(names) == 1 and not plan  # else a newcomer may join
     with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
-        workers = _workers(config, folder, servers, clients, threads)
+        workers = _workers(config, folder, servers, clients, threads, alone=alone)
         given, config = config, placed(prepare(config, quiet=json), folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is not None:
@@ -89,7 +89,9 @@ def _run_local(
             session.close()
 
 
-def _workers(config: RunConfig, folder: Path, servers: list[str], clients: list[str], threads: int) -> list[WorkerSpec]:
+def _workers(
+    config: RunConfig, folder: Path, servers: list[str], clients: list[str], threads: int, *, alone: bool
+) -> list[WorkerSpec]:
     """The work of each process, without the ticket. Raises CapacityError if a stage fits none of them."""
     from muletrain.runs.assemble import RunFacts, resolve_start
     from muletrain.runs.measure.machine import check_local, dealt, free_memory_of_machine, own_devices
@@ -98,7 +100,8 @@ def _workers(config: RunConfig, folder: Path, servers: list[str], clients: list[
     devices = dealt(own_devices(config.compute.device), len(names))
     host = free_memory_of_machine(len(names))
     indices = indices_of(config)
-    check_local(RunFacts.of(resolve_start(config)).needs(), devices[: len(servers)], config.compute.memory, host)
+    needs = RunFacts.of(resolve_start(config), alone=alone).needs()
+    check_local(needs, devices[: len(servers)], config.compute.memory, host)
     return [
         WorkerSpec(
             role="join",

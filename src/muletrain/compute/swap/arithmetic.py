@@ -91,8 +91,11 @@ class SwappedArithmetic:
         state: State,
         backing: Backing,
         jobs: Jobs,
+        *,
+        alone: bool = False,
     ) -> None:
-        """``where``: the stage, and their number; ``width``: D."""
+        """``where``: the stage, and their number; ``width``: D; ``alone``: rounds are added to the one accumulator as they
+        are computed."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
         self._width, self.models = width, models
         self.setup, self.state, self._backing, self._jobs = setup, state, backing, jobs
@@ -105,7 +108,12 @@ class SwappedArithmetic:
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
         self._sum = _Accumulator(self._region())
-        self._round = _Accumulator(self._region() if backing.durable else None)  # a disk may be full later
+        own = backing.durable and not alone
+        self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
+        self._alone = alone
+        self._summed: list[Sequence[Passage]] = []
+        """Alone: the rounds in the accumulator. Nothing can be taken out of it, so all of them are computed again if a part
+        of a later round does not count."""
         self._spare = _Spare()
         self._changing = threading.Lock()
         """Held while the state changes, or is copied."""
@@ -200,15 +208,19 @@ class SwappedArithmetic:
             elif leaf.requires_grad:
                 p.inputs_gradient = (gradients[0].float() / self.scale.of(p.mb.step)).to("cpu", copy=True).contiguous()
             if p.accumulate:
-                self.drain.add(self.models[k], gradients[len(wanted) :], 1 / self.scale.of(p.mb.step))
+                before = self._sum.region if self._alone and not self._sum.empty else None
+                self.drain.add(self.models[k], gradients[len(wanted) :], 1 / self.scale.of(p.mb.step), before)
 
     def _end_of(self, k: int, passages: Sequence[Passage]) -> None:
         """Sub-model ``k`` is done: its gradient leaves."""
         if any(p.accumulate for p in passages):
-            if self._round.region is None and self._sum.empty:
-                self._sum, self._round = self._round, self._sum
-            self._round.region = self._round.region or self._region()
-            self.drain.send(self.models[k], self._round.region)
+            if self._alone:
+                self.drain.send(self.models[k], self._total(), added=not self._sum.empty)
+            else:
+                if self._round.region is None and self._sum.empty:
+                    self._sum, self._round = self._round, self._sum
+                self._round.region = self._round.region or self._region()
+                self.drain.send(self.models[k], self._round.region)
             self._round.empty = False
 
     def _region(self) -> Region:
@@ -267,10 +279,13 @@ class SwappedArithmetic:
 
     # The accumulator and the step -------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Add the gradient of the last round to the accumulator."""
+    def commit(self, counting: Sequence[Passage]) -> None:
+        """Add the gradient of the last round, of ``counting``, to the accumulator."""
         self.drain.finish()
-        if not self._round.empty and self._sum.empty:
+        if self._alone:
+            self._sum.empty &= self._round.empty
+            self._summed.append(counting)
+        elif not self._round.empty and self._sum.empty:
             self._sum, self._round = self._round, self._sum
         elif not self._round.empty:
             assert self._round.region is not None  # a gradient is there
@@ -279,11 +294,17 @@ class SwappedArithmetic:
         self.drain.drop()
 
     def commit_again(self, counting: Sequence[Passage]) -> None:
-        """Add the gradient of some microbatches of the last round, computed anew; if that fails, nothing of it is left."""
+        """Add the gradient of some microbatches of the last round, or of none, computed anew; if that fails, nothing of it is
+        left. Alone: that of all rounds."""
         self.drop_round()
+        rounds = [counting]
+        if self._alone and not self._sum.empty:
+            rounds = [*self._summed, counting]
+            self.clear()
         try:
-            self.again(counting)
-            self.commit()
+            for passages in filter(None, rounds):
+                self.again(passages)
+                self.commit(passages)
         except BaseException:
             self.drop_round()
             raise
@@ -312,7 +333,7 @@ class SwappedArithmetic:
 
     def clear(self) -> None:
         """Empty the accumulator."""
-        self._sum.empty = True
+        self._sum.empty, self._summed = True, []
 
     def accumulated(self) -> Tensor:
         """The accumulator, flat fp32 [P]."""
@@ -341,6 +362,10 @@ class SwappedArithmetic:
         that is a disk."""
         with self._changing:
             return {**self.state.copy(), **self.scale.state()}
+
+    def lent_state(self) -> dict[str, Tensor]:
+        """The same, but no copy: weights and moments themselves."""
+        return {**self.state.named(), **self.scale.state()}
 
     def change(self, fn: Callable[..., None], *args: object) -> None:
         """Change the state: nothing on the device is valid any more."""

@@ -14,6 +14,7 @@ from muletrain.compute.estimate import SwapMemory, tied_bytes
 from muletrain.compute.swap.backing import update_window
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.compute.swap.loading import device_window
+from muletrain.compute.swap.state import IN_PLACE
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.swapping import Layer, cut_into, held_bytes, hidden, places_bytes
@@ -35,8 +36,8 @@ PASSING = 8
 and gradient, which come meanwhile; and what is leaving."""
 WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
-TENSORS = 8
-"""Temporaries of the size of a tensor while LAMB updates it."""
+TENSORS, TENSORS_IN_MEMORY = 8, 3
+"""Temporaries of the size of a tensor while LAMB updates it: of a state on a disk, and in memory (measured: 2.98)."""
 NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
 
@@ -81,9 +82,10 @@ def swap_memory(
     microbatches: int,
     lamb: bool,
     disk: bool | None = None,
+    alone: bool = False,
 ) -> SwapMemory:
     """Memory of ``stage`` with microbatches of ``tokens``, of which so many are there at once. ``lamb``: the optimizer
-    needs whole tensors; ``disk``: see ``SwapMemory``."""
+    needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``."""
     params = spec.stage_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
@@ -97,17 +99,20 @@ def swap_memory(
         beside=beside,
         least=max(update, beside + int(places_bytes(blocks, _one_by_one(blocks)))),
         state=12 * params,
-        gradients=16 * params,
+        gradients=(4 if alone else 20) * params,
         between=(len(blocks) - 1) * goes_on * microbatches,
+        update=4 * (TENSORS_IN_MEMORY * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),
         disk=disk,
+        alone=alone,
     )
 
 
 def once_swapped(
-    needs: Sequence[StageMemory], config: RunConfig, spec: Model, cut: Cut, precision: Precision
+    needs: Sequence[StageMemory], config: RunConfig, spec: Model, cut: Cut, precision: Precision, *, alone: bool
 ) -> list[StageMemory]:
-    """Add to the ``needs`` of a run's stages what each of them needs where it is swapped, if it can be."""
+    """Add to the ``needs`` of a run's stages what each of them needs where it is swapped, if it can be. ``alone``: see
+    ``SwapMemory``."""
     strategy = strategy_of(config)
     if config.swap.backing == "off" or config.optimizer.delayed or strategy.pooled:
         return list(needs)
@@ -122,7 +127,7 @@ def once_swapped(
         if s in within
         else replace(
             need,
-            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=lamb, disk=disk),
+            swapped=swap_memory(spec, cut, s, tokens, precision, microbatches=most, lamb=lamb, disk=disk, alone=alone),
         )
         for s, need in enumerate(needs)
     ]

@@ -272,20 +272,35 @@ class Drain:
         self._sum: Tensor | None = None
         self._views: list[Tensor] = []
 
-    def add(self, model: SubModel, gradients: Sequence[Tensor], alpha: float) -> None:
-        """Add ``alpha`` x ``gradients`` of a microbatch, in the order of the sub-model's layout."""
+    def add(self, model: SubModel, gradients: Sequence[Tensor], alpha: float, before: Region | None = None) -> None:
+        """Add ``alpha`` x ``gradients`` of a microbatch, in the order of the sub-model's layout. ``before``: what the sum
+        begins with, flat [P]; None: zeros."""
         if self._sum is None:
             self.finish()  # one sum at a time
             if self._buffer is None:
                 self._buffer = torch.empty(self._size, device=self._device)
-            self._sum = self._buffer[: model.size].zero_()
+            self._sum = self._buffer[: model.size]
+            self._fill(model, self._sum, before)
             self._views = list(model.layout.views(self._sum).values())
         torch._foreach_add_(self._views, list(gradients), alpha=alpha)
 
-    def send(self, model: SubModel, target: Region) -> None:
-        """Bring the sum to its place in ``target``, flat [P]; zeros if nothing was added."""
+    def _fill(self, model: SubModel, total: Tensor, before: Region | None) -> None:
+        if before is None:
+            total.zero_()
+            return
+        for a, b, at in model.pieces(self._lane.window(before)):
+            if self._device.type == "cpu":
+                before.read(a, total[at : at + b - a])
+            else:
+                total[at : at + b - a].copy_(before.values[a:b], non_blocking=before.pinned)
+
+    def send(self, model: SubModel, target: Region, *, added: bool = False) -> None:
+        """Bring the sum to its place in ``target``, flat [P]; zeros if nothing was added. ``added``: it began with what is
+        there."""
         values, self._sum, self._views = self._sum, None, []
         self.finish()
+        if values is None and added:
+            return
         self._lane.follow()
         self._leaving = self._lane.thread.submit(self._store, model, values, target)
 

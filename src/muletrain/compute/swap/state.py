@@ -143,9 +143,15 @@ class State:
     def copy(self) -> dict[str, Tensor]:
         """'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more, in backing memory."""
         with self._lock:
-            copies = {kind: region.copy() for kind, region in self._current.items()}
+            return self._named({kind: region.copy() for kind, region in self._current.items()})
+
+    def named(self) -> dict[str, Tensor]:
+        """The same, but no copy: it holds until the next change."""
+        return self._named({kind: region.values for kind, region in self._current.items()})
+
+    def _named(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            f"{kind}/{name}": view for kind, flat in copies.items() for name, view in self.layout.views(flat).items()
+            f"{kind}/{name}": view for kind, flat in flats.items() for name, view in self.layout.views(flat).items()
         }
 
     def load(self, state: dict[str, Tensor], step: int) -> None:

@@ -59,12 +59,13 @@ PROBED = 1 << 22
 class Swap:
     """How a stage is swapped. ``offer``: the memory that it may use; ``folder``: for backing memory on a disk, None:
     pinned memory of the machine; ``most``: microbatches computed together at most; ``least``: C, None: as many as hide
-    the loading."""
+    the loading; ``alone``: see ``SwapMemory``."""
 
     offer: Offer
     folder: Path | None
     most: int
     least: int | None = None
+    alone: bool = False
 
 
 class _Counts(NamedTuple):
@@ -105,7 +106,10 @@ class SwappedCompute(ThreadedCompute):
         tokens = setup.sequences * spec.context
         lamb = setup.optimizer.name == "lamb"
         disk = swap.folder is not None
-        memory = swap_memory(spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk)
+        memory = swap_memory(
+            spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk, alone=swap.alone
+        )
+        self.lends = not memory.copies(swap.offer)
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
@@ -145,7 +149,7 @@ class SwappedCompute(ThreadedCompute):
         self.parts = len(self.plan.runs)
         models = sub_models(chain, self.plan.runs, layout)
         self.arithmetic = SwappedArithmetic(
-            (stage, len(cut)), spec.width, models, setup, state, self._backing, self.jobs
+            (stage, len(cut)), spec.width, models, setup, state, self._backing, self.jobs, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
@@ -268,10 +272,8 @@ class SwappedCompute(ThreadedCompute):
         wanted = [c.p for c in round_.calls if c.p is not None and c.p.accumulate]
         if not wanted or self._closed:
             return
-        if counting and len(counting) < len(wanted):
-            self._submit(arithmetic.commit_again, sorted(counting, key=lambda p: p.mb))
-        else:
-            self._submit(arithmetic.commit if counting else arithmetic.drop_round)
+        settle = arithmetic.commit if len(counting) == len(wanted) else arithmetic.commit_again
+        self._submit(settle, sorted(counting, key=lambda p: p.mb))
 
     def _submit(self, fn: Callable[..., None], *args: object) -> None:
         """Queue ``fn`` behind what the device computes; whatever is called later sees it. If it fails, ``gradient`` and
@@ -341,7 +343,7 @@ class SwappedCompute(ThreadedCompute):
 
     async def state(self) -> dict[str, Tensor]:
         """The copy is in backing memory: no memory is taken for it where that is a disk."""
-        return await self._read(self.arithmetic.copied_state)
+        return await self._read(self.arithmetic.lent_state if self.lends else self.arithmetic.copied_state)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
         await self._compute(self.arithmetic.change, self._load, state)

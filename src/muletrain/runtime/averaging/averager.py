@@ -207,9 +207,10 @@ class Averager:
     async def reduce(self, round_: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [P], and the facts of each member's shard for the record.
 
-        ``gradient``: this peer's accumulator, flat fp32 [P], a sum. Raises RoundFailed.
+        ``gradient``: this peer's accumulator, flat fp32 [P], a sum. A peer alone makes the mean in its place. Raises
+        RoundFailed.
         """
-        result = await self._ctx.compute.room(round_.n_params)
+        result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_params)
         me = self._ctx.net.peer_id
         self._attendance = Attendance(self._ctx, round_, self, self._holders, self._usual.seconds(self._tries))
         self._tries += 1

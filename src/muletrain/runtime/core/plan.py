@@ -84,6 +84,8 @@ class Plan:
     """Emit an event for every microbatch taken and served."""
     tied: Tied | None = None
     """The parameters that two stages share, if any."""
+    alone: bool = False
+    """No other peer is in the run, and none can join: nothing is kept for others."""
     validation: Validation | None = None
     """None: the held-out loss is not measured during training."""
 

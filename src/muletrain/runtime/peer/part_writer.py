@@ -9,16 +9,18 @@ from muletrain.runtime.checkpoint.store import Key
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.checkpoint.own_part import OwnPart
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
 
 
 class PartWriter:
-    """Copies the state between two steps, and has it written while training goes on."""
+    """Copies the state between two steps, and has it written while training goes on. Where there is no memory for a copy
+    (``Compute.lends``), training waits until the checkpoint has ended."""
 
-    def __init__(self, ctx: Context, position: Position, own_part: OwnPart) -> None:
-        self._ctx, self._position, self._own_part = ctx, position, own_part
+    def __init__(self, ctx: Context, position: Position, own_part: OwnPart, coordinator: Coordinator) -> None:
+        self._ctx, self._position, self._own_part, self._coordinator = ctx, position, own_part, coordinator
         self._written: Key | None = None
         """The last checkpoint that was written because no trainer was left."""
 
@@ -30,6 +32,8 @@ class PartWriter:
             self._own_part.drop(earlier)
         if self._own_part.begins(key, last=last):
             self._spawn(key, await self._ctx.compute.state())
+            if self._ctx.compute.lends:
+                await self._coordinator.ended(key)
 
     async def write_what_there_is(self) -> None:
         """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""

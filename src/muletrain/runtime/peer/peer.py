@@ -106,7 +106,7 @@ class Peer:
         self._snapshots = Snapshots(ctx, at, self._log, membership, sharing)
         # checkpoint
         self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, membership, book)
-        self._parts = writer = PartWriter(ctx, at, parts.own_part)
+        self._parts = writer = PartWriter(ctx, at, parts.own_part, parts.coordinator)
         self.departure = Departure(ctx, parts.own_part)
         # step and recovery
         forks = Forks(ctx, at, receiver)

@@ -77,6 +77,8 @@ class GradientLog:
 
     def add(self, builder: RecordBuilder, gradient: MeanGradient, other: TiedPart | None = None) -> None:
         """Add an applied step, and drop steps that nobody needs."""
+        if self._ctx.plan.alone:
+            return
         past = self._past
         if past and past[-1].builder.step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()

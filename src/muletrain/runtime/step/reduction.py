@@ -286,6 +286,8 @@ class Reduction:
                 return await self._average(round_)
             except RoundFailed as e:
                 ctx.emit(AveragingFailed(step=step + 1, attempt=attempt, reason=str(e)))
+                if ctx.plan.alone:
+                    self._reruns.drop()  # the accumulator became the mean
                 self._work.ledger.reopen(keep=True)
                 self._company.note_silent(averager.silent())
                 self._company.note_untrue(averager.absent())

@@ -84,7 +84,7 @@ class StepState:
         self.seals, self.announced = dict(before.seals), before.announced
         for member, seal in self.seals.items():
             self._views[member].add(frozenset(seal.members))
-        if before.gradient is not None:
+        if before.gradient is not None and not self._ctx.plan.alone:  # that one was the accumulator
             self.hold(before.gradient)
             # the accumulated microbatches are in that gradient
             self.work.accumulated, self.work.recomputed = before.work.accumulated, before.work.recomputed

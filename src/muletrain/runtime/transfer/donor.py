@@ -138,6 +138,9 @@ class Snapshots:
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
         if self._copying.owed(taker, begin) > COPYING_S:
             raise MuletrainError("this peer was given many copies already; ask again")
+        for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new one
+            kept.takers.discard(taker)
+        self._kept = {d: k for d, k in self._kept.items() if k.part or k.takers}
         offer = await self._make()
         self._copying.add(taker, self._ctx.clock.now() - begin, begin)
         return offer

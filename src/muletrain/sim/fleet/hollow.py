@@ -49,6 +49,7 @@ class HollowCompute:
 
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
         self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed
+        self.lends = False
         self.jobs = Jobs(clock.now)
         self._clock, self._ending_s = clock, ending_s
         self._sums: defaultdict[int, float] = defaultdict(float)

@@ -155,7 +155,7 @@ class Question:
         return self.run.model_copy(update={"train": self.run.train.model_copy(update={"microbatch": microbatch})})
 
     def needs(self, scene: Scene) -> list[StageMemory]:
-        return stage_needs(scene.run, self.spec, scene.setting.cut)
+        return stage_needs(scene.run, self.spec, scene.setting.cut, alone=len(self.fleet.peers()) == 1)
 
     def peer(self, entry: str) -> FleetPeer:
         return next(p for p, m in zip(self.firsts, self.fleet.machines, strict=True) if m.name == entry)
@@ -283,10 +283,10 @@ def _swapped(entry: str, stage: int, need: StageMemory, swapped: SwapMemory, off
         optimizer=need.moments,
         gradients=swapped.gradients,
         activations=swapped.between,
-        buffers=need.copies,
+        buffers=swapped.copies(offer),
         device_needs=swapped.least,
         device_has=stated(offer.device),
-        host_needs=0 if disk else swapped.on_host,
+        host_needs=0 if disk else swapped.of_host(offer),
         host_has=None if disk or offer.host is None else stated(offer.host),
     )
 

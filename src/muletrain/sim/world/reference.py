@@ -188,6 +188,7 @@ def facts_of(scenario: Scenario) -> Facts:
         verify=config.hub.verify if scenario.clients else 0.0,
         strategy=strategy_of(config),
         tied=tied_between(spec, cut),
+        alone=scenario.alone,
         validation=Validation.of(config.train, spec.context),
     )
     facts = Facts(config, spec, cut, plan)
@@ -282,8 +283,11 @@ def swapped_compute(facts: Facts, stage: int, *, joins: bool = False) -> Virtual
     """What trains ``stage`` on a device that holds two of its blocks."""
     setup, lamb = _setup(facts, facts.config.optimizer), facts.config.optimizer.name == "lamb"
     tokens = setup.sequences * facts.spec.context
-    need = swap_memory(facts.spec, facts.cut, stage, tokens, setup.precision, microbatches=4, lamb=lamb, disk=False)
-    swap = Swap(Offer(need.least, need.on_host), None, most=4, least=1)
+    cut, alone = facts.cut, facts.plan.alone
+    need = swap_memory(
+        facts.spec, cut, stage, tokens, setup.precision, microbatches=4, lamb=lamb, disk=False, alone=alone
+    )
+    swap = Swap(Offer(need.least, need.on_host), None, most=4, least=1, alone=alone)
     return VirtualSwapped(facts.spec, facts.cut, stage, setup, swap, None if joins else facts.given)
 
 

@@ -152,6 +152,11 @@ class Scenario:
         """Everyone that is ever there."""
         return [*(p for p, _ in self.members), *self.clients, *self.joining]
 
+    @property
+    def alone(self) -> bool:
+        """``Plan.alone``."""
+        return len(self.names) == 1
+
 
 def planned(stages: tuple[int, ...], schedule: str | None, *, shared: bool = False) -> tuple[str, ...]:
     """Settings of a run with so many replicas: as many pipelines as the smallest stage has, the rest are spares; or

@@ -33,4 +33,6 @@ def draw(seed: int, always: str | None = None) -> Scenario:
         wanted = len(drawn.kinds) < MOST and rng.random() < SHARE
         if (wanted or name == always) and (changed := KINDS[name](drawn, rng)) is not None:
             drawn = replace(changed, kinds=(*drawn.kinds, name))
+        if drawn.alone:  # other kinds need more than one peer
+            break
     return drawn

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from muletrain.sim.world.draws.common import HARMLESS, Kind, calm
-from muletrain.sim.world.scenario import Scenario, stage_of
+from muletrain.sim.world.draws.common import HARMLESS, Kind, calm, span, with_faults
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, stage_of
 
 if TYPE_CHECKING:
     import random
@@ -101,6 +101,21 @@ def _swap(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, swapped=swapped, overrides=(*s.overrides, *whole))
 
 
+def _alone(s: Scenario, rng: random.Random) -> Scenario | None:
+    """One peer, which mostly swaps, without memory for a copy of its state. The power or its disk fails."""
+    if s.kinds:
+        return None
+    own = tuple(o for o in s.overrides if not o.startswith("pipeline"))
+    one = replace(s, stages=(1,), trainers=1, overrides=own, faults=(), narrow=(), checkpoint_every=rng.randint(1, 2))
+    one = replace(one, disk_s=10 ** rng.uniform(-2.0, 0.5))
+    how, at_s, lasting = rng.choice(["", "slow", "hangs", "full"]), rng.uniform(0.2, 1.0) * span(one), FOR_EVER_S
+    if rng.random() < 0.5:
+        lasting = rng.uniform(1.0, 60.0)
+    fault = Fault(at_s, "disk", ("peer-0a",), lasting, how=how)
+    one = with_faults(one, [fault]) if how else replace(one, resume_s=at_s)
+    return (_swap(one, rng) if rng.random() < 0.8 else None) or one
+
+
 def _tied(s: Scenario) -> bool:
     return any('\\"tie_word_embeddings\\": true' in o for o in s.overrides)
 
@@ -132,5 +147,6 @@ KINDS: dict[str, Kind] = {
     "rebalancing": _rebalancing,
     "shared layers": _shared_layers,
     "swap": _swap,
+    "alone": _alone,
     "traced": _traced,
 }
