@@ -49,6 +49,17 @@ def test_where_machines_are_left_out_a_plan_that_names_the_others_is_recommended
     assert recommend([swarm, named.model_copy(update={"tokens_per_s": 9.0})])[0] == 0
 
 
+def test_where_machines_may_leave_no_planned_pipeline_is_recommended_of_equal_ones() -> None:
+    swarm = Prediction(strategy="swarm", runnable=True, tokens_per_s=9.95, left_out=("b",))
+    planned = Prediction(strategy="pipeline", schedule="1f1b", runnable=True, tokens_per_s=10.0)
+    assert recommend([planned, swarm])[0] == 0
+    assert recommend([planned, swarm], all_stay=False) == (
+        1,
+        "the fastest strategy that runs today; as fast: pipeline, 1F1B; some machines may leave, which costs a planned pipeline most",
+    )
+    assert recommend([planned, swarm.model_copy(update={"tokens_per_s": 9.0})], all_stay=False)[0] == 0
+
+
 # --- a fleet -----------------------------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def plan(
         whys = {p.strategy: p.problem for p in whole}
         raise CapacityError(f"{whys['swarm']}. Strategy swap, which needs less of the device: {whys['swap']}")
     found = [limited(question, p) for p in in_order(fewer.improved(question, several))]
-    best, why = recommend(found)
+    best, why = recommend(found, all_stay=all(peer.reliable for peer in question.fleet.peers()))
     chosen = None if best is None else found[best]
     others, told = [], ""
     if chosen is not None and chosen.left_out:
