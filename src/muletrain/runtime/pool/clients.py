@@ -71,6 +71,8 @@ THERE_S, THERE_FLOOR_S = 3.0, 1.5
 ``members.FailureDetector``)."""
 SEND_S, FAREWELL_S = 60.0, 5.0
 """Seconds within which a client takes a notice, and the last one."""
+RECEIPT_S, LOOK_S = 0.5, 0.01
+"""Seconds that we wait for a sign that the last one came, and between two looks."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
 
 
@@ -308,8 +310,11 @@ class Clients:
             await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")
 
     async def _farewell(self, client: PeerId, known: _Client, *, over: bool) -> None:
-        frame = Ended(enlistment=known.enlistment, over=over).frame()
+        frame, begun_s = Ended(enlistment=known.enlistment, over=over).frame(), loop_time_s()
         await self._net.send(client, frame, channel=Ended.CHANNEL, timeout_s=FAREWELL_S)
+        until_s = self._clock.now() + RECEIPT_S  # it was handed over, but perhaps only to a daemon that ends with us
+        while self._net.heard_s(client) < begun_s and self._clock.now() < until_s:
+            await self._clock.sleep(LOOK_S)
 
     # What comes -------------------------------------------------------------------------------------------------------
 
