@@ -133,8 +133,8 @@ class Dispatcher:
         gradient: bool,
         unfinite: bool = False,
     ) -> Answer:
-        """Get one microbatch through this stage and all behind it, without the peers that were ``tried``. Those that the
-        request leaves out come last.
+        """Get one microbatch through this stage and all behind it, without the peers that were ``tried``. Peers that
+        ``request`` leaves out come last.
 
         ``gradient``: d loss / d input should come back. ``unfinite``: see ``Forward``. If the first peer finds that the
         microbatch does not stay finite, another decides, or the first one itself if there is no other. Raises StageLost
@@ -188,6 +188,7 @@ class Dispatcher:
                 return answer
             failed.add(peer)
             accumulate = await self._missing(request, accumulate)
+            full_s = self._ctx.clock.now()  # what that took says nothing of those that are full
         raise AssertionError  # itertools.count does not end
 
     def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:

@@ -35,7 +35,7 @@ class Pending:
     request: Attempt
     tensors: list[Encoded]
     tried: frozenset[PeerId]
-    """Peers that do not compute a copy: ``peer``, and those that failed before it."""
+    """Peers that do not compute a copy. ``peer`` is at it, and the others have failed."""
     gradient: bool
     unfinite: bool
     reply: asyncio.Future[Reply | Answer] = field(default_factory=asyncio.Future)
