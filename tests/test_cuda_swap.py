@@ -30,15 +30,17 @@ pytestmark = pytest.mark.cuda
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("disk", [False, True], ids=["ram", "disk"])
+@pytest.mark.parametrize(
+    ("disk", "alone"), [(False, False), (True, False), (False, True)], ids=["ram", "disk", "alone"]
+)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("optimizer", [ADAMW, LAMB], ids=["adamw", "lamb"])
 def test_a_swapped_stage_trains_as_the_cpus_resident_one(
-    made: Made, stages: int, optimizer: OptimizerConfig, disk: bool
+    made: Made, stages: int, optimizer: OptimizerConfig, disk: bool, alone: bool
 ) -> None:
     """Dropout, clipping that is hit, several microbatches a load."""
     resident = made.resident(stages, optimizer=optimizer)
-    swapped = made.swapped(stages, optimizer=optimizer, device=GPU, disk=disk)
+    swapped = made.swapped(stages, optimizer=optimizer, device=GPU, disk=disk, alone=alone)
     check_same_training(resident, swapped, loss=1e-3, tensor=1e-3)
 
 

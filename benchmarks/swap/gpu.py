@@ -124,7 +124,9 @@ class Case:
         begin = time.perf_counter()
         folder = None if self.gpu else HERE / f"swap-{os.getpid()}"
         offer = Offer(budget, 1 << 40) if self.gpu else Offer(budget)
-        compute = SwappedCompute(self.spec, cut, 0, self.setup, Swap(offer, folder, most, 1), self.source(shapes))
+        compute = SwappedCompute(
+            self.spec, cut, 0, self.setup, Swap(offer, folder, most, 1, alone=True), self.source(shapes)
+        )
         made_s = time.perf_counter() - begin
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()

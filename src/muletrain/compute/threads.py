@@ -21,7 +21,7 @@ class Threads:
     """Each thread runs its jobs one after the other, in the order in which they were submitted."""
 
     def __init__(self, stage: int, *, delayed: bool, inline: bool) -> None:
-        """``delayed``: updates have a thread of their own, beside the next step. ``inline``: every job runs in the
+        """``delayed``: updates have a thread of their own, beside the next step or its beginning. ``inline``: every job runs in the
         caller's thread."""
 
         def thread(name: str) -> Executor:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 
 from muletrain.errors import CheckpointError
+from muletrain.optim.flat import flat_digest
 from muletrain.optim.rules import make_rule
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class StageWeights:
 
     def digest(self) -> bytes:
         """BLAKE3 of the masters."""
-        return blake3(self.masters.cpu().numpy().data.cast("B")).digest()
+        return flat_digest(self.masters.cpu())
 
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32. With two versions also 'delayed/NAME', the

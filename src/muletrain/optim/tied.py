@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
+from muletrain.optim.flat import flat_digest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -55,7 +57,7 @@ class Tied:
 
 def content(part: Tensor) -> bytes:
     """BLAKE3 of a ``part`` [T]. All that are not finite have the same, as shards have."""
-    return blake3(part.numpy().data.cast("B") if bool(torch.isfinite(part.sum())) else b"not finite").digest()
+    return flat_digest(part) if bool(torch.isfinite(part.sum())) else blake3(b"not finite").digest()
 
 
 def product(a: Tensor, b: Tensor) -> float:

@@ -9,6 +9,14 @@ BLOCK = 4096
 CHUNK = 128 * BLOCK
 """Elements in a chunk: 2 MiB of fp32. Small enough to overlap sending, summing and returning, large enough to
 stream."""
+LONE_CHUNK, LONE_CHUNKS = 4096 * BLOCK, 64
+"""Elements in a chunk of a peer that streams to nobody, at most, and chunks of a small model at least."""
+
+
+def lone_chunk(n_params: int) -> int:
+    """Returns the elements in a chunk where one peer makes the mean alone: enough for all its cores, and little beside a
+    model that has no room in memory."""
+    return max(CHUNK, min(LONE_CHUNK, n_params // LONE_CHUNKS // BLOCK * BLOCK))
 
 
 def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:

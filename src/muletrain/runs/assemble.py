@@ -36,6 +36,7 @@ from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import check_config, import_traced, load_traced
 from muletrain.optim.schedule import learning_rate
+from muletrain.policy.shards import CHUNK, lone_chunk
 from muletrain.runs.checkpoint import FORMAT
 from muletrain.runs.join.seating import Seating
 from muletrain.runtime.core.plan import Plan, Validation
@@ -130,6 +131,7 @@ class RunFacts:
             verify=c.hub.verify if self.strategy.pooled else 0.0,
             tied=tied_between(self.spec, self.cut),
             alone=self.alone,
+            chunk=lone_chunk(self.spec.params) if self.alone else CHUNK,
             validation=Validation.of(t, self.spec.context),
         )
 

@@ -7,6 +7,7 @@ Shapes: B sequences, T tokens, D width, P parameters of the stage, S of a sub-mo
 from __future__ import annotations
 
 import threading
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
     from muletrain.compute.arithmetic import StageSetup
     from muletrain.compute.base import Microbatch, Update
-    from muletrain.compute.jobs import Jobs
     from muletrain.compute.swap.backing import Backing, Region
     from muletrain.compute.swap.chain import SubModel
     from muletrain.compute.swap.state import State
+    from muletrain.compute.threads import Threads
     from muletrain.model.dropout import Masks
 
 
@@ -90,15 +91,16 @@ class SwappedArithmetic:
         setup: StageSetup,
         state: State,
         backing: Backing,
-        jobs: Jobs,
+        threads: Threads,
         *,
         alone: bool = False,
     ) -> None:
         """``where``: the stage, and their number; ``width``: D; ``alone``: rounds are added to the one accumulator as they
-        are computed."""
+        are computed, and the update of a state in memory runs beside the next forward pass: nobody waits for its digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
         self._width, self.models = width, models
-        self.setup, self.state, self._backing, self._jobs = setup, state, backing, jobs
+        self.setup, self.state, self._backing, self._threads = setup, state, backing, threads
+        self._jobs = jobs = threads.jobs
         self.counters = Counters()
         self._timed = Timer(self.counters, setup.device)
         dtype = precision_dtype(setup.precision)
@@ -110,7 +112,7 @@ class SwappedArithmetic:
         self._sum = _Accumulator(self._region())
         own = backing.durable and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
-        self._alone = alone
+        self._alone, self._beside = alone, alone and state.in_place
         self._summed: list[Sequence[Passage]] = []
         """Alone: the rounds in the accumulator. Nothing can be taken out of it, so all of them are computed again if a part
         of a later round does not count."""
@@ -339,6 +341,7 @@ class SwappedArithmetic:
         """The accumulator, flat fp32 [P]."""
         total = self._total()
         if self._sum.empty:
+            self.state.finish()  # its gradient may be there
             for a, b in total.windows():
                 total.values[a:b].zero_()
             self._sum.empty = False
@@ -351,11 +354,22 @@ class SwappedArithmetic:
             with self._changing:
                 if update.skip:
                     self.state.skip(update.step)
+                elif self._beside:
+                    # ``gradient`` may be the accumulator: no other leaves the device before all new weights were loaded
+                    self.state.begin_update(self._rule)
+                    self._threads.submit(self._threads.updates, self._update, gradient, update)
                 else:
-                    self.state.update(self._rule, gradient, update)
+                    self._update(gradient, update)
                 self.scale.update(update.step, skipped=update.skip)
             self.clear()
         self._timed.finish()
+
+    def _update(self, gradient: Tensor, update: Update) -> None:
+        try:
+            self.state.update(self._rule, gradient, update)
+        except BaseException as e:
+            self.state.abandon(e)
+            raise
 
     def copied_state(self) -> dict[str, Tensor]:
         """Weights, moments and loss scale of one moment. The copy is in backing memory: no memory is taken for it where
@@ -373,5 +387,6 @@ class SwappedArithmetic:
         self.loader.forget()
 
     def close(self) -> None:
+        self.state.abandon(CancelledError())
         self.loader.close()
         self.drain.close()

@@ -237,6 +237,7 @@ class Loader:
             source = self._state.model
             direct = target.device.type == "cpu" and target.dtype == torch.float32
             for a, b, at in model.pieces(self.lane.window(source)):
+                self._state.ready(a, b)
                 source.expect(b, min(2 * b - a, source.values.numel()))
                 if direct:
                     source.read(a, target[at : at + b - a])

@@ -3,11 +3,13 @@
 A durable backing holds two versions. An update reads one and writes the other, and a single number that is written last
 says which of them counts. So the end of the process in the middle of an update leaves the state before it whole, and a
 process that opens the same folder finds it (``step``). Loss of power is another matter: the kernel writes pages in any
-order. Pinned memory holds one version, since it ends with the process anyway.
+order. Pinned memory holds one version, since it ends with the process anyway. There an update may run beside the next
+forward pass, which waits for the weights that it needs: no numbers change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,10 @@ from blake3 import blake3
 from muletrain.compute.swap.backing import update_window
 from muletrain.compute.weights import checked_state
 from muletrain.errors import CheckpointError
+from muletrain.optim.flat import flat_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -46,6 +49,16 @@ class State:
         ]
         self._counts = backing.named("counts", 1)
         self._lock = threading.Lock()
+        self._progress = threading.Condition()
+        self._left: list[tuple[int, int]] = []
+        """What the update that has begun has not changed yet."""
+        self._broken: BaseException | None = None
+        """Why that update will not end."""
+
+    @property
+    def in_place(self) -> bool:
+        """Is there one version, whose weights change one after the other?"""
+        return len(self._versions) == 1
 
     @property
     def _mark(self) -> Tensor:
@@ -77,7 +90,7 @@ class State:
 
     def begin(self, source: Callable[[str], Tensor]) -> None:
         """Fill in first weights by name, and zero moments. Raises CheckpointError for other shapes."""
-        with self._lock:
+        with self._whole():
             state = self._next
             for name, view in self.layout.views(state["model"].values).items():
                 value = source(name)
@@ -97,56 +110,93 @@ class State:
         with self._lock, torch.no_grad():
             old, new = self._current, self._next
             ranges = self._ranges(rule)
-            in_place = old is new
-            buffers = torch.empty(1 if in_place else 4, max((b - a for a, b in ranges), default=0))
+            buffers = torch.empty(1 if self.in_place else 4, max((b - a for a, b in ranges), default=0))
             for a, b in ranges:
                 piece, *state = buffers[:, : b - a]
                 update.write_scaled(gradient, a, piece)
-                if in_place:
+                if self.in_place:
                     state = [old[kind].values[a:b] for kind in KINDS]
                 else:
                     for kind, values in zip(KINDS, state, strict=True):
                         old[kind].read(a, values)
                 weights, first, second = state
                 rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
-                for kind, values in zip(KINDS, state, strict=True) if not in_place else ():
+                for kind, values in zip(KINDS, state, strict=True) if not self.in_place else ():
                     new[kind].write(a, values)
                     old[kind].expect(b, min(2 * b - a, self.layout.size))
+                with self._progress:
+                    self._left = [left for left in self._left if left != (a, b)]
+                    self._progress.notify_all()
             self._count(new, update.step + 1)
 
+    def begin_update(self, rule: Rule) -> None:
+        """``update`` follows in another thread, in place. Until it is through, ``ready`` waits for it."""
+        self.finish()
+        self._left = self._ranges(rule)
+
+    def ready(self, begin: int, end: int) -> None:
+        """Returns when the weights from ``begin`` to before ``end`` are the newest. Raises what ended their update."""
+        with self._progress:
+            while any(a < end and begin < b for a, b in self._left):
+                if self._broken is not None:
+                    raise self._broken
+                self._progress.wait()
+
+    def finish(self) -> None:
+        """Returns when no update is under way. Raises what ended it."""
+        self.ready(0, self.layout.size)
+
+    def abandon(self, why: BaseException) -> None:
+        """The update that has begun will not end: ``ready`` raises ``why``."""
+        with self._progress:
+            self._broken = why
+            self._progress.notify_all()
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """No update is under way, and none begins to change anything."""
+        self.finish()
+        with self._lock:
+            yield
+
     def _ranges(self, rule: Rule) -> list[tuple[int, int]]:
-        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``."""
+        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. The norms
+        come first, since all sub-models need them, then the rest in the order in which it is needed."""
+        ends = (self.layout.decayed, self.layout.size), (0, self.layout.decayed)
         if rule.by_tensor:
-            return list(self.layout.ranges())
-        ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
-        window = update_window(self.layout.size) * (1 if len(self._versions) > 1 else IN_PLACE)
+            return sorted(self.layout.ranges(), key=lambda r: r[0] < self.layout.decayed)
+        window = update_window(self.layout.size) * (IN_PLACE if self.in_place else 1)
         return [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
 
     def skip(self, step: int) -> None:
         """Count update number ``step`` without a change."""
-        with self._lock:
+        with self._whole():
             self._count(self._current, step + 1)
 
     def digest(self) -> bytes:
         """BLAKE3 over the weights."""
-        with self._lock:
-            hasher, model = blake3(), self.model
+        with self._whole():
+            model = self.model
+            if self.in_place:
+                return flat_digest(model.values)
+            hasher = blake3()
             for a, b in model.windows():
                 hasher.update(model.values[a:b].numpy().data.cast("B"))
             return hasher.digest()
 
     def copied_weights(self) -> Tensor:
         """A copy of the weights, [P], in memory."""
-        with self._lock:
+        with self._whole():
             return self.model.values.clone()
 
     def copy(self) -> dict[str, Tensor]:
         """'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more, in backing memory."""
-        with self._lock:
+        with self._whole():
             return self._named({kind: region.copy() for kind, region in self._current.items()})
 
     def named(self) -> dict[str, Tensor]:
         """The same, but no copy: it holds until the next change."""
+        self.finish()
         return self._named({kind: region.values for kind, region in self._current.items()})
 
     def _named(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,7 +207,7 @@ class State:
     def load(self, state: dict[str, Tensor], step: int) -> None:
         """Load a ``copy``. Absent moments become zero. Raises CheckpointError, and changes nothing then."""
         sources = {kind: checked_state(self.layout, state, kind) for kind in KINDS}
-        with self._lock, torch.no_grad():
+        with self._whole(), torch.no_grad():
             new = self._next
             for kind, region in new.items():
                 for (a, b), name in zip(self.layout.ranges(), self.layout.names, strict=True):
@@ -170,6 +220,6 @@ class State:
 
     def load_weights(self, weights: Tensor) -> None:
         """Replace the weights by ``weights``, flat fp32 [P]; the moments stay."""
-        with self._lock, torch.no_grad():
+        with self._whole(), torch.no_grad():
             for a, b in self.model.windows():
                 self.model.values[a:b].copy_(weights[a:b])

@@ -140,7 +140,7 @@ class SwappedCompute(ThreadedCompute):
         whole = make_stage(spec, stage, cut)
         shapes, layout = whole.shapes(), whole.layout()
         self.n_params = layout.size
-        self.threads = Threads(stage, delayed=False, inline=setup.inline)
+        self.threads = Threads(stage, delayed=swap.alone, inline=setup.inline)
         self.jobs = self.threads.jobs
         self.state_ = state = State(layout, self._backing)
         state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
@@ -149,7 +149,7 @@ class SwappedCompute(ThreadedCompute):
         self.parts = len(self.plan.runs)
         models = sub_models(chain, self.plan.runs, layout)
         self.arithmetic = SwappedArithmetic(
-            (stage, len(cut)), spec.width, models, setup, state, self._backing, self.jobs, alone=swap.alone
+            (stage, len(cut)), spec.width, models, setup, state, self._backing, self.threads, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError, PeerUnreachable, ProtocolError
+from muletrain.optim.flat import flat_digest
 from muletrain.optim.norms import square_norm
 from muletrain.policy.shards import chunk_ranges, shard_ranges
 from muletrain.runtime.averaging.messages import Reduced, Shard, ShardFacts
@@ -334,13 +335,10 @@ def _reduce_chunk(
 ) -> tuple[Encoded | None, ShardFacts]:
     """Write the mean of one chunk to ``out`` [size]; if it is ``shared``, as the other members decode it."""
     tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
-    if len(tensors) == 1:
-        out.copy_(tensors[0])
-    else:
-        torch.add(tensors[0], tensors[1], out=out)
-        for tensor in tensors[2:]:
-            out += tensor
-    out /= microbatches
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = torch.add(total, tensor, out=out)
+    torch.div(total, microbatches, out=out)
     sent = encode(out, codec) if shared else None
     if sent is not None and codec is not Codec.FP32:
         out.copy_(decode(sent, copy=False))
@@ -366,12 +364,10 @@ def _decoded(chunk: Encoded, size: int) -> Tensor:
 
 def _of_chunk(values: Tensor) -> ShardFacts:
     """Facts of one chunk. All values that are not finite have the same facts, so that replicas agree to skip the step."""
-    finite = bool(torch.isfinite(values.sum()))
-    content = blake3(values.numpy().data.cast("B") if finite else b"not finite").digest()
-    norm = square_norm(values) if finite else 0.0
+    norm = square_norm(values)
     if not math.isfinite(norm):
         return ShardFacts(content=blake3(b"not finite").digest(), square_norm=0.0, finite=False)
-    return ShardFacts(content=content, square_norm=norm, finite=finite)
+    return ShardFacts(content=flat_digest(values), square_norm=norm, finite=True)
 
 
 def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:

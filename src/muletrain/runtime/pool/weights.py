@@ -7,10 +7,10 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
-from blake3 import blake3
 
 from muletrain.config.schema import Codec
 from muletrain.errors import Malformed, NetworkError
+from muletrain.optim.flat import flat_digest
 from muletrain.policy.shards import chunk_ranges
 from muletrain.runtime.pool.messages import MAX_CHUNKS, GetWeights, WeightsChunk
 from muletrain.wire.codec import Encoded, decode, encode
@@ -141,7 +141,7 @@ class WeightsDownload:
                             break
                 if not coming.left or not wanted():
                     break
-            whole = not coming.left and await self._compute.offload(_digest, coming.values) == digest
+            whole = not coming.left and await self._compute.offload(flat_digest, coming.values) == digest
             return coming.values if whole and wanted() else None
         finally:
             self._coming = None
@@ -186,7 +186,3 @@ class WeightsDownload:
 
 def _store(tensor: Encoded, out: Tensor) -> None:
     out.copy_(decode(tensor, copy=False))
-
-
-def _digest(values: Tensor) -> bytes:
-    return blake3(values.numpy().data.cast("B")).digest()

@@ -103,8 +103,13 @@ class StepRunner:
         self.state.averager.expects(sender, message, tensors)
 
     async def open(self) -> None:
-        """Take the digest of the weights that we begin with: replicas compare it."""
-        self._weights = await self._ctx.compute.digest()
+        """Take the digest of the weights that we begin with."""
+        await self._take_digest()
+
+    async def _take_digest(self) -> None:
+        """Replicas compare it. Where there are none, an update need not be over for the next step to begin."""
+        if not self._ctx.plan.alone:
+            self._weights = await self._ctx.compute.digest()
 
     async def meet(self, *, sure: bool) -> None:
         """We were away: ask replicas about this step. Raises Behind if they have gone on. It is also raised if most have
@@ -163,7 +168,7 @@ class StepRunner:
         ctx.chaos.reached("applying", work.step)
         update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip, self._tied.update())
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
-        self._weights = await ctx.compute.digest()
+        await self._take_digest()
         took = ctx.clock.now() - begin
         ctx.meter.stats.apply_s += took
         ctx.worked("compute", "apply", begin, work.step)
