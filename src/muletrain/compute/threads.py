@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
+
+import torch
 
 from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.jobs import Jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 R = TypeVar("R")
 
@@ -75,6 +78,17 @@ class ThreadedCompute:
         if self.threads.updates is not self.threads.compute:
             await self.threads.run(self.threads.updates, passed)
         return await self.offload(fn)
+
+
+@contextlib.contextmanager
+def on_cores(share: float) -> Iterator[None]:
+    """This thread's operations take that share of the cores which torch uses, at least one."""
+    whole = torch.get_num_threads()
+    torch.set_num_threads(max(1, int(share * whole)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(whole)
 
 
 def passed() -> None:

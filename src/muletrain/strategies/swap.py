@@ -11,6 +11,8 @@ from muletrain.strategies.base import capacity
 from muletrain.strategies.swarm import Swarm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.config.schema import RunConfig
 
 
@@ -34,3 +36,8 @@ class Swap(Swarm):
     def capacity(self, stages: int) -> int:
         """Twice what is computed together, so that the next ones are there when these are through."""
         return max(capacity(stages), 2 * (self.together or 0))
+
+    def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
+        """With one peer, all that it holds: nobody shares it, and the more microbatches pass a load together, the fewer loads
+        there are."""
+        return capacity if sum(serving) == 1 else super().window(capacity, serving, trainers)

@@ -18,6 +18,7 @@ from muletrain.compute.arithmetic import Counters, Timer
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
 from muletrain.compute.swap.loading import Drain, Ferry, Loader
+from muletrain.compute.threads import on_cores
 from muletrain.config.schema import Precision
 from muletrain.optim.rules import make_rule
 
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from muletrain.compute.swap.state import State
     from muletrain.compute.threads import Threads
     from muletrain.model.dropout import Masks
+
+BESIDE = 0.75
+"""Share of the cores that updates while the device computes. The others tell it what to do, and bring weights."""
 
 
 @dataclass(eq=False)
@@ -366,7 +370,8 @@ class SwappedArithmetic:
 
     def _update(self, gradient: Tensor, update: Update) -> None:
         try:
-            self.state.update(self._rule, gradient, update)
+            with on_cores(BESIDE if self._beside else 1):
+                self.state.update(self._rule, gradient, update)
         except BaseException as e:
             self.state.abandon(e)
             raise

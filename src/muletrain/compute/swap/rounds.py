@@ -8,7 +8,6 @@ and only when all callers have done either is the round's gradient the accumulat
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 PATIENCE, PATIENCE_MAX_S, PATIENCE_FIRST_S = 0.1, 2.0, 0.05
 """A round waits for more calls for this share of what the last one took, at most so long, and so long at first [s]."""
+ARRIVING_S = 0.01
+"""Once they are enough, it waits as long as another one comes within this time [s]."""
 
 
 @dataclass(eq=False)
@@ -153,12 +154,16 @@ class Rounds:
             first = min(self._waiting, key=lambda c: c.urgency)
             calls = sorted((c for c in self._waiting if first.together(c)), key=lambda c: c.urgency)
             left_s = until - loop.time()
-            if first.p is None or len(calls) >= self._enough or left_s <= 0:
+            if first.p is None or len(calls) >= self._most or left_s <= 0:
                 return calls[: self._most]
+            if len(calls) >= self._enough:
+                left_s = min(left_s, ARRIVING_S)
             self._arrived = asyncio.Event()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(left_s):
                     await self._arrived.wait()
+            except TimeoutError:
+                until = loop.time()
         return []
 
     async def _begun(self, calls: list[Call]) -> list[Call]:
