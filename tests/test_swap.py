@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer, stage_memory
 from muletrain.compute.swap.fit import blocks_of, fitted, swap_memory
-from muletrain.compute.swap.state import State
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.model_sections import ModelConfig
@@ -168,50 +166,6 @@ def test_microbatches_one_by_one_give_the_same_bits(made: Made, disk: bool, alon
     run(one_by_one(resident))
     run(one_by_one(swapped))
     assert [run(c.digest()) for c in swapped] == [run(c.digest()) for c in resident]
-
-
-def test_alone_the_next_step_begins_while_the_update_runs(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sub-model waits for its own weights, and the update reads the accumulator itself. Numbers are those of a resident
-    stage."""
-    (resident,), (swapped,) = made.resident(1), made.swapped(1, disk=False, alone=True)
-    ended, update = list[int](), State.update
-
-    def slowly(state: State, rule: Any, gradient: torch.Tensor, change: Update) -> None:
-        time.sleep(0.2)  # the next step is there before anything has changed
-        update(state, rule, gradient, change)
-        ended.append(change.step)
-
-    monkeypatch.setattr(State, "update", slowly)
-
-    async def steps(stage: Any) -> None:
-        for step in range(3):
-            await asyncio.gather(*(through([stage], Microbatch(step, i)) for i in range(MICROBATCHES)))
-            mean = (await stage.gradient(step)).div_(MICROBATCHES)
-            await stage.apply(mean, Update(step, 1.0, skip=False))
-            assert stage is resident or len(ended) == step, "the update is still to come"
-
-    run(steps(resident))
-    run(steps(swapped))
-    assert worst(run(swapped.state()), run(resident.state())) <= 1e-5
-    assert ended == [0, 1, 2]
-
-
-def test_an_update_that_fails_is_an_error_of_whoever_needs_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    (swapped,) = made.swapped(1, disk=False, alone=True)
-
-    def fails(*args: Any) -> None:
-        raise MemoryError("no room for the update")
-
-    async def two_steps() -> None:
-        await through([swapped], Microbatch(0, 0))
-        await swapped.apply(await swapped.gradient(0), Update(0, 1.0, skip=False))
-        await through([swapped], Microbatch(1, 0))
-
-    monkeypatch.setattr(State, "update", fails)
-    with pytest.raises(MemoryError, match="no room for the update"):
-        run(asyncio.wait_for(two_steps(), 20))
-    with pytest.raises(MemoryError):
-        run(swapped.state())
 
 
 def test_an_update_from_one_gradient_gives_the_same_bits(made: Made) -> None:

@@ -22,7 +22,7 @@ from muletrain.errors import CheckpointError
 from muletrain.optim.flat import flat_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -54,6 +54,8 @@ class State:
         """What the update that has begun has not changed yet."""
         self._broken: BaseException | None = None
         """Why that update will not end."""
+        self.order: Sequence[Sequence[tuple[int, int]]] = ()
+        """What is needed together, in the order in which it is needed: ranges each."""
 
     @property
     def in_place(self) -> bool:
@@ -137,7 +139,7 @@ class State:
     def ready(self, begin: int, end: int) -> None:
         """Returns when the weights from ``begin`` to before ``end`` are the newest. Raises what ended their update."""
         with self._progress:
-            while any(a < end and begin < b for a, b in self._left):
+            while any(overlap((begin, end), left) for left in self._left):
                 if self._broken is not None:
                     raise self._broken
                 self._progress.wait()
@@ -160,13 +162,18 @@ class State:
             yield
 
     def _ranges(self, rule: Rule) -> list[tuple[int, int]]:
-        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. The norms
-        come first, since all sub-models need them, then the rest in the order in which it is needed."""
-        ends = (self.layout.decayed, self.layout.size), (0, self.layout.decayed)
-        if rule.by_tensor:
-            return sorted(self.layout.ranges(), key=lambda r: r[0] < self.layout.decayed)
+        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. In place,
+        what is needed first comes first; files are passed over from the beginning to the end."""
+        ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
         window = update_window(self.layout.size) * (IN_PLACE if self.in_place else 1)
-        return [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
+        windows = [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
+        found = list(self.layout.ranges()) if rule.by_tensor else windows
+        return sorted(found, key=self._needed) if self.in_place else found
+
+    def _needed(self, changed: tuple[int, int]) -> int:
+        """Returns which of ``order`` is the first that needs some of a range."""
+        parts = (n for n, part in enumerate(self.order) if any(overlap(changed, segment) for segment in part))
+        return next(parts, len(self.order))
 
     def skip(self, step: int) -> None:
         """Count update number ``step`` without a change."""
@@ -223,3 +230,8 @@ class State:
         with self._whole(), torch.no_grad():
             for a, b in self.model.windows():
                 self.model.values[a:b].copy_(weights[a:b])
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Have two ranges a number in common?"""
+    return one[0] < other[1] and other[0] < one[1]
