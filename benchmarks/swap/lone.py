@@ -75,10 +75,12 @@ def measured(found: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="at least 4: the first two do not count")
     parser.add_argument("--together", type=int, help="swap.together")
-    parser.add_argument("--out", type=Path, default=HERE / "lone.json")
+    parser.add_argument("--label", default="now", help="name of the row in the file")
+    parser.add_argument("--out", type=Path, default=HERE / "lone.json", help="the row is added there")
     given = parser.parse_args()
+    given.steps = max(4, given.steps)
     settings = TINY if given.tiny else LARGE
     found = run(settings | ({"swap.together": given.together} if given.together else {}), given.steps)
     joined = next(event for event in found if event["kind"] == "peer_joined")
@@ -89,7 +91,8 @@ def main() -> None:
     for what in ("step", "microbatches", "mean and norm", "update"):
         table.add_row(what, f"{row[what]:.3f}")
     Console().print(table, f"{row['tokens/s']:,.0f} tokens/s")
-    given.out.write_text(json.dumps(row, indent=1) + "\n")
+    kept = json.loads(given.out.read_text()) if given.out.exists() else {}
+    given.out.write_text(json.dumps(kept | {given.label: row}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
