@@ -89,6 +89,10 @@ def test_this_machine(tmp_path: Path) -> None:
     assert "2 stages" in memory.found
     assert "fleet.stages" in memory.fix
     assert disks[0].verdict is Verdict.WARNING, "three checkpoints of hundreds of billions of parameters"
+    settings = ("swap.whole=true", "fleet.stages=1", "compute.device=cpu", "compute.memory=0.03")
+    for peers, alone in (1, True), (2, False):
+        found = [c.found for c in doctor_machine.machine_checks(question(*settings, f"fleet.peers={peers}"))]
+        assert any("where nobody joins" in f for f in found) == alone
     (absent,) = [c for c in doctor_machine.machine_checks(question("compute.device=cuda:77")) if c.name == "memory"]
     assert "no cuda:77 here" in absent.found
 

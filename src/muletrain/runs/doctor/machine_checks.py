@@ -115,8 +115,9 @@ def memory_check(config: RunConfig) -> Check:
     from muletrain.runs.assemble import RunFacts, resolve_start
     from muletrain.runs.measure.machine import ADVICE, free_memory_of_machine, memory_of, own_devices
 
+    alone = config.fleet.local_peers == 1  # 'muletrain run' keeps nothing for others then
     try:
-        needs = RunFacts.of(resolve_start(config)).needs()
+        needs = RunFacts.of(resolve_start(config), alone=alone).needs()
         names = own_devices(config.compute.device)
         host = free_memory_of_machine(len(names))
         offers = [memory_of(pick_device(name), config.compute.memory, 1, host) for name in names]
@@ -126,6 +127,7 @@ def memory_check(config: RunConfig) -> Check:
     totals = sorted({need.need(largest): need.of_device(largest) for need in needs}.items(), key=lambda t: t[1])
     wanted = totals[0][0] if len(totals) == 1 else f"{totals[0][0]} to {totals[-1][0]}"
     found = f"a peer may use {largest}; each of {plural(len(needs), 'stage')} needs {wanted}"
+    found += " in 'muletrain run', where nobody joins" if alone else ""
     able = sum(any(need.fits(o) for o in offers) for need in needs)
     if able == 0:
         return Check("memory", Verdict.MISSING, found, f"close other programs, or {ADVICE}")
