@@ -1,5 +1,5 @@
 """ATOM's figures 14 to 17 with production peers on a virtual clock, and C = 1 and 4 on real tensors. See README.md.
-``python figures.py [speed averaging losses]`` writes figures.json."""
+``python figures.py [speed averaging losses killed]`` writes figures.json."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import OptimizerConfig, Precision
+from muletrain.events.facts import StepDone
 from muletrain.model.make import make_model
 from muletrain.model.spec import ModelSpec
 from muletrain.optim.norms import square_norm
@@ -28,6 +29,8 @@ from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan.question import Question, Scene
 from muletrain.sim.plan.swarm import played_step_s, settled
 from muletrain.sim.setting import setting
+from muletrain.sim.world.play import Outcome, play
+from muletrain.sim.world.scenario import Fault, Scenario
 
 HERE = Path(__file__).parent
 MBPS = (400, 800, None)
@@ -93,6 +96,29 @@ def losses() -> dict[str, list[float]]:
     return {f"C = {c}": asyncio.run(_trained(c)) for c in (1, 4)}
 
 
+def killed() -> dict[str, float]:
+    """Twelve peers that swap, in the fuzzer's world: real tensors, tokens drawn at random. Two are killed, at 30 and 60 % of
+    the time. The largest difference of a step's loss from the same run without a kill, and how much longer it takes."""
+    whole = _lost(())
+    at_s = whole.virtual_s
+    fewer = _lost((Fault(0.3 * at_s, "kill", ("peer-0e",)), Fault(0.6 * at_s, "kill", ("peer-0h",))))
+    one, other = ({e.step: e.loss for e in o.events if isinstance(e, StepDone)} for o in (whole, fewer))
+    return {
+        "steps": len(other),
+        "difference": max(abs(one[s] - other[s]) for s in one),
+        "longer": fewer.virtual_s / at_s,
+    }
+
+
+def _lost(faults: tuple[Fault, ...]) -> Outcome:
+    names = tuple(f"peer-0{letter}" for letter in "abcdefghijkl")
+    outcome = play(
+        Scenario(1, (12,), 12, STEPS, 24, 0.02, faults, overrides=("swap.whole=true",), swapped=names, trace=True)
+    )
+    assert not outcome.violations, outcome.violations
+    return outcome
+
+
 async def _trained(together: int) -> list[float]:
     setup = StageSetup(OptimizerConfig(lr=1e-2, warmup=5), STEPS, seed=0, sequences=SEQUENCES)
     tokens = SEQUENCES * SPEC.context
@@ -118,7 +144,7 @@ async def _one(compute: SwappedCompute, mb: Microbatch) -> float:
 
 
 def main() -> None:
-    parts = {"speed": speed, "averaging": averaging, "losses": losses}
+    parts = {"speed": speed, "averaging": averaging, "losses": losses, "killed": killed}
     path = HERE / "figures.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     for name in sys.argv[1:] or parts:

@@ -24,8 +24,8 @@ class Threads:
     """Each thread runs its jobs one after the other, in the order in which they were submitted."""
 
     def __init__(self, stage: int, *, delayed: bool, inline: bool) -> None:
-        """``delayed``: updates have a thread of their own, beside the next step or its beginning. ``inline``: every job runs in the
-        caller's thread."""
+        """``delayed``: updates have a thread of their own, beside the next step or its beginning. ``inline``: every job runs
+        in the caller's thread."""
 
         def thread(name: str) -> Executor:
             return InlineExecutor() if inline else ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{stage}")

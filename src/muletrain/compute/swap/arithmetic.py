@@ -363,16 +363,16 @@ class SwappedArithmetic:
                 elif self._beside:
                     # ``gradient`` may be the accumulator: no other leaves the device before all new weights were loaded
                     self.state.begin_update(self._rule)
-                    self._threads.submit(self._threads.updates, self._update, gradient, update)
+                    self._threads.submit(self._threads.updates, self._update_beside, gradient, update)
                 else:
-                    self._update(gradient, update)
+                    self.state.update(self._rule, gradient, update)
                 self.scale.update(update.step, skipped=update.skip)
             self.clear()
         self._timed.finish()
 
-    def _update(self, gradient: Tensor, update: Update) -> None:
+    def _update_beside(self, gradient: Tensor, update: Update) -> None:
         try:
-            with on_cores(BESIDE if self._beside else 1):
+            with on_cores(BESIDE):
                 self.state.update(self._rule, gradient, update)
         except BaseException as e:
             self.state.abandon(e)
