@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from muletrain.sim.world.verdict import POWERLESS, Outcome, readable
 from tests import planted
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ def kept(scenario: Scenario) -> Outcome:
 
 WRITES = Scenario(1, (2, 2), 2, 4, 4, 0.01, (), checkpoint_every=1, keep=2)
 RESUMES = Scenario(2, (2, 1), 2, 9, 4, 0.01, (), checkpoint_every=2, resume_s=2.5)
+FROZEN = Fault(0.7, "freeze", ("client-0a",), 2.0)
+"""Its server waits in its farewell, while the other one has ended."""
+FAREWELL = Scenario(2, (1, 1), 1, 2, 3, 0.0, (FROZEN,), clients=FROZEN.who, checkpoint_every=1, resume_s=1.9)
 CUT_OFF = Scenario(5, (1, 2), 1, 3, 4, 0.01, (Fault(0.3, "cut", ("peer-0a",), 2.0),))
 LONG = Scenario(
     3, (1, 2), 1, 24, 2, 0.01, (Fault(1.5, "join", ("peer-1j0",)),), narrow=(("peer-1j0", 2e4),), log_bytes=150_000
@@ -69,6 +73,12 @@ def test_a_run_that_lost_power_goes_on_from_its_checkpoint() -> None:
     again = [text for t, text in outcome.timeline if t > 0 and "lose power" in text]
     assert again
     assert set(outcome.ends.values()) == {"finished"}
+
+
+@pytest.mark.parametrize("scenario", [replace(RESUMES, steps=2, microbatches=2, resume_s=1.006), FAREWELL], ids=str)
+def test_after_the_last_checkpoint_a_power_loss_leaves_nothing_to_resume(scenario: Scenario) -> None:
+    """Found by 'muletrain fuzz' (seed 82100 with --kind lie)."""
+    assert POWERLESS in kept(scenario).ends.values()
 
 
 @pytest.mark.parametrize("how", ["slow", "hangs", "full"])

@@ -42,6 +42,7 @@ def main() -> None:
                     seconds=arguments.steps * STEP_S,
                     leave_per_s=arguments.rate / STEP_S,
                     away_s=STEP_S / 2,
+                    seed=seed,
                 )
                 rows.append({"devices": devices, "stages": stages, "rate": arguments.rate, "seed": seed} | found)
                 print(json.dumps(rows[-1]), flush=True)

@@ -86,10 +86,17 @@ class Draw:
 
 
 def played(
-    fleet: Fleet, strategy: str, run: list[str], *, seconds: float, leave_per_s: float = 0.0, away_s: float = 1.0
+    fleet: Fleet,
+    strategy: str,
+    run: list[str],
+    *,
+    seconds: float,
+    leave_per_s: float = 0.0,
+    away_s: float = 1.0,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Seconds of a step, the first left out, and goodput: time on microbatches that counted over time connected, weighted
-    by speed."""
+    by speed. ``seed``: of who leaves when."""
     begin_s = time.process_time()
     clients = sum(not peer.reliable for peer in fleet.peers())
     own = {"hub": [f"hub.clients={clients}"], DEDLOC: ["fleet.stages=1"]}.get(strategy, [])
@@ -108,7 +115,9 @@ def played(
         one = plan_pipeline.scheduled(question, question.scene_of(chosen), "1f1b", len(chosen.microbatches))
         scene, planned = one.setting, plan_pipeline.membership(question, one, chosen)
     weather = Weather(leave_per_s=leave_per_s, away_s=away_s)
-    outcome = simulate_fleet(scene, config, weather, hours=seconds / 3600, fidelity="protocol", planned=planned)
+    outcome = simulate_fleet(
+        scene, config, weather, hours=seconds / 3600, seed=seed, fidelity="protocol", planned=planned
+    )
     ends = [point.time_s for point in outcome.curve]
     row: dict[str, Any] = {
         "steps": round(outcome.steps, 2),

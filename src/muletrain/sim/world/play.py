@@ -17,7 +17,7 @@ from muletrain.runtime.step import gradient_log
 from muletrain.sim.loop import Hang, run_virtually
 from muletrain.sim.world import reference
 from muletrain.sim.world.injection import Injection
-from muletrain.sim.world.verdict import Outcome, judge
+from muletrain.sim.world.verdict import POWERLESS, Outcome, judge
 from muletrain.sim.world.witness import Witness
 from muletrain.sim.world.world import Start, World
 
@@ -78,12 +78,15 @@ async def _run(outcome: Outcome, folder: Path, history: reference.History) -> di
     scenario = outcome.scenario
     world = World(scenario, outcome, folder, Witness(scenario, history, outcome.violations.append))
     states = await world.run(Injection(world).inject)
-    if scenario.resume_s is None or states:
+    if not world.cut_off:
+        return states
+    written = Folder(folder / "run", keep=1, name="run")
+    base = max(written.complete(), key=lambda key: key.step, default=None)
+    if base is not None and base.step == scenario.steps:  # nothing to resume: ``cli.actions.opening`` refuses
+        outcome.ends |= dict.fromkeys(world.cut_off, POWERLESS)
         return states
     outcome.ends.clear()
     resumed = replace(scenario, faults=(), resume_s=None)
-    written = Folder(folder / "run", keep=1, name="run")
-    base = max(written.complete(), key=lambda key: key.step, default=None)
     start = Start(written, base)
     outcome.scenario = resumed
     world = World(resumed, outcome, folder, Witness(resumed, history, outcome.violations.append), start)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Scenario
 
 LEFT = "left in order"
+POWERLESS = "lost power when the run had nothing left to do"
 
 
 @dataclass
@@ -83,7 +84,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     hung = {p for f in scenario.faults if f.kind == "hang" for p in f.who}
     gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
     gone |= {p for f in scenario.faults if f.kind in ("kick", "lie") for p in f.who}
-    gone |= {p for p, end in outcome.ends.items() if end == LEFT}
+    gone |= {p for p, end in outcome.ends.items() if end in (LEFT, POWERLESS)}
     for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue

@@ -133,6 +133,8 @@ class World:
         self.computes: dict[str, PacedCompute] = {}
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.peers: dict[str, Peer] = {}
+        self.cut_off: list[str] = []
+        """Who had not ended when the power failed."""
         self._disks: dict[str, DiskState] = {}
         self._background: set[asyncio.Task[Any]] = set()
         """Of disks: those that hang do so for ever."""
@@ -163,6 +165,7 @@ class World:
         """All machines at once."""
         await self.clock.sleep(at_s)
         self.say("FAULT all machines lose power")
+        self.cut_off = [name for name, task in self.tasks.items() if not task.done()]
         for name in self.networks:
             self.kill(name)
 
