@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,9 +20,12 @@ from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import ClientBegan, ClientFinished, ClientLost, FaultInjected, PoolWorked, StepDone, read_events
+from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Bounds, parse, readable
 from muletrain.runtime.pool import servers
-from muletrain.runtime.pool.servers import Helpers, Roaming
+from muletrain.runtime.pool.messages import Enlisted, GetState
+from muletrain.runtime.pool.servers import Helpers, Roaming, helpers_of
+from muletrain.sim.loop import run_virtually
 from muletrain.strategies import hub
 from muletrain.strategies.hub import stage_to_help, stage_to_move_to
 
@@ -198,6 +202,25 @@ def test_of_four_clients_of_stage_0_so_many_move_as_make_it_as_fast_as_the_slowe
 ) -> None:
     """``together``: speed of the four; servers do the rest."""
     assert stage_to_move_to(work, speeds, 0, 4, together, fits, drawn) == to
+
+
+def test_of_servers_with_unequal_clients_all_are_counted() -> None:
+    """Four were asked for all six, which seemed to have 15 clients."""
+
+    async def counted() -> Helpers:
+        network = MemoryHub()
+        for server, clients in enumerate((3, 2, 3, 2, 1, 1)):
+            state = Enlisted(
+                weights=bytes(32), version=1, servers=(f"s{server}",), clients=clients, speed=2.0 * clients, own=1.0
+            )
+            network.join(f"s{server}").serve(GetState.KIND, partial(_answer, state.pack()))
+        return await helpers_of(network.join("client"), [f"s{server}" for server in range(6)])
+
+    assert run_virtually(counted(), 100.0, []) == pytest.approx((12, 24.0, 6.0))
+
+
+async def _answer(state: bytes, sender: str, payload: bytes) -> bytes:
+    return state
 
 
 def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:

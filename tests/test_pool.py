@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from muletrain.policy.deadline import IDLE, MOST_RESTS, Rests
 from muletrain.policy.passes import Given, Part, Pass
 from muletrain.policy.pool import LEFT_S, OWN, Pool
-from muletrain.policy.worker import FLOOR_S, UNMEASURED_S
+from muletrain.policy.worker import FLOOR_S, UNMEASURED_S, server_to_move_to
 
 A, B, C = "a", "b", "c"
 FORWARD = Part(Pass.FORWARD, 0, 0, 0, 1)
@@ -331,3 +332,23 @@ def test_a_client_that_is_given_nothing_takes_part_more_and_more_rarely() -> Non
     while not rests.takes_part(worked=False):
         pass
     assert all(rests.takes_part(worked=True) for _ in range(50)), "as soon as there is work it is there in each step"
+
+
+@pytest.mark.parametrize("clients", [(2, 2, 2, 2, 2, 0), (0, 1, 1, 3, 1, 4), (8, 2), (1, 1, 1, 1, 1, 7)], ids=str)
+def test_servers_are_equally_fast_after_their_clients_moved(clients: tuple[int, ...]) -> None:
+    """On the average of many draws. Each server that had too many once sent what the weakest one lacked: all at once, so
+    that of six servers one had eight clients, and the next step another one."""
+    names = [f"server-{k}" for k in range(len(clients))]
+    speeds, after, times = dict(zip(names, map(float, clients), strict=True)), Counter[str](), 1000
+    draw = random.Random(0)
+    for home in names * times:
+        for _ in range(int(speeds[home])):
+            after[server_to_move_to(speeds, home, int(speeds[home]), draw) or home] += 1
+    mean = sum(clients) / len(clients)
+    assert [after[name] / times for name in names] == pytest.approx([mean] * len(names), abs=0.1 * mean)
+
+
+def test_no_client_moves_to_a_server_that_would_then_be_as_fast_as_its_own_one_was() -> None:
+    draw = random.Random(0)
+    assert {server_to_move_to({"a": 2.0, "b": 1.0, "c": 1.0}, "a", 2, draw) for _ in range(99)} == {None}
+    assert {server_to_move_to({"a": 0.0, "b": 0.0}, "a", 0, draw) for _ in range(99)} == {None}

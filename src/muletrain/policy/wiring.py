@@ -64,8 +64,9 @@ class Wiring:
       step five times as long.
     """
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, rng: random.Random, gamma: float = GAMMA) -> None:
+        """``gamma``: weight of a new measurement."""
+        self._rng, self._gamma = rng, gamma
         self._entries: dict[str, _Entry] = {}
         self._step, self._begun_s, self._usual_s = -1, 0.0, math.inf
         """The current step: its number, when its first microbatch was sent, and the usual length of a step."""
@@ -155,16 +156,16 @@ class Wiring:
         self._back_s.append(now_s)
         entry = self._entries.get(peer)
         if entry is not None:
-            entry.mean_s += GAMMA * (busy_s - entry.mean_s)
-            entry.weight += GAMMA * (1 - entry.weight)
+            entry.mean_s += self._gamma * (busy_s - entry.mean_s)
+            entry.weight += self._gamma * (1 - entry.weight)
             entry.ways_s.append(way_s)
 
     def takes_at_least(self, peer: str, seconds: float) -> None:
         """``peer`` has had a microbatch for so long: it is given fewer, as if it had answered now."""
         entry = self._entries.get(peer)
         if entry is not None and (entry.measured_s or 0.0) < seconds:
-            entry.mean_s += GAMMA * (seconds - entry.mean_s)
-            entry.weight += GAMMA * (1 - entry.weight)
+            entry.mean_s += self._gamma * (seconds - entry.mean_s)
+            entry.weight += self._gamma * (1 - entry.weight)
             entry.ways_s = entry.ways_s or deque([0.0], maxlen=WAYS)
 
     def expected_s(self, peer: str) -> float:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import Usual
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    import random
+    from collections.abc import Collection, Mapping, Sequence
 
     from muletrain.policy.passes import Part, Pass
 
@@ -93,3 +94,16 @@ def worth_their_accumulators(work: Sequence[float], speeds: Sequence[float], han
     together, each = sum(speeds), sum(speeds) / len(speeds)
     best = math.sqrt(sum(work) * each / handing_over_s) if handing_over_s else UNKNOWN * each
     return int(min(len(work), max(0.0, (best - together) / each)))
+
+
+def server_to_move_to(speeds: Mapping[str, float], home: str, clients: int, draw: random.Random) -> str | None:
+    """Returns the server to which one of the ``clients`` of ``home`` moves, of like speed; None: it stays. All clients of a
+    stage decide at once, so as many leave a server, and come to one, on the average as make all equally fast. A client
+    moves to no server that is then faster than its own one was. ``speeds``: of each server's clients together, in any
+    unit."""
+    mean, own = sum(speeds.values()) / len(speeds), speeds[home] / max(1, clients)
+    lacking = {server: mean - speed for server, speed in sorted(speeds.items()) if speed + own < speeds[home]}
+    lacking = {server: by for server, by in lacking.items() if by > 0}
+    if not lacking or draw.random() * speeds[home] >= speeds[home] - mean:
+        return None
+    return draw.choices([*lacking], [*lacking.values()])[0]

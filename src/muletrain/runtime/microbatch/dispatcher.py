@@ -16,7 +16,7 @@ from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUn
 from muletrain.events import MicrobatchRerouted
 from muletrain.policy.deadline import RetryBudget, backoff_s
 from muletrain.policy.trips import Trips
-from muletrain.policy.wiring import Wiring
+from muletrain.policy.wiring import GAMMA, Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
@@ -70,7 +70,8 @@ class Dispatcher:
 
     def __init__(self, ctx: Context, stage: int, survey: Survey) -> None:
         self._ctx, self._stage, self._survey = ctx, stage, survey
-        self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"))
+        gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
+        self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.capacity)
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""

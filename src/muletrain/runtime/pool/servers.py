@@ -11,6 +11,7 @@ from blake3 import blake3
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, NetworkError
 from muletrain.policy.deadline import Deadline, backoff_s
+from muletrain.policy.worker import server_to_move_to
 from muletrain.runtime.pool.messages import Enlisted, GetState
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ CALL_S, CALL_FLOOR_S = 10.0, 2.0
 """Seconds for a call, before any was answered, and at least."""
 OTHERS_S = 0.5
 """Seconds for the answers of other servers after the first one's."""
-ASKED = 4
-"""Servers of each stage that are asked how fast their clients are."""
+ASKED, COUNTED = 4, 16
+"""Servers of a stage that are asked whether they need help, and how fast their clients are, at most."""
 UNMEASURED = 1e-9
 """Speed of a machine at least, so that one counts before it is measured."""
 IDLE = 1e5 * UNMEASURED
@@ -62,7 +63,7 @@ async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
         except MuletrainError:
             return None
 
-    found = [state for state in await asyncio.gather(*map(ask, servers[:ASKED])) if state is not None]
+    found = [state for state in await asyncio.gather(*map(ask, servers[:COUNTED])) if state is not None]
     times = len(servers) / max(1, len(found))
     clients = sum(state.clients for state in found)
     speed, own = sum(state.speed for state in found), sum(state.own for state in found)
@@ -112,25 +113,18 @@ class StageServers:
         return sorted(found, key=need)
 
     async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
-        """Returns the server whose clients are slowest together, if they are slower than those of ``home`` even with us.
-        Only so many clients are told of it for a ``version`` of the weights, on the average, that both have the same
-        speed then."""
+        """Returns a server whose clients are slower together than those of ``home``, if we should move there for a
+        ``version`` of the weights (``server_to_move_to``)."""
         if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
             return None
         self._compared_at = self._clock.now()
         found = await self.states()
         if home not in found or len(found) < 2:
             return None
-        ours = found.pop(home)
-        unknown = not any(state.speed for state in (ours, *found.values()))
-
-        def strength(state: Enlisted) -> float:
-            return state.clients if unknown else state.speed
-
-        have, own, weakest = strength(ours), strength(ours) / max(1, ours.clients), self._by_need(found)[0]
-        least = strength(found[weakest])
-        drawn = int.from_bytes(blake3(f"{self._net.peer_id}/{version}".encode()).digest()[:4]) / (1 << 32)
-        return weakest if least + own < have and drawn < (have - least) / (2 * have) else None
+        unknown = not any(state.speed for state in found.values())
+        speeds = {server: state.clients if unknown else state.speed for server, state in found.items()}
+        draw = random.Random(f"{self._net.peer_id}/{version}")
+        return server_to_move_to(speeds, home, found[home].clients, draw)
 
     async def news_or_help(self, news: asyncio.Event, home: PeerId, idle: Callable[[], bool]) -> PeerId | None:
         """Returns None once there is ``news`` for a client of ``home``, or another server that cannot end its step soon
