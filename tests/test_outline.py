@@ -168,3 +168,17 @@ def test_the_oldest_entries_go(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len([*kept_in.iterdir()]) == 2
     assert cache.kept("traced", {"number": 4}, type(found)) == found
     assert cache.kept("traced", {"number": 0}, type(found)) is None
+
+
+def test_a_window_counts_in_sequences_whose_mask_is_too_large_to_be_made() -> None:
+    """The mask of a window is a table, and autograd keeps what attention adds of it; a causal mask needs none."""
+    length, layer_types = 20_000, ["sliding_attention", "full_attention"]
+    config = config_of("gemma3", layer_types=layer_types, num_hidden_layers=2, sliding_window=600)
+    model = TracedModel(json.dumps({**config, "max_position_embeddings": length}, sort_keys=True), length)
+    sliding, full = (model.kept_bytes(layer, 4) for layer in range(2))
+    assert sliding == pytest.approx(full + 4 * length, rel=0.01)
+    kinds = model.outline.kinds
+    assert kinds[1] != kinds[2]
+    assert model.tables_bytes(1) == pytest.approx((1 + 4) * length**2, rel=0.05), (
+        "a causal mask is made, and kept by none"
+    )

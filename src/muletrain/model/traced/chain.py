@@ -314,6 +314,8 @@ def made(architecture: str, context: int, precision: str, blocks: int | None = N
                 f"{unused[0]} takes no part in {'the loss' if spec.own_loss else 'predicting the next token'} ({len(unused)} "
                 f"such parameters), so it could not be trained; take a model without it"
             )
+        if used == parts.frozen:
+            raise ConfigError("no parameter is trained, since all have requires_grad=False; leave it on for some")
     except ConfigError as e:
         raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
     width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
