@@ -29,7 +29,7 @@ from muletrain.data.ngram import spread
 from muletrain.data.samples import SampleData, SampleSource, open_data
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import import_hf, is_native, spec_in
+from muletrain.model.hf import import_hf, is_native, spec_in, stops_in
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
@@ -314,12 +314,14 @@ def resolve_start(config: RunConfig, *, weights: bool = True) -> RunConfig:
         sizes = _sizes_in(folder, given, weights=weights)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
-    _check_given(given, sizes, "model.from, whose checkpoint")
-    model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     tokenizer = folder.resolve() / "tokenizer.json"
     data = config.data
     if data.tokenizer == "train" and tokenizer.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer)})
+    if data.tokenizer == str(tokenizer):
+        sizes["stops"] = stops_in(folder)
+    _check_given(given, sizes, "model.from, whose checkpoint")
+    model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     return RunConfig.model_validate({**dict(config), "model": model, "data": data})
 
 
