@@ -368,8 +368,8 @@ def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str
         return {**json.loads(spec.to_json()), **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
     model = (import_traced if weights else traced_in)(folder, context=given.get("context"), **own)
-    sizes = {name: getattr(model, name) for name in _SIZES}
-    return {**sizes, "chain": model.chain_name, **own}
+    chain = {"chain": model.chain_name} if weights or "chain" in given else {}
+    return {**{name: getattr(model, name) for name in _SIZES}, **chain, **own}
 
 
 def versions() -> dict[str, str]:
