@@ -374,7 +374,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"cannot read {path}: {e}; model.from wants a Hugging Face folder") from e
+        raise CheckpointError(
+            f"cannot read {path}: {e}; model.from wants a Hugging Face folder (--set model.from=FOLDER if it moved)"
+        ) from e
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content

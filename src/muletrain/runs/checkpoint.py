@@ -37,10 +37,10 @@ COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'r
 FORMAT = 2
 """Version of the format. It goes up when older and newer versions could not read each other's checkpoints."""
 MAY_CHANGE = {
-    "model": {"stops"},
+    "model": {"from", "stops"},  # a folder may move; sizes and chain stay
     "train": {"steps", "time_limit", "validate_every", "validate_tokens"},
     "optimizer": {"state_device"},
-    "data": {"path", "cache"},  # its content must have the checkpoint's digest
+    "data": {"path", "cache", "tokenizer"},  # its content must have the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "pipeline": None,
     "hub": None,
