@@ -119,6 +119,26 @@ def words(vocab: int = 300) -> nn.Module:
     return Words(vocab)
 
 
+class Windowed(Words):
+    """Attends to the last tokens only, by a mask that it keeps as a buffer [longest, longest]."""
+
+    def __init__(self, window: int, longest: int) -> None:
+        super().__init__(vocab=300)
+        seen = torch.ones(longest, longest, dtype=torch.bool).tril()
+        self.register_buffer("seen", seen & ~seen.tril(-window))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, seen = self.embed(tokens), self.get_buffer("seen")[: tokens.shape[1], : tokens.shape[1]]
+        for layer in self.layers:
+            y = layer(x)[:, None]  # one head
+            x = x + F.scaled_dot_product_attention(y, y, y, attn_mask=seen)[:, 0]
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def windowed(window: int = 9, longest: int = 32) -> nn.Module:
+    return Windowed(window, longest)
+
+
 # Wrong ones -----------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +161,8 @@ class Wrong(nn.Module):
             self.norm = nn.BatchNorm1d(4)
         if kind == "unused":
             self.extra = nn.Linear(2, 2)
+        if kind == "frozen":
+            self.requires_grad_(requires_grad=False)
         if kind == "plain":
             self.scale = torch.ones(4)
         if kind == "taken":

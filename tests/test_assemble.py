@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,12 @@ def test_what_a_start_from_a_model_became_is_found_again_on_resume(exported: Pat
     assert again == first
     assert resolve_start(first) == first
     assert checkpoint_of(first).check_same_run(again) is None
+    moved = shutil.copytree(exported, tmp_path / "moved")
+    found = resolve_start(load_config(tmp_path / "config.toml", [f"model.from={moved}"]))
+    assert checkpoint_of(first).check_same_run(found) is None
+    other = found.model_copy(update={"model": found.model.model_copy(update={"context": 4})})
+    with pytest.raises(ConfigError, match=r"model.context \(16 before, 4 now\)"):
+        checkpoint_of(first).check_same_run(other)
 
 
 @pytest.mark.parametrize(

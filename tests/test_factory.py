@@ -31,7 +31,9 @@ from muletrain.events import EventTail, StepDone
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_model, make_stage, model_from_json
+from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
+from muletrain.model.traced.making import made
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality, write
@@ -140,6 +142,16 @@ def test_a_chain_of_a_factory_states_what_it_takes_and_costs() -> None:
     regression = of("regression").spec
     assert regression.flops_of(0) == 2 * 64 * 8 * 8 * 9
     assert regression.width == 3 * 8 * 64, "two values go from block to block; before the head, the last sum is open"
+
+
+@pytest.mark.parametrize("window", [9, 16])
+def test_a_mask_that_is_stored_is_looked_at_whole(window: int) -> None:
+    """No number in the module's code says what its buffer holds: what planning counts follows from all of it."""
+    facts = named("windowed", None, "model.vocab=300", "model.context=16", f"model.arguments={{window = {window}}}")
+    assert isinstance(facts.spec, TracedModel)
+    tables = made(facts.spec, "float32").tables
+    assert tables.chain.masks
+    assert tables.causal(16) == (tables.chain.masks if window == 16 else set())
 
 
 def test_first_weights_are_the_factorys_own() -> None:

@@ -43,6 +43,7 @@ def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> Non
     [
         ("batchnorm", "norm changes .* while it computes.*GroupNorm or LayerNorm for BatchNorm"),
         ("unused", "extra.bias takes no part in the loss"),
+        ("frozen", "no parameter is trained"),
         ("plain", "the module.scale is a tensor that is neither parameter nor buffer"),
         ("taken", "bind.weight begins with a name that muletrain uses; rename bind"),
         ("early", "uses the targets before the last block has computed"),

@@ -23,16 +23,21 @@ if TYPE_CHECKING:
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CODE = """
 import json, sys
+from muletrain.cli.actions.hypothetical import load_run
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.runs.assemble import resolve_start
 for name in sys.argv[1:]:
     try:
+        if name.startswith("plan:"):
+            print(load_run(None, [f"model.from={name[5:]}", "model.context=32"])[1].layers)
+            continue
         config = resolve_start(load_config(None, [f"model.from={name}", "model.context=32"]))
         print(json.dumps({"from": config.model.from_, "layers": config.model.layers, "tokenizer": config.data.tokenizer}))
     except MuletrainError as e:
         print(e)
-    print("----")
+    finally:
+        print("----")
 """
 
 
@@ -124,7 +129,8 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     assert found["layers"] == 3
     assert found["tokenizer"] == f"{found['from']}/tokenizer.json"
     assert hub.sent.count("mule/model.safetensors") == 1
-    again, gated, none, bare, code = begin(hub.url, tmp_path, "me/mule", "me/gated", "me/none", "me/bare", "me/code")
+    names = ("me/mule", "me/gated", "me/none", "me/bare", "me/code", "plan:me/bare")
+    again, gated, none, bare, code, planned = begin(hub.url, tmp_path, *names)
     assert json.loads(again) == found
     assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
     assert "is gated: accept its terms at http://127.0.0.1" in gated
@@ -133,6 +139,7 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     assert "has no weights as safetensors" in bare
     assert "remote code" in code
     assert "code/model.safetensors" not in hub.sent, "it was refused before its weights came"
+    assert planned == "3\n", "plan and simulate need no weights"
     hub.shutdown()
     hub.server_close()
     assert "cannot be reached; give a folder" in begin(hub.url, tmp_path, "me/other")[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_block, make_model, make_stage
-from muletrain.model.traced import chain as tracing
 from muletrain.model.traced import export
+from muletrain.model.traced import making as tracing
+from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.outline import told
+from muletrain.model.traced.outline import alike, lengthened, told
 from muletrain.model.traced.stage import TracedStage
 from tests.traced_models import CONTEXT, config_of
 
@@ -45,7 +46,8 @@ def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget() -> None:
     told.clear()
     tracing.outlined.cache_clear()
-    tracing.tables_of.cache_clear()
+    tracing.tables_bytes_of.cache_clear()
+    tracing.kept_in_16_bits.cache_clear()
     tracing.made.cache_clear()
 
 
@@ -103,7 +105,7 @@ def test_in_16_bits_one_block_of_each_kind_is_traced() -> None:
     found = [model.kept_bytes(layer, 2) for layer in range(4)]
     assert found[0] > found[1]
     assert tracing.made.cache_info().currsize == 2, "in fp32 and, shorter, in bf16"
-    whole = tracing.made(model.architecture, CONTEXT, "bfloat16").outline.parts
+    whole = tracing.made(model, "bfloat16").outline.parts
     assert tracing.made.cache_info().currsize == 3
     assert found == [part.kept_bytes for part in whole[1:-1]]
 
@@ -141,6 +143,64 @@ def test_the_cache_says_what_tracing_does(kept_in: Path, monkeypatch: pytest.Mon
     assert json.loads(entry.read_text())["digest"] == traced.digest
 
 
+SHORT: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_hidden_layers": 4},
+    "gemma3": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_planning_traces_the_first_block_of_each_kind_and_finds_what_all_blocks_say(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "WORTHWHILE", 1)
+    model = TracedModel(json.dumps(config_of(name, **SHORT[name]), sort_keys=True), CONTEXT)
+    short, tables = model.outline, model.tables_bytes(3)
+    assert short.digest is None
+    assert tracing.made.cache_info().misses == 1
+    name_before = model.chain_name
+    assert tracing.made.cache_info().misses == 2, "machines compare all blocks"
+    whole = tracing.made(model, "float32")
+    assert name_before.startswith(str(whole.outline.digest)[:16])
+    assert whole.outline.model_copy(update={"digest": None}) == short
+    assert whole.tables.most_bytes(3, CONTEXT) == tables
+    forget()
+    assert model.outline == whole.outline, "it took the short one's place"
+
+
+def test_layers_are_alike_if_nothing_but_their_number_differs() -> None:
+    beside: dict[str, list[str]] = {}
+
+    def found(name: str, **changes: Any) -> list[int]:
+        built = build(config_of(name, **changes))
+        layers = getattr(built, "transformer", None) or built.model
+        assert isinstance(layers, torch.nn.Module)
+        config: Any = built.config
+        return alike(getattr(layers, "h", None) or layers.layers, {**config.to_dict(), **beside})
+
+    assert found("qwen2", num_hidden_layers=4) == [0, 0, 0, 0]
+    assert found("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True) == [0, 1, 2]
+    assert found("qwen3-moe", num_hidden_layers=5, mlp_only_layers=[1, 3]) == [0, 1, 0, 1, 0]
+    windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+    assert found("qwen3", num_hidden_layers=4, **windows) == [0, 0, 2, 2]
+    beside["what_the_model_itself_asks"] = ["a", "b", "a"]
+    assert found("qwen2", num_hidden_layers=3) == [0, 1, 0]
+
+
+def test_a_short_model_that_is_none_of_the_whole_is_not_believed() -> None:
+    model = model_of("qwen2", num_hidden_layers=2)
+    whole, path = model.outline, "model.layers"
+    assert lengthened(whole, path, [0, 1], whole.shapes) == whole.model_copy(update={"digest": None})
+    larger = {name: (*shape[:-1], shape[-1] + 1) if ".1." in name else shape for name, shape in whole.shapes.items()}
+    assert lengthened(whole, path, [0, 0], larger) is None
+    assert lengthened(whole, path, [0, 0], {**whole.shapes, "model.layers.1.other": (3,)}) is None
+    assert lengthened(whole, path, [0, 0, 0], whole.shapes) is None
+
+
 @pytest.mark.parametrize("others", ["as it was", "replaced by another process", "removed"])
 def test_blocks_other_than_the_kept_ones_are_not_computed(kept_in: Path, others: str) -> None:
     """The cache gave a digest to the run, and software that was changed under the same version makes another one."""
@@ -168,3 +228,17 @@ def test_the_oldest_entries_go(kept_in: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len([*kept_in.iterdir()]) == 2
     assert cache.kept("traced", {"number": 4}, type(found)) == found
     assert cache.kept("traced", {"number": 0}, type(found)) is None
+
+
+def test_a_window_counts_in_sequences_whose_mask_is_too_large_to_be_made() -> None:
+    """The mask of a window is a table, and autograd keeps what attention adds of it; a causal mask needs none."""
+    length, layer_types = 20_000, ["sliding_attention", "full_attention"]
+    config = config_of("gemma3", layer_types=layer_types, num_hidden_layers=2, sliding_window=600)
+    model = TracedModel(json.dumps({**config, "max_position_embeddings": length}, sort_keys=True), length)
+    sliding, full = (model.kept_bytes(layer, 4) for layer in range(2))
+    assert sliding == pytest.approx(full + 4 * length, rel=0.01)
+    kinds = model.outline.kinds
+    assert kinds[1] != kinds[2]
+    assert model.tables_bytes(1) == pytest.approx((1 + 4) * length**2, rel=0.05), (
+        "a causal mask is made, and kept by none"
+    )

@@ -74,13 +74,15 @@ def test_a_fleet_trains_gpt2_as_a_loop_does_and_gives_it_back(tmp_path: Path) ->
 
 
 def check_without_the_folder(tmp_path: Path) -> None:
-    """The folder that a run started from is not needed to write text."""
+    """The folder that a run started from is not needed to write text, nor to measure."""
     before = Checkpoint.open(tmp_path / "run")
     text = write(before, before.model(), "Mule", max_tokens=8, temperature=0)
     shutil.rmtree(tmp_path / "hf")
     checkpoint = Checkpoint.open(tmp_path / "run")
     assert write(checkpoint, checkpoint.model(), "Mule", max_tokens=8, temperature=0) == text
-    assert checkpoint.stops == {2, 3}, "one is the tokenizer's, one config.json's"
+    assert checkpoint.stops == {2, 3, 17}, "3 is the tokenizer's; only the generation settings say 17"
+    loss, again = (quality(c, c.model(), c.corpus(), tokens=100).loss for c in (checkpoint, before))
+    assert loss == again
 
 
 def check_export(tmp_path: Path, model: Any) -> None:
@@ -114,7 +116,7 @@ def check_export(tmp_path: Path, model: Any) -> None:
     whole = checkpoint.model()
     found = quality(checkpoint, whole, checkpoint.corpus(), tokens=500)
     assert found.loss == pytest.approx(evaluate(whole, _heldout(checkpoint)), rel=0.2)
-    assert checkpoint.stops == {2, 3}, "where the source's generation settings stop, too"
+    assert checkpoint.stops == {2, 3, 17}, "where the source's generation settings stop, too"
     assert write(checkpoint, whole, "Mule", max_tokens=8, temperature=0).startswith("Mule")
 
 

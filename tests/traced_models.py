@@ -95,7 +95,7 @@ def write_text(path: Path) -> Path:
 def write_folder(folder: Path, text: Path, name: str, **changes: Any) -> Any:
     """Write a Hugging Face folder: weights, a tokenizer with special tokens, generation settings. Returns the model."""
     model = new_model(name, **changes)
-    model.generation_config = GenerationConfig(eos_token_id=[2, 3], bos_token_id=1, do_sample=True, temperature=0.6)
+    model.generation_config = GenerationConfig(eos_token_id=[2, 17], bos_token_id=1, do_sample=True, temperature=0.6)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

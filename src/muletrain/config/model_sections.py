@@ -95,6 +95,13 @@ class ModelConfig(Section):
         examples=["0123 (transformers 5.0, torch 2.13)"],
     )
 
+    stops: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None,
+        max_length=1024,
+        description="ids that end a text, by the generation settings of model.from; filled in [tokens]",
+        examples=[[2, 3]],
+    )
+
     @property
     def sized_elsewhere(self) -> bool:
         """Sizes come from a preset or a checkpoint: those stated here are not known to be the model's."""

@@ -7,6 +7,7 @@ Parameter names are the same on both sides, so nothing is renamed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf_hub import CONFIG, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS
+from muletrain.model.hf_hub import CONFIG, GENERATION, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
@@ -76,9 +77,9 @@ def export_hf(
         config.pop("dtype", None)
         _write_json(out / CONFIG, config)
         generation = {"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}
-        if source is not None and "eos_token_id" in kept and (source / "generation_config.json").is_file():
-            generation = read_json(source / "generation_config.json")
-        _write_json(out / "generation_config.json", generation)
+        if source is not None and "eos_token_id" in kept and (source / GENERATION).is_file():
+            generation = read_json(source / GENERATION)
+        _write_json(out / GENERATION, generation)
         _write_weights(out, tensors, shard_bytes)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(
@@ -337,6 +338,15 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
     return spec
 
 
+def stops_in(folder: Path) -> tuple[int, ...]:
+    """Tokens that end a text of the model in ``folder``, by its generation settings, or else by its ``config.json``."""
+    found: object = None
+    for name in (CONFIG, GENERATION):
+        with contextlib.suppress(CheckpointError):
+            found = read_json(folder / name).get("eos_token_id", found)
+    return tuple(end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int))
+
+
 def weight_files(source: Path) -> dict[str, Path]:
     """Tensor name -> the file it is in."""
     if (source / INDEX).exists():
@@ -364,7 +374,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise CheckpointError(f"cannot read {path}: {e}; model.from wants a Hugging Face folder") from e
+        raise CheckpointError(
+            f"cannot read {path}: {e}; model.from wants a Hugging Face folder (--set model.from=FOLDER if it moved)"
+        ) from e
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return content

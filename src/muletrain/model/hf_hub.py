@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 TEXT_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,7 +42,7 @@ def local_folder(name: str, check: Callable[[Path], object] = lambda folder: Non
     check(folder)
     commit = folder.name
     if weights:
-        for file in (TOKENIZER, "generation_config.json", *TEXT_FILES):
+        for file in (TOKENIZER, GENERATION, *TEXT_FILES):
             _optional(name, file, commit)
         if (index := _optional(name, INDEX, commit)) is None:
             _fetch(name, WEIGHTS, commit)

@@ -29,12 +29,12 @@ from muletrain.data.ngram import spread
 from muletrain.data.samples import SampleData, SampleSource, open_data
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import import_hf, is_native
+from muletrain.model.hf import import_hf, is_native, spec_in, stops_in
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
-from muletrain.model.traced.folder import check_config, import_traced, load_traced
+from muletrain.model.traced.folder import check_config, import_traced, load_traced, traced_in
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.shards import CHUNK, lone_chunk
 from muletrain.runs.checkpoint import FORMAT
@@ -298,10 +298,11 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
     return load
 
 
-def resolve_start(config: RunConfig) -> RunConfig:
+def resolve_start(config: RunConfig, *, weights: bool = True) -> RunConfig:
     """``config`` with the sizes of the checkpoint in ``model.from``, and its tokenizer unless the user names another.
     Sequence length, dropout, layer sharing and everything else stay the user's. With ``model.factory``, the sizes of its
-    module. Raises CheckpointError, or ConfigError if the user asks for other sizes."""
+    module. Without ``weights`` only ``config.json`` is read, or fetched. Raises CheckpointError, or ConfigError if the
+    user asks for other sizes."""
     if config.model.factory is not None:
         return _resolve_factory(config)
     if config.model.from_ is None:
@@ -309,16 +310,18 @@ def resolve_start(config: RunConfig) -> RunConfig:
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     try:
         changes = {name: given[name] for name in ("context", "dropout", "untie") if name in given}
-        folder = local_folder(config.model.from_, functools.partial(check_config, **changes))
-        sizes = _sizes_in(folder, given)
+        folder = local_folder(config.model.from_, functools.partial(check_config, **changes), weights=weights)
+        sizes = _sizes_in(folder, given, weights=weights)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
-    _check_given(given, sizes, "model.from, whose checkpoint")
-    model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     tokenizer = folder.resolve() / "tokenizer.json"
     data = config.data
     if data.tokenizer == "train" and tokenizer.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer)})
+    if data.tokenizer == str(tokenizer):
+        sizes["stops"] = stops_in(folder)
+    _check_given(given, sizes, "model.from, whose checkpoint")
+    model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     return RunConfig.model_validate({**dict(config), "model": model, "data": data})
 
 
@@ -350,10 +353,13 @@ def _check_given(given: dict[str, Any], sizes: Mapping[str, object], beside: str
 _SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
-def _sizes_in(folder: Path, given: dict[str, Any]) -> dict[str, object]:
-    """Fields of ``ModelConfig`` that describe the model in ``folder``. Raises CheckpointError or ConfigError."""
+def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str, object]:
+    """Fields of ``ModelConfig`` that describe the model in ``folder``, whose ``weights`` must fit if they count. Raises
+    CheckpointError or ConfigError."""
     if is_native(folder):
-        spec, _ = import_hf(folder, context=given.get("context"))
+        spec = spec_in(folder, context=given.get("context"))
+        if weights:
+            import_hf(folder, context=given.get("context"))
         own = {
             "dropout": given.get("dropout", 0.0),
             "share_layers": given.get("share_layers", False),
@@ -361,9 +367,9 @@ def _sizes_in(folder: Path, given: dict[str, Any]) -> dict[str, object]:
         }
         return {**json.loads(spec.to_json()), **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
-    model = import_traced(folder, context=given.get("context"), **own)
-    sizes = {name: getattr(model, name) for name in _SIZES}
-    return {**sizes, "chain": model.chain_name, **own}
+    model = (import_traced if weights else traced_in)(folder, context=given.get("context"), **own)
+    chain = {"chain": model.chain_name} if weights or "chain" in given else {}
+    return {**{name: getattr(model, name) for name in _SIZES}, **chain, **own}
 
 
 def versions() -> dict[str, str]:

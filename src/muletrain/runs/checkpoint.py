@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import shutil
@@ -18,6 +17,7 @@ from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.samples import open_data
 from muletrain.data.tokenizer import end_of_text, parse_tokenizer
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
+from muletrain.model.hf import stops_in
 from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import state_dict
@@ -37,9 +37,10 @@ COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'r
 FORMAT = 2
 """Version of the format. It goes up when older and newer versions could not read each other's checkpoints."""
 MAY_CHANGE = {
+    "model": {"from", "stops"},  # a folder may move; sizes and chain stay
     "train": {"steps", "time_limit", "validate_every", "validate_tokens"},
     "optimizer": {"state_device"},
-    "data": {"path", "cache"},  # its content must have the checkpoint's digest
+    "data": {"path", "cache", "tokenizer"},  # its content must have the checkpoint's digest
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "pipeline": None,
     "hub": None,
@@ -214,22 +215,13 @@ class Checkpoint:
 
     @property
     def stops(self) -> set[int]:
-        """Tokens that end a text: the tokenizer's own, and those at which the folder of ``model.from`` stops, if its
-        tokenizer is the run's. Where the folder is gone, those of its config.json, which a traced model has."""
-        known = end_of_text(parse_tokenizer(self.tokenizer_json))
-        stops = set[int]() if known is None else {known}
-        folder = Path(self.config.model.from_ or "")
-        if self.config.model.from_ is None or self.config.data.tokenizer != str(folder / "tokenizer.json"):
-            return stops
-        about = [self.spec.config] if isinstance(self.spec, TracedModel) else []
-        for name in ("config.json", "generation_config.json"):
-            with contextlib.suppress(OSError, ValueError):
-                about.append(json.loads((folder / name).read_text(encoding="utf-8")))
-        ends = [
-            said["eos_token_id"] for said in about if isinstance(said, dict) and said.get("eos_token_id") is not None
-        ]
-        last = ends[-1] if ends else []
-        return stops.union(map(int, last if isinstance(last, list) else [last]))
+        """Tokens that end a text: the tokenizer's own, and those of ``model.from``, if its tokenizer is the run's. The
+        folder is only asked for what an older version did not keep."""
+        known, model = end_of_text(parse_tokenizer(self.tokenizer_json)), self.config.model
+        stops, folder = model.stops, Path(model.from_ or "")
+        if stops is None and model.from_ and self.config.data.tokenizer == str(folder / "tokenizer.json"):
+            stops = stops_in(folder)
+        return {*(stops or ()), *(() if known is None else (known,))}
 
     def source(self, moved_to: Path | None) -> Path | None:
         """The Hugging Face folder that the run started from, if any. Raises CheckpointError when it is gone."""
@@ -246,11 +238,13 @@ class Checkpoint:
     def corpus(self, path: str | None = None) -> Data:
         """The run's tokens or samples, or the tokens of another ``data.path`` by the run's tokenizer. Raises DataError
         when there is no such text."""
-        data = self.config.data
+        data, own = self.config.data, str(self.folder / "tokenizer.json")
         if path is not None and data.factory is not None:
             raise DataError(f"data.path: the run trains on samples of data.factory = '{data.factory}', not on text")
         if path is not None:
-            data = data.model_copy(update={"path": path, "tokenizer": str(self.folder / "tokenizer.json")})
+            data = data.model_copy(update={"path": path, "tokenizer": own})
+        elif data.tokenizer != "train":  # where it came from may be gone
+            data = data.model_copy(update={"tokenizer": own})
         return open_data(data, self.spec)
 
     def weights(self) -> dict[str, Tensor]:

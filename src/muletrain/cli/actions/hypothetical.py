@@ -28,7 +28,7 @@ def load_run(config: Path | None, overrides: Sequence[str], *defaults: str) -> t
     if run.model.given is not None:
         from muletrain.runs.assemble import resolve_start
 
-        run = resolve_start(run)
+        run = resolve_start(run, weights=False)
     return run, make_model(run.model)
 
 

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
-from muletrain.model.chain import LOSS_BYTES, TOKENS, Model, TensorType, TiedParameter
-from muletrain.model.traced.outline import Outline, PartOutline, agreed, extend, outline
+from muletrain.model.chain import LOSS_BYTES, TOKENS, TensorType, TiedParameter
+from muletrain.model.traced.making import Described, digest_of, kept_in_16_bits, made, outlined, tables_bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-    from torch import Tensor, fx, nn
+    from torch import Tensor, fx
 
     from muletrain.model.module import StageModule
     from muletrain.model.traced.cutting import Part, Parts
-    from muletrain.model.traced.export import Traced
+    from muletrain.model.traced.making import Made
+    from muletrain.model.traced.outline import Outline, PartOutline
     from muletrain.model.traced.stage import Tables
     from muletrain.planning.partition import Cut
 
 
 @dataclass(frozen=True)
-class TracedModel(Model):
+class TracedModel(Described):
     """The model that ``architecture`` describes, traced when something is asked that only its graph says."""
 
     architecture: str
-    """As JSON with sorted keys: the ``transformers`` configuration, or the 'factory' of a module with a loss of its own,
-    with its 'arguments', and what it takes ('inputs', 'targets', 'vocab_size')."""
     context: int
     share_layers = False
 
@@ -102,16 +98,10 @@ class TracedModel(Model):
             from muletrain.model.traced.factory import version_of
 
             maker = version_of(self.factory)
-        return f"{self.outline.digest[:16]} ({maker}, torch {version('torch')})"
+        return f"{digest_of(self)[:16]} ({maker}, torch {version('torch')})"
 
     def to_json(self) -> str:
         return json.dumps({"architecture": self.architecture, "context": self.context}, sort_keys=True)
-
-    @functools.cached_property
-    def config(self) -> dict[str, Any]:
-        """What ``architecture`` says."""
-        found: dict[str, Any] = json.loads(self.architecture)
-        return found
 
     @property
     def factory(self) -> str | None:
@@ -146,11 +136,11 @@ class TracedModel(Model):
     @property
     def outline(self) -> Outline:
         """What is known of the chain without its graph."""
-        return outlined(self.architecture, self.context)
+        return outlined(self)
 
     @property
-    def _made(self) -> _Made:
-        return made(self.architecture, self.context, "float32")
+    def _made(self) -> Made:
+        return made(self, "float32")
 
     @property
     def _chain(self) -> Parts:
@@ -213,7 +203,7 @@ class TracedModel(Model):
         return TracedStage(self, self._tables_in, run, self.shapes)
 
     def _tables_in(self, dtype: torch.dtype) -> Tables:
-        return made(self.architecture, self.context, str(dtype).removeprefix("torch.")).tables
+        return made(self, str(dtype).removeprefix("torch.")).tables
 
     def _run(self, stage: int, cut: Cut) -> tuple[int, int]:
         """The stage's parts."""
@@ -229,7 +219,7 @@ class TracedModel(Model):
         """A precision of 16 bits has a graph of its own: some values stay in fp32."""
         if size == 4:
             return self.outline.parts[part].kept_bytes
-        return kept_in_16_bits(self.architecture, self.context)[part]
+        return kept_in_16_bits(self)[part]
 
     @property
     def largest_tensor(self) -> int:
@@ -268,131 +258,4 @@ class TracedModel(Model):
         return self._kept(-1, size) + (0 if self.own_loss else LOSS_BYTES * self.vocab)
 
     def tables_bytes(self, sequences: int) -> int:
-        return tables_of(self.architecture, self.context, sequences)
-
-
-@dataclass(frozen=True)
-class _Made:
-    """What tracing found."""
-
-    parts: Parts
-    constants: dict[str, Tensor]
-    outline: Outline
-    tables: Tables
-
-
-@functools.lru_cache(maxsize=8)
-def outlined(architecture: str, context: int) -> Outline:
-    """Of ``made``, from the cache where it has the model. A user's own module is always traced: its code may change."""
-    if TracedModel(architecture, context).own_loss:
-        return made(architecture, context, "float32").outline
-    return outline(architecture, context, lambda: made(architecture, context, "float32").outline)
-
-
-@functools.lru_cache(maxsize=8)
-def made(architecture: str, context: int, precision: str, blocks: int | None = None) -> _Made:
-    """Build, trace and cut the model, or a model of its first ``blocks``; ``precision``: 'float32', 'bfloat16' or
-    'float16'. Raises ConfigError."""
-    import torch
-
-    from muletrain.model.traced.costs import costs
-    from muletrain.model.traced.cutting import cut
-    from muletrain.model.traced.export import trace
-    from muletrain.model.traced.factory import fingerprint
-    from muletrain.model.traced.stage import Tables, numbers
-
-    spec, dtype = TracedModel(architecture, context), getattr(torch, precision)
-    module, buffers = _built(spec, dtype)
-    if blocks is not None:
-        del _layers(module)[blocks:]
-    try:
-        traced = trace(module, context, (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,), dtype)
-        parts = cut(traced, module)
-        used = {name for part in parts.parts for name in part.weights}
-        if unused := sorted(traced.shapes.keys() - used):
-            raise ConfigError(
-                f"{unused[0]} takes no part in {'the loss' if spec.own_loss else 'predicting the next token'} ({len(unused)} "
-                f"such parameters), so it could not be trained; take a model without it"
-            )
-    except ConfigError as e:
-        raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
-    width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
-    constants = {**buffers(), **traced.values}
-    own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
-    tables = Tables(parts, constants)
-    found = Outline(
-        digest=_digest(traced, parts, own),
-        width=width,
-        shapes=traced.shapes,
-        parts=costs(parts, traced, context, tables.causal(context)),
-    )
-    if not spec.own_loss and precision == "float32":
-        found = agreed(found, architecture, context)
-    return _Made(parts, constants, found, tables)
-
-
-@functools.lru_cache(maxsize=8)
-def kept_in_16_bits(architecture: str, context: int) -> tuple[float, ...]:
-    """``PartOutline.kept_bytes`` of each part in bf16, from the cache where it has them."""
-    spec = TracedModel(architecture, context)
-    if not (found := spec.outline.kept_16):
-        found = _kept_in_16_bits(spec)
-        if not spec.own_loss:
-            extend(architecture, context, kept_16=found)
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def tables_of(architecture: str, context: int, sequences: int) -> int:
-    """See ``Model.tables_bytes``; from the cache where it has them."""
-    spec = TracedModel(architecture, context)
-    found = spec.outline.tables.get(sequences)
-    if found is None:
-        found = spec._made.tables.most_bytes(sequences, context)
-        if not spec.own_loss:
-            extend(architecture, context, tables={sequences: found})
-    return found
-
-
-def _kept_in_16_bits(spec: TracedModel) -> tuple[float, ...]:
-    """Of a model with as many blocks as it takes to have one of each kind, if that can be traced; else of the whole."""
-    kinds = spec.outline.kinds[1:-1]
-    alike = [kinds.index(kind) for kind in kinds]
-    if not spec.own_loss and max(alike) + 1 < len(kinds):
-        try:
-            first, *short, last = made(spec.architecture, spec.context, "bfloat16", max(alike) + 1).outline.parts
-        except ConfigError:
-            short = []
-        if len(short) == max(alike) + 1:
-            return (first.kept_bytes, *(short[k].kept_bytes for k in alike), last.kept_bytes)
-    return tuple(part.kept_bytes for part in made(spec.architecture, spec.context, "bfloat16").outline.parts)
-
-
-def _layers(module: nn.Module) -> nn.ModuleList:
-    """The list that holds most of the parameters. Raises ConfigError if there is none."""
-    from torch import nn
-
-    lists = [child for child in module.modules() if isinstance(child, nn.ModuleList)]
-    if not lists:
-        raise ConfigError("model.architecture: its blocks are in no list, so there is no shorter model of the kind")
-    return max(lists, key=lambda child: sum(p.numel() for p in child.parameters()))
-
-
-def _digest(traced: Traced, parts: Parts, buffers: list[str]) -> str:
-    """``buffers``: what those of a user's module hold, in a few digits."""
-    codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in parts.parts]
-    names = [[[name, traced.shapes[name]] for name in part.weights] for part in parts.parts]
-    return hashlib.sha256(json.dumps([codes, names, parts.tables.code, *buffers]).encode()).hexdigest()
-
-
-def _built(spec: TracedModel, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
-    """The module to trace, and what makes its buffers' values."""
-    if spec.own_loss:
-        from muletrain.model.traced import factory
-
-        module, buffers = factory.build(spec.config, dtype)
-        return factory.Loss(module), lambda: buffers
-    from muletrain.model.traced import architecture as hf
-
-    model = hf.build(spec.config, dtype)
-    return hf.Whole(spec, model), lambda: hf.buffers_of(model)
+        return tables_bytes_of(self, sequences)

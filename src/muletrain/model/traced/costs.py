@@ -122,7 +122,7 @@ class _Kept:
                 kept[storage._cdata] = storage
             return tensor
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
             _Dry(part.function).run(*weights, *inputs, *tables, where, Masks(0, 0, 0), part.site, 1)
         return float(sum(storage.nbytes() for storage in kept.values()))
 

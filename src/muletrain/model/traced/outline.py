@@ -1,6 +1,9 @@
 """What planning asks of a traced chain: its parameters and costs, without its graph. Tracing takes seconds to minutes, so
 the outline is kept in the user's cache (``config.cache``).
 
+Where only planning asks, one block of each kind is traced, and the outline of the others is that of the first one like
+them. Such an outline has no digest, so no machine agrees on it.
+
 An entry belongs to a configuration, a length, and the software that traces: versions, and the text of this package. A
 process that traces compares what it finds with the entry, so blocks that are computed are never other ones than those
 that were agreed on.
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +26,9 @@ from muletrain.config.section import Section
 from muletrain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import nn
 
 KIND = "traced"
 """The cache's folder."""
@@ -49,7 +55,9 @@ class PartOutline(Section):
 class Outline(Section):
     """A chain that was traced in fp32."""
 
-    digest: str = Field(description="of names and shapes of parameters, and of the code of each part")
+    digest: str | None = Field(
+        description="of names and shapes of parameters, and of the code of each part; none if not all blocks were traced"
+    )
     width: int = Field(gt=0, description="numbers that go from one block to the next for each token")
     shapes: dict[str, tuple[int, ...]] = Field(description="shape of each parameter; tied ones once")
     parts: tuple[PartOutline, ...] = Field(min_length=3, description="before the blocks, the blocks, after them")
@@ -69,29 +77,83 @@ told: dict[tuple[str, int], str] = {}
 meanwhile."""
 
 
-def outline(architecture: str, context: int, trace: Callable[[], Outline]) -> Outline:
-    """The outline of a model of ``transformers``: from the cache, or what ``trace`` finds."""
+def known(architecture: str, context: int, *, whole: bool = False) -> Outline | None:
+    """The outline of a model of ``transformers`` in the cache. ``whole``: only one that has a digest."""
     found = kept(KIND, _about(architecture, context), Outline)
-    if found is None:
-        return trace()
-    told.setdefault((architecture, context), found.digest)
+    if found is None or (whole and found.digest is None):
+        return None
+    if found.digest is not None:
+        told.setdefault((architecture, context), found.digest)
     return found
 
 
 def agreed(found: Outline, architecture: str, context: int) -> Outline:
-    """Keep what tracing found. Raises ConfigError if the cache has, or told this process, another chain; the next process
-    finds this chain there."""
+    """Keep what tracing the whole chain found. Raises ConfigError if the cache has, or told this process, another chain;
+    the next process finds this chain there."""
     about = _about(architecture, context)
     entry = kept(KIND, about, Outline)
     if entry is None or entry.digest != found.digest:
         keep(KIND, about, found)
-    earlier = told.get((architecture, context), found.digest if entry is None else entry.digest)
+    before = None if entry is None else entry.digest
+    earlier = told.get((architecture, context), before or found.digest)
     if earlier != found.digest:
         raise ConfigError(
-            f"the installed torch or transformers makes other blocks ({found.digest[:16]}) than before ({earlier[:16]}) "
-            f"under the same versions, so its files were changed; begin again"
+            f"the installed torch or transformers makes other blocks ({str(found.digest)[:16]}) than before "
+            f"({str(earlier)[:16]}) under the same versions, so its files were changed; begin again"
         )
-    return entry if entry is not None and entry.digest == earlier else found
+    return entry if entry is not None and before == earlier else found
+
+
+def keep_short(found: Outline, architecture: str, context: int) -> None:
+    """Keep an outline without a digest, for planning."""
+    keep(KIND, _about(architecture, context), found)
+
+
+def alike(layers: Iterable[nn.Module], config: Mapping[str, object]) -> list[int]:
+    """For each layer the first one that is made like it: of the same modules, with parameters of the same shapes, and the
+    same settings in them and in the lists of ``config`` that have an entry for each layer. A layer's number does not
+    count. What this cannot compare counts as different."""
+    found = [dict(_settings(layer)) for layer in layers]
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == len(found):
+            for settings, own in zip(found, value, strict=True):
+                settings[name] = own
+    order = [*range(len(found))]
+    numbers = {key for key in found[0] if [settings.get(key) for settings in found] == order}
+    kinds = [{key: value for key, value in settings.items() if key not in numbers} for settings in found]
+    return [kinds.index(kind) for kind in kinds]
+
+
+def _settings(layer: nn.Module) -> Iterator[tuple[str, object]]:
+    for path, module in layer.named_modules():
+        yield path, type(module)
+        yield f"{path}()", [(name, tuple(t.shape), t.dtype) for name, t in module.state_dict().items()]
+        for name, value in vars(module).items():
+            if isinstance(value, functools.partial):
+                yield f"{path}.{name}", (value.func, value.args, value.keywords)
+            elif not name.startswith("_"):
+                plain = isinstance(value, bool | int | float | str | tuple | list | dict | None)
+                yield f"{path}.{name}", value if plain else id(value)
+
+
+def lengthened(short: Outline, path: str, first: Sequence[int], shapes: dict[str, tuple[int, ...]]) -> Outline | None:
+    """The outline of a model whose block k is like block ``first[k]`` of the ``short`` one, without a digest; None: its
+    parameters would not be those of ``shapes``. ``path``: of the list of blocks."""
+    before, *blocks, after = short.parts
+    parts, counted = [before], set[str]()
+    for number, kind in enumerate(first):
+        old, new = f"{path}.{kind}.", f"{path}.{number}."
+        weights = tuple(f"{new}{w.removeprefix(old)}" if w.startswith(old) else w for w in blocks[kind].weights)
+        parts.append(blocks[kind].model_copy(update={"weights": weights}))
+    for index, part in enumerate(parts := [*parts, after]):
+        fresh = [name for name in part.weights if name not in counted]
+        counted.update(fresh)
+        if any(name not in shapes for name in fresh):
+            return None
+        parts[index] = part.model_copy(update={"params": sum(math.prod(shapes[name]) for name in fresh)})
+    found = short.model_copy(update={"digest": None, "shapes": shapes, "parts": tuple(parts)})
+    like = all(found.kinds[1 + k] == found.kinds[1 + kind] for k, kind in enumerate(first))
+    return found if like and counted == shapes.keys() else None
 
 
 def extend(

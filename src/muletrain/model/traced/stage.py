@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TABLES = 4
 """Shapes of microbatches whose tables are kept."""
 MOST_MASK = 1 << 27
-"""Numbers of the largest mask that is made to see whether it is causal; larger ones are taken to be."""
+"""Numbers of the largest mask that is made for an estimate."""
 
 
 class Tables:
@@ -41,11 +41,34 @@ class Tables:
         return {k: Causal() if k in chain.masks and is_causal(v, length) else v for k, v in named.items()}
 
     def causal(self, length: int) -> set[str]:
-        """Masks for which fused kernels need no table, in sequences of ``length`` tokens."""
-        if not self.chain.masks or length**2 > MOST_MASK:
-            return set(self.chain.masks)
-        made = self._make(1, length, torch.device("cpu"))
+        """Masks for which fused kernels need no table, in sequences of ``length`` tokens.
+
+        A mask compares positions, and numbers in its function with their distance (a window) or quotient (chunks). If it
+        is causal a little beyond the largest of these numbers, so it is in longer sequences. A mask that comes from a
+        table, or from numbers too large to be tried, does not count as causal: the estimate has a table too many then.
+        """
+        tried = min(length, self._largest_number(length) + 2)
+        if not self.chain.masks or tried**2 > MOST_MASK:
+            return set()
+        made = self._make(1, tried, torch.device("cpu"))
         return {name for name, table in made.items() if isinstance(table, Causal)}
+
+    def _largest_number(self, length: int) -> int:
+        """The largest integer below ``length`` from which a mask follows; ``length`` if a table is among its origins."""
+        graph = self.chain.tables.graph
+        named = zip(self.chain.table_names, graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+        origins, found = {node for name, node in named if name in self.chain.masks}, [0]
+        values = dict(
+            zip(graph.find_nodes(op="placeholder"), (self._constants[n] for n in self.chain.constants), strict=False)
+        )
+        for node in reversed(graph.nodes):
+            if node not in origins:
+                continue
+            origins.update(node.all_input_nodes)
+            fx.node.map_aggregate((node.args, node.kwargs), lambda x: found.append(x) if type(x) is int else None)
+            if node in values:
+                found.append(int(values[node]) if values[node].numel() == 1 else length)
+        return max(number for number in found if number <= length)
 
     def _values(self, sequences: int, length: int, device: torch.device) -> Sequence[Any]:
         chain = self.chain
@@ -57,10 +80,9 @@ class Tables:
 
     def _most_bytes(self, sequences: int, length: int) -> int:
         """Bytes of the tables of ``TABLES`` such shapes, and of the masks from which the last of them come."""
-        made = self._values(sequences, length, torch.device("cpu"))
-        kept = self._make(sequences, length, torch.device("cpu")).values()
-        whole, left = (sum(t.nbytes for t in found if isinstance(t, Tensor)) for found in (made, kept))
-        return whole + (TABLES - 1) * left
+        made = zip(self.chain.table_names, self._values(sequences, length, torch.device("meta")), strict=True)
+        sizes = {name: table.nbytes for name, table in made if isinstance(table, Tensor)}
+        return sum(sizes.values()) + (TABLES - 1) * sum(sizes[name] for name in sizes.keys() - self.causal(length))
 
 
 class TracedStage(StageModule):

@@ -1,0 +1,231 @@
+"""Builds, traces and cuts a model, once in a process.
+
+Planning asks for the outline alone. It comes from the cache, or else from a short model with the first block of each kind,
+since tracing takes a quarter of a second for each block. What computes, and what machines compare, is traced whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from muletrain.errors import ConfigError
+from muletrain.model.chain import Model
+from muletrain.model.traced.outline import Outline, agreed, alike, extend, keep_short, known, lengthened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    from muletrain.model.traced.cutting import Parts
+    from muletrain.model.traced.export import Traced
+    from muletrain.model.traced.stage import Tables
+
+WORTHWHILE = 8
+"""Blocks that a short model must save; otherwise the whole one is traced at once."""
+
+
+class Described(Model):
+    """A model that is traced."""
+
+    architecture: str
+    """As JSON with sorted keys: the ``transformers`` configuration, or the 'factory' of a module with a loss of its own,
+    with its 'arguments', and what it takes ('inputs', 'targets', 'vocab_size')."""
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """What ``architecture`` says."""
+        found: dict[str, Any] = json.loads(self.architecture)
+        return found
+
+
+@dataclass(frozen=True)
+class Made:
+    """What tracing found."""
+
+    parts: Parts
+    constants: dict[str, Tensor]
+    outline: Outline
+    tables: Tables
+
+
+class _Kinds(NamedTuple):
+    """The blocks of a model of ``transformers``, as it is built."""
+
+    path: str
+    """Of their list."""
+    first: list[int]
+    """For each block the first one that is like it."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of all parameters of the model; tied ones once."""
+
+
+@functools.lru_cache(maxsize=16)
+def outlined(spec: Described) -> Outline:
+    """Without tracing if the cache has it. A user's own module is always traced: its code may change."""
+    if spec.own_loss:
+        return made(spec, "float32").outline
+    return known(spec.architecture, spec.context) or _of_short(spec) or made(spec, "float32").outline
+
+
+def digest_of(spec: Described) -> str:
+    """What machines compare: of the whole chain. From the cache, or by tracing."""
+    found = None if spec.own_loss else known(spec.architecture, spec.context, whole=True)
+    digest = (found or made(spec, "float32").outline).digest
+    assert digest is not None
+    return digest
+
+
+@functools.lru_cache(maxsize=8)
+def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
+    """Build, trace and cut the model, or a model of its first ``blocks``; ``precision``: 'float32', 'bfloat16' or
+    'float16'. Raises ConfigError."""
+    import torch
+
+    from muletrain.model.traced.costs import costs
+    from muletrain.model.traced.cutting import cut
+    from muletrain.model.traced.export import trace
+    from muletrain.model.traced.factory import fingerprint
+    from muletrain.model.traced.stage import Tables, numbers
+
+    dtype = getattr(torch, precision)
+    module, buffers = _built(spec, dtype)
+    if blocks is not None:
+        del _layers(module)[1][blocks:]
+    try:
+        traced = trace(module, spec.context, (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,), dtype)
+        parts = cut(traced, module)
+        used = {name for part in parts.parts for name in part.weights}
+        if unused := sorted(traced.shapes.keys() - used):
+            raise ConfigError(
+                f"{unused[0]} takes no part in {'the loss' if spec.own_loss else 'predicting the next token'} ({len(unused)} "
+                f"such parameters), so it could not be trained; take a model without it"
+            )
+        if used == parts.frozen:
+            raise ConfigError("no parameter is trained, since all have requires_grad=False; leave it on for some")
+    except ConfigError as e:
+        raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
+    width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
+    constants = {**buffers(), **traced.values}
+    own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
+    tables = Tables(parts, constants)
+    found = Outline(
+        digest=_digest(traced, parts, own) if blocks is None else None,
+        width=width,
+        shapes=traced.shapes,
+        parts=costs(parts, traced, spec.context, tables.causal(spec.context)),
+    )
+    if not spec.own_loss and precision == "float32" and blocks is None:
+        found = agreed(found, spec.architecture, spec.context)
+    return Made(parts, constants, found, tables)
+
+
+@functools.lru_cache(maxsize=8)
+def kept_in_16_bits(spec: Described) -> tuple[float, ...]:
+    """``PartOutline.kept_bytes`` of each part in bf16, from the cache where it has them."""
+    if not (found := outlined(spec).kept_16):
+        kinds = outlined(spec).kinds[1:-1]
+        like = [kinds.index(kind) for kind in kinds]
+        if spec.own_loss or (short := _short(spec, "bfloat16", like)) is None:
+            found = tuple(part.kept_bytes for part in made(spec, "bfloat16").outline.parts)
+        else:
+            first, *blocks, last = (part.kept_bytes for part in short.outline.parts)
+            found = (first, *(blocks[k] for k in like), last)
+        if not spec.own_loss:
+            extend(spec.architecture, spec.context, kept_16=found)
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def tables_bytes_of(spec: Described, sequences: int) -> int:
+    """See ``Model.tables_bytes``; from the cache where it has them."""
+    found = outlined(spec).tables.get(sequences)
+    if found is None:
+        found = (_short_made(spec) or made(spec, "float32")).tables.most_bytes(sequences, spec.context)
+        if not spec.own_loss:
+            extend(spec.architecture, spec.context, tables={sequences: found})
+    return found
+
+
+def _of_short(spec: Described) -> Outline | None:
+    """The outline of the whole model, of which only the first block of each kind is traced."""
+    if (kinds := _kinds(spec)) is None or (short := _short(spec, "float32", kinds.first)) is None:
+        return None
+    found = lengthened(short.outline, kinds.path, kinds.first, kinds.shapes)
+    if found is not None:
+        keep_short(found, spec.architecture, spec.context)
+    return found
+
+
+def _short_made(spec: Described) -> Made | None:
+    return None if (kinds := _kinds(spec)) is None else _short(spec, "float32", kinds.first)
+
+
+def _short(spec: Described, precision: str, first: Sequence[int]) -> Made | None:
+    """The model up to the first block of the last kind, and one more, so that what blocks share is seen; None: it is no
+    shorter, or cannot be traced. ``first``: for each block, the first one like it."""
+    blocks = max(first) + 2
+    if blocks >= len(first):
+        return None
+    try:
+        found = made(spec, precision, blocks)
+    except ConfigError:
+        return None
+    return found if len(found.outline.parts) == blocks + 2 else None
+
+
+@functools.lru_cache(maxsize=8)
+def _kinds(spec: Described) -> _Kinds | None:
+    """None: a short model saves too little, or the blocks are in no list."""
+    import torch
+
+    from muletrain.model.traced.export import INSIDE
+
+    if spec.own_loss:
+        return None
+    module = _built(spec, torch.float32)[0]
+    try:
+        path, layers = _layers(module)
+    except ConfigError:
+        return None
+    model: Any = module.get_submodule(INSIDE.removesuffix("."))
+    first = alike(layers, model.config.to_dict())
+    if len(first) - max(first) - 2 < WORTHWHILE:
+        return None
+    shapes = {name.removeprefix(INSIDE): tuple(p.shape) for name, p in module.named_parameters()}
+    return _Kinds(path.removeprefix(INSIDE), first, shapes)
+
+
+def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list that holds most of the parameters, and its path. Raises ConfigError if there is none."""
+    from torch import nn
+
+    lists = [(path, child) for path, child in module.named_modules() if isinstance(child, nn.ModuleList) and len(child)]
+    if not lists:
+        raise ConfigError("model.architecture: its blocks are in no list, so there is no shorter model of the kind")
+    return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+
+
+def _digest(traced: Traced, parts: Parts, buffers: list[str]) -> str:
+    """``buffers``: what those of a user's module hold, in a few digits."""
+    codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in parts.parts]
+    names = [[[name, traced.shapes[name]] for name in part.weights] for part in parts.parts]
+    return hashlib.sha256(json.dumps([codes, names, parts.tables.code, *buffers]).encode()).hexdigest()
+
+
+def _built(spec: Described, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
+    """The module to trace, and what makes its buffers' values."""
+    if spec.own_loss:
+        from muletrain.model.traced import factory
+
+        module, buffers = factory.build(spec.config, dtype)
+        return factory.Loss(module), lambda: buffers
+    from muletrain.model.traced import architecture as hf
+
+    model = hf.build(spec.config, dtype)
+    return hf.Whole(spec, model), lambda: hf.buffers_of(model)
