@@ -289,8 +289,7 @@ class Client:
             return
         if values is None:
             raise _Left("the weights did not come whole")
-        await self._accumulator.load(values, steps)
-        self._work.have(digest, steps)
+        await self._work.load(values, digest, steps)
 
     async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
         """To our server. Raises _Left and NetworkError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.slot import Turn
@@ -171,7 +171,10 @@ class PartWork:
         self._compute, self._plan, self._accumulator = compute, plan, accumulator
         self._forwards: set[Microbatch] = set()
         """Parts whose forward is kept."""
+        self._under_way: dict[asyncio.Task[Any], Microbatch] = {}
         self._places = places(compute)
+        self._loading: set[int] = set()
+        """Places whose weights are being replaced."""
         self.seeds: dict[int, bytes] = {}
         """Digests of the weights, from which sketches are drawn, by place (``Accumulator``)."""
 
@@ -183,9 +186,23 @@ class PartWork:
             self._compute.discard(mb)
             self._forwards.discard(mb)
 
-    def have(self, digest: bytes, steps: Collection[int]) -> None:
-        """The weights with this ``digest`` are in the places of ``steps``, (): in all."""
-        self.seeds |= {step % self._places: digest for step in steps or range(self._places)}
+    async def load(self, weights: Tensor, digest: bytes, steps: Collection[int]) -> None:
+        """Compute with ``weights``, flat fp32 [P], of this ``digest``, in the places of ``steps``, (): in all. What is under
+        way there ends: it would go on with other weights than it began with."""
+        self._loading = {step % self._places for step in steps or range(self._places)}
+        try:
+            ended = {task: mb for task, mb in self._under_way.items() if mb.step % self._places in self._loading}
+            for task in ended:
+                task.cancel()
+            await asyncio.gather(*ended, return_exceptions=True)
+            for mb in {*ended.values()}:
+                if not self._accumulator.has(mb):
+                    self._compute.discard(mb)
+            self.forget_forwards(steps)
+            await self._accumulator.load(weights, steps)
+            self.seeds |= dict.fromkeys(self._loading, digest)
+        finally:
+            self._loading = set()
 
     def has(self, digest: bytes | None, steps: Collection[int]) -> bool:
         """Do ``steps``, (): all, compute with the weights with this ``digest``?"""
@@ -218,6 +235,19 @@ class PartWork:
     ) -> tuple[Output | Finished | Checked | Unable, list[Encoded]]:
         """Returns the answer to ``message``, with its tensors."""
         mb = Microbatch(message.step, message.index, message.first, message.whole)
+        if mb.step % self._places in self._loading:
+            return self.unable(message, "its weights are gone"), []
+        task = asyncio.current_task()
+        assert task is not None  # who awaits us is one
+        self._under_way[task] = mb
+        try:
+            return await self._answer(message, mb, tensors)
+        finally:
+            del self._under_way[task]
+
+    async def _answer(
+        self, message: Give, mb: Microbatch, tensors: list[Encoded]
+    ) -> tuple[Output | Finished | Checked | Unable, list[Encoded]]:
         try:
             if self._accumulator.has(mb):
                 return self.unable(message, "the same part is not settled yet"), []

@@ -1,0 +1,57 @@
+"""What a client of a hub has under way when other weights come."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from muletrain.config.schema import Codec
+from muletrain.policy.passes import Pass
+from muletrain.runtime.pool.messages import Finished, GiveBoth, Unable
+from muletrain.runtime.pool.work import Accumulator, PartWork
+from muletrain.sim.loop import run_virtually
+from muletrain.sim.world import reference
+from muletrain.sim.world.scenario import Scenario
+from muletrain.wire.codec import encode, encode_samples
+
+DELAYED = Scenario(1, (1, 1), 1, 4, 4, 0.0, (), overrides=("optimizer.delayed=true",), clients=("client-0a",))
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_part_never_goes_on_with_other_weights_than_it_began_with(turns: int) -> None:
+    """Of step 0, when the weights of step 2 come to the same place: its gradient would be of neither."""
+    facts = reference.facts_of(DELAYED)
+    compute = reference.client_compute(facts, 0)
+    accumulator = Accumulator(compute)
+    work = PartWork(compute, facts.plan, accumulator)
+    weights = torch.randn(compute.n_params) * 0.02
+    length = facts.plan.sequence_length(0)
+    inputs = encode_samples(torch.zeros(1, length, dtype=torch.int64))
+    gradient = encode(torch.ones(1, length, facts.plan.width), Codec.FP32)
+
+    async def both_at_once() -> list[object]:
+        await work.load(weights, b"0" * 32, ())
+        for step in (0, 1):
+            await accumulator.begin_anew(step, 0)
+        parts = [
+            asyncio.create_task(
+                work.compute(
+                    GiveBoth(number=step, generation=0, what=Pass.AGAIN, step=step, index=0, first=0, rows=1, whole=1,
+                             accumulate=True),
+                    [inputs, gradient],
+                )
+            )
+            for step in (0, 1)
+        ]  # fmt: skip
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await work.load(2 * weights, b"2" * 32, (2,))
+        return await asyncio.gather(*parts, return_exceptions=True)
+
+    of_step_0, of_step_1 = run_virtually(both_at_once(), 100.0, [])
+    answer = of_step_0[0] if isinstance(of_step_0, tuple) else of_step_0
+    assert isinstance(answer, asyncio.CancelledError | Unable | Finished), answer
+    assert isinstance(of_step_1, tuple)
+    assert isinstance(of_step_1[0], Finished), "its weights stay"
