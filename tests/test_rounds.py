@@ -29,7 +29,7 @@ from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.sim.world.draws import basic
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
 from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(240)
 
 
-def played(stages: tuple[int, ...], *faults: Fault, microbatches: int = 8) -> Outcome:
-    outcome = play(Scenario(21, stages, 2, 3, microbatches, 0.01, faults))
+def played(stages: tuple[int, ...], *faults: Fault, microbatches: int = 8, overrides: tuple[str, ...] = ()) -> Outcome:
+    outcome = play(Scenario(21, stages, 2, 3, microbatches, 0.01, faults, overrides=overrides))
     assert outcome.violations == [], "\n".join(readable(outcome))
     return outcome
 
@@ -123,10 +123,11 @@ def test_of_two_replicas_that_do_not_reach_each_other_the_first_goes_on() -> Non
     assert applied(outcome, "peer-1a", 3) < 30
 
 
-def test_one_of_two_replicas_that_never_has_room_does_not_end_the_run() -> None:
-    """Its replica's copies wait for room there, and what it fails at."""
-    outcome = played((2, 2), Fault(0.0, "lie", ("peer-1b",), FOR_EVER_S, how="full"))
-    assert outcome.virtual_s < 60.0
+@pytest.mark.parametrize(("schedule", "longest_s"), [(None, 60.0), ("1f1b", 500.0)])
+def test_one_of_two_replicas_that_never_has_room_does_not_end_the_run(schedule: str | None, longest_s: float) -> None:
+    """Its replica's copies wait for room there, and what it fails at; in a planned pipeline, what it has the seat of."""
+    lie = Fault(0.0, "lie", ("peer-1b",), FOR_EVER_S, how="full")
+    assert played((2, 2), lie, overrides=planned((2, 2), schedule)).virtual_s < longest_s
 
 
 def test_replicas_that_lose_sight_of_each_other_for_a_while_both_come_to_the_end() -> None:

@@ -73,6 +73,8 @@ class Dispatcher:
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.capacity)
+        self._never_room: dict[PeerId, int] = {}
+        """Who said for long that it is full, while others were there, and in which step: they are asked last in that step."""
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
@@ -144,6 +146,7 @@ class Dispatcher:
         begun_s = full_s = self._ctx.clock.now()
         # others may compute a copy, and compare what was computed, as well
         again = {*request.without} - {*tried} if self._stage in accumulate else set()
+        again |= {p for p, step in self._never_room.items() if step == request.step and p not in tried}
         failed = {*tried, *again}
         full: set[PeerId] = set()
         for tries in itertools.count():
@@ -152,12 +155,13 @@ class Dispatcher:
             peer = self._choose(request, failed, full, self._ctx.clock.now() - begun_s)
             if peer is None and full:
                 await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
-                full.clear()
                 if self._ctx.clock.now() - full_s >= self.trips.long_s():  # who says that it is full may lie
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
-                    full_s, failed, again = self._ctx.clock.now(), set(), set()
+                    full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
+                    self._never_room |= dict.fromkeys(failed, request.step)
                     self.refresh()
+                full.clear()
                 continue
             if peer is None and again:
                 failed, again = failed - again, set()
@@ -191,6 +195,11 @@ class Dispatcher:
             accumulate = await self._missing(request, accumulate)
             full_s = self._ctx.clock.now()  # what that took says nothing of those that are full
         raise AssertionError  # itertools.count does not end
+
+    def _instead_of(self, full: set[PeerId]) -> set[PeerId]:
+        """Returns those of ``full`` peers that are not asked again: all, where there are others. Of a planned pipeline, only
+        the peer of its seat was asked so far."""
+        return {*full} if any(self._ctx.roster.is_alive(p) for p in {*self._wiring.peers()} - full) else set()
 
     def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
         """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
