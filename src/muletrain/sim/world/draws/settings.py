@@ -52,12 +52,12 @@ def _codecs(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 def _shared_layers(s: Scenario, rng: random.Random) -> Scenario | None:
-    """In many steps the last bits of a model with more layers come apart further."""
+    """The last bits of a model with more layers come apart further, which AdamW enlarges where gradients are next to nothing:
+    3e-5 after one step of 15 layers, 7e-8 with a large epsilon."""
     if any(o.startswith("model.architecture") for o in s.overrides):
         return None
     layers = len(s.stages) * rng.randint(2, 3)
-    tolerance = FINE if s.steps > 20 else 0.0
-    return _with(f"model.layers={layers}", "model.share_layers=true", tolerance=tolerance)(s, rng)
+    return _with(f"model.layers={layers}", "model.share_layers=true", "optimizer.eps=0.1")(s, rng)
 
 
 def _growing(s: Scenario, rng: random.Random) -> Scenario | None:
