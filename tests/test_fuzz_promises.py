@@ -124,7 +124,7 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
         def _is_mine(self, index: int, turn: int = 0) -> bool:
             return True
 
-        async def refill(self, index: int, stage: int) -> None:
+        async def refill(self, index: int, stage: int, doubted: tuple[str, ...] = ()) -> None:
             await asyncio.sleep(index)
             raise MuletrainError("could not be finished in 60 tries")
 

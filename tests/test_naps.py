@@ -73,3 +73,20 @@ def test_a_planned_pipeline_goes_on_soon_after_its_peers_wake_up(naps: tuple[Nap
     outcome = play(world)
     assert outcome.violations == []
     assert outcome.virtual_s < max(at_s + for_s for _, at_s, for_s in naps) + 5 * world.step_s
+
+
+def test_two_replicas_that_do_not_count_on_each_other_do_not_wait_for_each_others_microbatches() -> None:
+    """After a partition one of them finds that the other's gradient stands out. The third one looks on, so most of the stage
+    counts on both. Found by 'muletrain fuzz'."""
+    faults = (
+        Fault(0.16941198001876995, "partition", ("peer-0a", "peer-0j1", "peer-1a"), 8.0575872265701),
+        Fault(1.5709356193467683, "damage", ("peer-1a",), 19.73013221874661),
+        Fault(2.7894152115646147, "leave", ("peer-1a",), 0.0),
+        Fault(3.969325005750412, "join", ("peer-0j1",), 0.0),
+        Fault(11.759819339067231, "stop", ("peer-1b",), 0.0),
+    )
+    half = ("optimizer.delayed=true", "compute.precision=fp16", "optimizer.eps=0.1")
+    world = Scenario(83512, (2, 2), 2, 6, 7, 0.01, faults, overrides=half, tolerance=2e-4, stalls=0.1)
+    outcome = play(world)
+    assert outcome.violations == []
+    assert outcome.virtual_s < 300.0

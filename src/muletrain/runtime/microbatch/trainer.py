@@ -35,6 +35,8 @@ MAX_TRIES = 60
 """Tries at one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
 MOST_HELD_BACK = 3
 """Late looks in a row at which peers work on microbatches, after which those of live trainers pass on all the same."""
+DOUBTED_TURN = 2
+"""Turns in which a replica has asked in vain, before a trainer ignores whom it ignores."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Seconds before a microbatch that failed is tried again, the first time and at most; doubles."""
 
@@ -83,6 +85,8 @@ class Trainer:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
         """By stage: the peers that its replicas do not count on, as each replica said last."""
+        self._believed: set[tuple[PeerId, int]] = set()
+        """Who was believed once that its replicas do not count (``_doubted``), and about which microbatch."""
         self._gaps = 0
         """Gaps heard of."""
         self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
@@ -144,7 +148,8 @@ class Trainer:
             mine = [i for i in mine if self._begun.get(i)]
         # at once: another replica may report the same gap before the tasks begin
         self._refilling.update((gap.stage, i) for i in mine)
-        repairs = [asyncio.create_task(self.refill(i, gap.stage)) for i in mine]
+        doubted = {i: self._doubted(sender, gap, i) for i in mine}
+        repairs = [asyncio.create_task(self.refill(i, gap.stage, doubted[i])) for i in mine]
         self._repairs.update(repairs)
         for repair in repairs:
             repair.add_done_callback(self._repairs.discard)
@@ -154,12 +159,21 @@ class Trainer:
             for repair in repairs:  # one failure ends all
                 repair.cancel()
 
-    async def refill(self, index: int, stage: int) -> None:
+    def _doubted(self, sender: PeerId, gap: Gap, index: int) -> tuple[PeerId, ...]:
+        """Returns the peers that ``sender`` does not count on, if it has asked for long: two replicas may each wait for what
+        the other one holds. Once for each microbatch, since it may lie."""
+        if gap.turn < DOUBTED_TURN or (sender, index) in self._believed or sender in gap.without:
+            return ()
+        self._believed.add((sender, index))
+        return gap.without
+
+    async def refill(self, index: int, stage: int, doubted: tuple[PeerId, ...] = ()) -> None:
+        """Run a microbatch again for a ``stage`` that lacks it; ``doubted``: peers whose word does not count."""
         self._refilling.add((stage, index))
         try:
-            missing, _ = await self._still_missing(index, (stage,))
+            missing, _ = await self._still_missing(index, (stage,), doubted)
             if missing:
-                await self.see_through(index, (stage,))
+                await self.see_through(index, (stage,), doubted=doubted)
                 self._begun[index] = True
         finally:
             self._refilling.discard((stage, index))
@@ -202,9 +216,11 @@ class Trainer:
             await self.refill(index, stage)
         return loss
 
-    async def see_through(self, index: int, accumulate: tuple[int, ...], *, retry: bool = False) -> float:
+    async def see_through(
+        self, index: int, accumulate: tuple[int, ...], *, retry: bool = False, doubted: tuple[PeerId, ...] = ()
+    ) -> float:
         """Try one microbatch until it is through. Returns its loss [nats/token]. ``retry``: some peer may have it
-        already."""
+        already; ``doubted``: see ``refill``."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
@@ -220,22 +236,28 @@ class Trainer:
                     index=index,
                     attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
-                    without=self._left_out(accumulate),
+                    without=(*dict.fromkeys((*doubted, *self._left_out(accumulate))),)[:MAX_WITHOUT],
                 )
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may be at the step before, or dead and not known to be
                     await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
-                    accumulate, loss = await self._still_missing(index, accumulate)
+                    accumulate, loss = await self._still_missing(index, accumulate, doubted)
                     self._dispatcher.refresh()
         raise MuletrainError(
             f"step {self._step + 1}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
 
-    async def _still_missing(self, index: int, stages: tuple[int, ...]) -> tuple[tuple[int, ...], float | None]:
+    async def _still_missing(
+        self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = ()
+    ) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that lack it, and its loss, if a peer knows it."""
         usual_s = self._dispatcher.trips.usual_s
-        return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, self._ignored)
+
+        def ignored(peer: PeerId) -> bool:
+            return peer in doubted or self._ignored(peer)
+
+        return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, ignored)
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should not compute a microbatch, if others can."""
