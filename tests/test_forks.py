@@ -82,6 +82,12 @@ def test_both_sides_go_on_and_end_in_one_lineage(kind: str, for_s: float) -> Non
     assert set(outcome.ends.values()) == {"finished"}
 
 
+def test_sides_that_end_their_steps_at_the_same_moments_end_in_one_lineage() -> None:
+    """They meet when both end a step, so that a history is judged that is longer by then."""
+    apart = Fault(0.1377339077295872, "partition", ("peer-0b", "peer-1a"), 1.8)
+    assert play(Scenario(86150, (2, 2), 2, 18, 4, 0.0, (apart,), checkpoint_every=1)).violations == []
+
+
 def test_the_side_that_did_more_steps_stays() -> None:
     outcome = partitioned(1.5, 8.0, *SLOW, steps=16)
     assert outcome.violations == [], "\n".join(readable(outcome))

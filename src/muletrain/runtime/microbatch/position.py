@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 class Behind(MuletrainError):
     """The others have gone on without us. ``weights_hold``: our weights are still those before this step, so applying
-    what the others agreed on is enough; otherwise the state must come from a replica."""
+    what the others agreed on is enough; otherwise the state must come from a replica. ``lasts``: it is so at the next step,
+    too."""
 
     def __init__(self, message: str, *, weights_hold: bool = True) -> None:
         super().__init__(message)
-        self.weights_hold = weights_hold
+        self.weights_hold, self.lasts = weights_hold, False
 
 
 class Position:
@@ -93,7 +94,10 @@ class Position:
 
     def advance(self, lineage: bytes) -> None:
         """Go to the next step, which begins with ``lineage``."""
+        why = self.interrupted
         self.enter(self._chain.then(lineage))
+        if why is not None and why.lasts:  # it came too late for the step before
+            self.interrupted = why
 
     def begin_ahead(self) -> InFlightStep:
         """Compute the next step, too, from now on (delayed updates)."""

@@ -60,7 +60,7 @@ class GivesWay(Behind):
 
     def __init__(self, message: str, renamed: Chain | None = None) -> None:
         super().__init__(message)
-        self.renamed = renamed
+        self.renamed, self.lasts = renamed, renamed is None  # of a name that it takes, this step is the last
 
 
 class Forks:
