@@ -146,7 +146,7 @@ def test_a_chain_of_a_factory_states_what_it_takes_and_costs() -> None:
 
 @pytest.mark.parametrize("window", [9, 16])
 def test_a_mask_that_is_stored_is_looked_at_whole(window: int) -> None:
-    """No number in the module's code says what its buffer holds: what planning counts follows from all of it."""
+    """The code of the module has no number that tells what the buffer holds, so planning looks at the whole buffer."""
     facts = named("windowed", None, "model.vocab=300", "model.context=16", f"model.arguments={{window = {window}}}")
     assert isinstance(facts.spec, TracedModel)
     tables = made(facts.spec, "float32").tables

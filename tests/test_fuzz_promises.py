@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -135,3 +135,16 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
         return len(asyncio.all_tasks())
 
     assert run_virtually(repaired(), 100.0, []) == 1, "this one"
+
+
+def test_a_trainer_believes_only_a_replica_of_the_stage_and_only_once() -> None:
+    """Whom a replica does not count on. Else a liar could have microbatches run again and again."""
+    trainer = Trainer.__new__(Trainer)
+    stages = {"replica": 0, "stranger": 1}
+    trainer._ctx = cast(
+        "Any", SimpleNamespace(roster=SimpleNamespace(member=lambda p: SimpleNamespace(stage=stages[p])))
+    )
+    trainer._believed = set()
+    early, late = (Gap(lineage=bytes(32), step=0, stage=0, indices=(1,), turn=t, without=("other",)) for t in (1, 2))
+    asked = [("replica", early), ("stranger", late), ("replica", late), ("replica", late)]
+    assert [trainer._doubted(sender, gap, 1) for sender, gap in asked] == [(), (), ("other",), ()]

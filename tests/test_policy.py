@@ -306,3 +306,13 @@ def test_shards_and_chunks_tile_the_gradient(n_params: int, members: int) -> Non
 def test_pauses_double_up_to_the_longest_however_often_was_tried() -> None:
     assert [backoff_s(k, 0.05, 0.3) for k in range(5)] == [0.05, 0.1, 0.2, 0.3, 0.3]
     assert backoff_s(5000, 0.05, 0.3) == 0.3
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_of_a_pool_the_last_word_counts(gamma: float) -> None:
+    """It is an average already."""
+    wiring = Wiring(random.Random(0), gamma)
+    wiring.serve({"pool": 1.0})
+    wiring.measured("pool", 1.0)
+    wiring.measured("pool", 3.0)
+    assert (wiring.expected_s("pool") == pytest.approx(3.0)) == (gamma == 1.0)

@@ -37,7 +37,7 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(settings: dict[str, object], steps: int) -> list[dict[str, Any]]:
-    """Events of a run's first ``steps``. It is killed then: what follows is a checkpoint of all of it."""
+    """Begin a run, and return the events of its first ``steps``. Then kill it: it would write a checkpoint of 15 GB next."""
     given = settings | {"train.steps": steps, "fleet.trace": "true"}
     command = [sys.executable, "-m", "muletrain.cli.main", "run", "--strategy", "swap"]
     for key, value in given.items():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PATIENCE, PATIENCE_MAX_S, PATIENCE_FIRST_S = 0.1, 2.0, 0.05
 """A round waits for more calls for this share of what the last one took, at most so long, and so long at first [s]."""
 ARRIVING_S = 0.01
-"""Once they are enough, it waits as long as another one comes within this time [s]."""
+"""A round that has enough calls waits on while each next one comes within this time [s]."""
 
 
 @dataclass(eq=False)

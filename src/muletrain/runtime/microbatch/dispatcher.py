@@ -193,7 +193,7 @@ class Dispatcher:
                 return answer
             failed.add(peer)
             accumulate = await self._missing(request, accumulate)
-            full_s = self._ctx.clock.now()  # what that took says nothing of those that are full
+            full_s = self._ctx.clock.now()  # full peers were not asked while that one failed
         raise AssertionError  # itertools.count does not end
 
     def _instead_of(self, full: set[PeerId]) -> set[PeerId]:

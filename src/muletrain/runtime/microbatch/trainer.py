@@ -36,7 +36,7 @@ MAX_TRIES = 60
 MOST_HELD_BACK = 3
 """Late looks in a row at which peers work on microbatches, after which those of live trainers pass on all the same."""
 DOUBTED_TURN = 2
-"""Turns in which a replica has asked in vain, before a trainer ignores whom it ignores."""
+"""How often a replica asks in vain before a trainer, too, ignores the peers that it does not count on."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Seconds before a microbatch that failed is tried again, the first time and at most; doubles."""
 
@@ -86,7 +86,7 @@ class Trainer:
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
         """By stage: the peers that its replicas do not count on, as each replica said last."""
         self._believed: set[tuple[PeerId, int]] = set()
-        """Who was believed once that its replicas do not count (``_doubted``), and about which microbatch."""
+        """Replicas that were believed once (``_doubted``), each with the microbatch that this was about."""
         self._gaps = 0
         """Gaps heard of."""
         self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
@@ -162,7 +162,8 @@ class Trainer:
     def _doubted(self, sender: PeerId, gap: Gap, index: int) -> tuple[PeerId, ...]:
         """Returns the peers that ``sender`` does not count on, if it has asked for long: two replicas may each wait for what
         the other one holds. Once for each microbatch, since it may lie."""
-        if gap.turn < DOUBTED_TURN or (sender, index) in self._believed or sender in gap.without:
+        replica = self._ctx.roster.member(sender).stage == gap.stage
+        if not replica or gap.turn < DOUBTED_TURN or (sender, index) in self._believed:
             return ()
         self._believed.add((sender, index))
         return gap.without
