@@ -216,7 +216,7 @@ class Looked:
 
     @property
     def state(self) -> tuple[bool, bool]:
-        return self.ctx.meter.late, not self.ctx.meter.works.is_set()
+        return bool(self.ctx.meter.late), not self.ctx.meter.works.is_set()
 
 
 @pytest.mark.parametrize(("usual_s", "late_s"), [(0.01, 2.0), (0.5, 2.0), (10.0, 40.0), (0.0, 75.0)])
@@ -229,6 +229,7 @@ def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float) 
     assert looked.state == (False, False)
     looked.pass_s(LOOK_S)
     assert looked.state == (True, False)
+    assert "the device has been at 'forward'" in looked.ctx.who_is_there(), "where a wait is given up meanwhile"
     looked.pass_s(3 * late_s)
     assert looked.state == (True, True)
     looked.jobs.end(job)

@@ -39,8 +39,8 @@ class Meter:
         self.stats = StepStats()
         self.pulse = Pulse(PULSE)
         """Ends of its forward and backward passes; ``StageServer`` beats it."""
-        self.late = False
-        """Its device takes unusually long for an operation; ``Watchdog`` writes it."""
+        self.late = ""
+        """Which operation of its device takes unusually long, and what to do; ``Watchdog`` writes it."""
         self.validated: Validated | None = None
         """The held-out loss that this peer measured last; ``Validator`` writes it."""
         self.works = asyncio.Event()

@@ -122,7 +122,9 @@ class Context:
         self.emit(FrameRefused(remote=peer, reason=reason))
 
     def who_is_there(self) -> str:
-        """Returns which stages can be reached, in words, for errors."""
+        """Returns which stages can be reached, in words, for errors; or that this peer's own device hangs."""
+        if self.meter.late:
+            return self.meter.late
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]
         gone = f"no peer of stages {lost} can be reached" if lost else "every stage can be reached"
         return gone if self.roster.trainers() else f"{gone}, and no trainer can be reached"

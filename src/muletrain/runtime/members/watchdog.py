@@ -68,7 +68,7 @@ class Watchdog:
             # beside the device's own, states are written and hashed, which may take any time
             if job.device and age_s >= jobs.late_s(job.what):
                 late += (job,)
-        ctx.meter.late = bool(late)
+        ctx.meter.late = _what_hangs(late[0], self._ages_s[late[0]]) if late else ""
         out = [j for j in late if self._ages_s[j] >= OUT * jobs.late_s(j.what)]
         last = ctx.roster.stage(ctx.roster.own.stage) == (ctx.net.peer_id,)
         if out and ctx.meter.works.is_set() and not last:

@@ -300,4 +300,4 @@ class Incoming:
         progress = at.progress(ask.step, ask.lineage, brief=ask.brief)
         if at.life.state is State.LEAVING:
             progress = Progress(current=False, step=at.step, stage=self._ctx.roster.own.stage, branch=branch)
-        return progress.model_copy(update={"rival": rival, "late": self._ctx.meter.late}).pack()
+        return progress.model_copy(update={"rival": rival, "late": bool(self._ctx.meter.late)}).pack()
