@@ -16,7 +16,7 @@ from muletrain.runtime.step.messages import AskEntries, Entries
 from muletrain.runtime.step.record import StageEntry, StepRecord
 from muletrain.sim.world.lying import LIES
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
 from muletrain.sim.world.verdict import Outcome, readable
 
 if TYPE_CHECKING:
@@ -195,13 +195,20 @@ def test_a_member_that_lies_costs_no_number(how: str) -> None:
     """As fuzz draws it. Where it counts on nobody, damages copies, or withholds answers, the others take longer."""
     faults = [Fault(0.3, "lie", ("peer-1a",), FOR_EVER_S, how=how)]
     faults += [Fault(1.0, "join", ("peer-1l",))] if how in ("copies", "others") else []
-    faults += [Fault(1.3, "kill", ("peer-1b",))] if how == "claims" else []
+    faults += [Fault(1.3, "kill", ("peer-1b",))] if how in ("claims", "alone") else []
     scenario = Scenario(3, (2, 3), 2, 4, 8, 0.02, tuple(faults), checkpoint_every=1, apart=how == "parts")
     outcome = play(scenario)
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert {outcome.ends[p] for p in ("peer-0a", "peer-0b", "peer-1c")} == {"finished"}
     longest = max(t for t, text in outcome.timeline if "step_applied" in text)
-    assert longest < {"work": 80.0, "seals": 80.0, "attests": 80.0, "admits": 120.0, "holds": 650.0}.get(how, 20.0)
+    assert longest < {
+        "work": 80.0,
+        "seals": 80.0,
+        "attests": 80.0,
+        "admits": 120.0,
+        "alone": 200.0,
+        "holds": 650.0,
+    }.get(how, 20.0)
     assert [t for t, text in outcome.timeline if "checkpoint_written" in text]
 
 
@@ -232,6 +239,7 @@ def test_a_replica_that_answers_but_never_seals_is_left_out_of_many_steps() -> N
         ("admits", 0.05, 3, "peer-1a", 120.0),
         ("holds", 1.0, 3, "peer-1a", 150.0),
         ("holds", 1.0, 5, "peer-1b", 150.0),
+        ("alone", 0.3, 2, "peer-1a", 120.0),
     ],
 )
 def test_a_replica_that_holds_up_the_end_of_steps_is_left_out_of_many(
@@ -243,7 +251,20 @@ def test_a_replica_that_holds_up_the_end_of_steps_is_left_out_of_many(
     outcome = play(Scenario(3, (2, replicas), 2, 8, 8, 0.02, (lies,)))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < most_s
-    assert said(outcome, f"name={liar} steps=16")
+    assert [line for line in said(outcome, f"name={liar} why=") if line.endswith("steps=16")]
+
+
+def test_two_replicas_that_leave_each_other_out_both_have_missing_microbatches_run_again() -> None:
+    """One claims to hold those of a third, which died; so a trainer sent them to nobody who lacked them, and all ended
+    after 15 minutes. Found by 'muletrain fuzz --kind lie' (seed 88008)."""
+    faults = (
+        Fault(1.63, "lie", ("peer-1b",), FOR_EVER_S, how="claims"),
+        Fault(3.137, "kill", ("peer-1a",), 1.0),
+    )
+    seats = planned((1, 3), "1f1b", shared=True)
+    outcome = play(Scenario(1, (1, 3), 1, 5, 6, 0.0, faults, sequences=1, skew=0.1, overrides=seats))
+    assert outcome.violations == [], "\n".join(readable(outcome))
+    assert outcome.virtual_s < 60.0
 
 
 def test_a_trainer_that_gives_out_other_text_is_refused_by_who_has_the_data() -> None:

@@ -87,16 +87,17 @@ class RoundGivenUp(Notice):
 
 
 class ReplicaApart(Notice):
-    """A replica answers calls, but its large messages do not arrive."""
+    """A replica answers calls, but its large messages do not arrive, or it holds this peer up."""
 
     step: int
     name: str
+    why: str
     steps: int
 
     @property
     def message(self) -> str:
         pause = plural(self.steps, "step")
-        return f"step {self.step}: {self.name} answers, but its chunks do not arrive; averaging without it for {pause}"
+        return f"step {self.step}: {self.name} answers, but {self.why}; averaging without it for {pause}"
 
 
 class WeightsDiffer(Notice):

@@ -78,7 +78,7 @@ class Waits:
         condition: Callable[[], bool],
         deadline: Deadline,
         what: str,
-        ask: Callable[[], Coroutine[Any, Any, None]] = _nothing,
+        ask: Callable[[], Coroutine[Any, Any, object]] = _nothing,
         pulse: Pulse | None = None,
         so_far: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -98,7 +98,7 @@ class Waits:
             return condition()
 
         self._signals.hurried = False
-        asking: asyncio.Task[None] | None = None
+        asking: asyncio.Task[object] | None = None
         try:
             while True:
                 self._signals.changed.clear()
@@ -151,7 +151,7 @@ class Waits:
         now, patience_s = self._clock.now(), self._signals.patience_s
         return now - max(begin, self._came_on_s) > times * patience_s or now - begin > ENDLESS * patience_s
 
-    async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[None] | None) -> None:
+    async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[object] | None) -> None:
         """Return when there is a question to ask, or its end to look at. Until then only look around: something changes
         with every frame."""
         while True:
@@ -179,7 +179,7 @@ class Waits:
         return task.result()
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
+async def _cancelled(task: asyncio.Task[object]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -237,7 +237,7 @@ class Trainer:
                     index=index,
                     attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
-                    without=(*dict.fromkeys((*doubted, *self._left_out(accumulate))),)[:MAX_WITHOUT],
+                    without=doubted or self._left_out(accumulate),  # who doubts them may be left out by them, too
                 )
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss

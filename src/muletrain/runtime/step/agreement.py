@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 OVERDUE_S = 60.0
-"""Shortest time until a replica that answers, but does not seal, is left out [s]."""
+"""Shortest time until a replica that answers, but does not seal, is left out, and until replicas that go on without us
+have stalled [s]."""
 
 
 class RoundAgreement:
@@ -182,22 +183,32 @@ class RoundAgreement:
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     async def look_on(self) -> None:
-        """Abstain while others run our part again. Ends when they are lost, or count on us again; waiting raises when
-        they hold a round."""
+        """Abstain while others run our part again. Ends when they are lost, count on us again, or come to nothing: then we
+        go on without them. Waiting raises when they hold a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
+        clock, seen = self._ctx.clock, list[tuple[int, bytes, int]]()
+        stall_s = max(OVERDUE_S, self._deadlines.step.seconds())
+        due_s = clock.now() + stall_s
+
         async def ask() -> None:
+            nonlocal seen, due_s
             await self._exchange.ask_everyone()
-            await self._exchange.ask_replicas()
+            answers = await self._exchange.ask_replicas()
+            before, seen = seen, [(len(p.accumulated), p.round, p.moved if p.round else 0) for p in answers]
+            if seen != before:  # microbatches, or chunks of a round
+                due_s = clock.now() + stall_s
 
         await self._waits.until(
-            lambda: not self._company.yields(self._company.members()),
+            lambda: not self._company.yields(self._company.members()) or clock.now() >= due_s,
             Deadline(5.0, 5.0),
             "replicas that go on without this peer",
             ask,
         )
+        if self._company.yields(self._company.members()):
+            self._company.note_stalled()
         self._ledger.reopen(keep=False)

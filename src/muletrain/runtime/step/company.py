@@ -45,6 +45,8 @@ class Standing:
 
     apart: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
+    stalled: Recent[int] = field(default_factory=Recent)
+    """Replicas that went on without this peer and came to nothing: until which step it does not wait for them."""
     silent: Recent[tuple[int, int]] = field(default_factory=Recent)
     """How much replicas failed to send (``Averager.silent``), and the last step in which they did."""
     differed: int | None = None
@@ -98,8 +100,11 @@ class Company:
         return peer == most and self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
 
     def is_apart(self, peer: PeerId) -> bool:
-        """Is ``peer`` left out because its chunks did not arrive in earlier rounds?"""
-        return self._state.step < self._standing.apart.get(peer, (0, 0))[0]
+        """Is ``peer`` left out because of earlier steps or rounds: its chunks did not arrive, or it stalled?"""
+        return self._state.step < self._standing.apart.get(peer, (0, 0))[0] or self._stalled(peer)
+
+    def _stalled(self, peer: PeerId) -> bool:
+        return self._state.step < self._standing.stalled.get(peer, 0)
 
     def differs(self, peer: PeerId) -> bool:
         """Does ``peer`` have other weights than most?"""
@@ -120,7 +125,7 @@ class Company:
     def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
         """Must this peer, in company ``own``, leave the step to others that go on without it? ``after``: only views of
         later attempts count."""
-        views = {m: v for m, v in self.views().items() if v.attempt > after}
+        views = {m: v for m, v in self.views().items() if v.attempt > after and not self._stalled(m)}
         return yields(self._ctx.net.peer_id, own, views)
 
     def check(self) -> None:
@@ -148,6 +153,15 @@ class Company:
         """``members`` answer, but did not do their part for long: leave them out for many steps."""
         self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
+    def note_stalled(self) -> None:
+        """The replicas that go on without us come to nothing: we wait for them no more, in this step and some that
+        follow. One that claims microbatches which it lacks keeps even trainers from running them again."""
+        me, step = self._ctx.net.peer_id, self._state.step
+        for peer in [m for m, view in self.views().items() if me not in view.members]:
+            self._standing.stalled[peer] = step + APART
+            why = "it goes on without this peer, and gets nowhere"
+            self._ctx.emit(ReplicaApart(step=step + 1, name=self._ctx.roster.name(peer), why=why, steps=APART))
+
     def note_silent(self, owing: Mapping[PeerId, int]) -> None:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in steps
         before, they are left out for many steps: their link may carry calls, but no chunks. Replicas that may themselves
@@ -162,7 +176,8 @@ class Company:
                 apart[peer] = step + steps, steps
                 del silent[peer]
                 name = self._ctx.roster.name(peer)
-                self._ctx.emit(ReplicaApart(step=step + 1, name=name, steps=steps))
+                why = "its chunks do not arrive"
+                self._ctx.emit(ReplicaApart(step=step + 1, name=name, why=why, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
         """Compare the weights that replicas began the step with: devices that differ in the last bit, or a donor that

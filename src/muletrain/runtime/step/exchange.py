@@ -232,14 +232,16 @@ class Exchange:
         if self._ctx.roster.is_alive(peer):
             await self.entries_from(peer)
 
-    async def ask_replicas(self) -> None:
-        """Ask all replicas for their seals and entries, since a notice may be lost."""
-        await asyncio.gather(*map(self._ask_seal, self._ctx.roster.replicas()))
+    async def ask_replicas(self) -> list[Progress]:
+        """Ask all replicas for their seals and entries, since a notice may be lost. Returns how far they are."""
+        answers = await asyncio.gather(*map(self._ask_seal, self._ctx.roster.replicas()))
+        return [progress for progress in answers if progress is not None]
 
-    async def _ask_seal(self, peer: PeerId) -> None:
-        await self.ask(peer)
+    async def _ask_seal(self, peer: PeerId) -> Progress | None:
+        progress = await self.ask(peer)
         if self._ctx.roster.is_alive(peer) and await self.learn_seal(peer):
             await self.entries_from(peer)
+        return progress
 
     async def learn_seal(self, peer: PeerId) -> bool:
         """Ask ``peer`` for its last seal. False if it does not answer."""

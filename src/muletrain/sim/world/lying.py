@@ -51,6 +51,7 @@ LIES = (
     "admits",
     "holds",
     "full",
+    "alone",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
 counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
@@ -59,7 +60,8 @@ ever. Then: that all microbatches of a step are through, whom newcomers should k
 microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
 microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone; whether it
 holds the gradient (it never tells; or only when it is asked, once it has applied the step), that it sends its part of
-it, although none comes, and that it has no room for any microbatch."""
+it, although none comes, that it has no room for any microbatch, and that it goes on with the step alone (it computes
+nothing)."""
 
 
 _UNSAID: dict[str, type] = {
@@ -67,6 +69,7 @@ _UNSAID: dict[str, type] = {
     "attests": RoundEntry,
     "admits": RoundEntry,
     "holds": Reduced,
+    "alone": RoundEntry,
 }
 """What it never sends."""
 
@@ -125,6 +128,8 @@ class Liar:
             if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
                 busy = Busy(**forward.identity(), stage=forward.stage).frame()
                 await self._network.send(sender, busy, channel=Busy.CHANNEL, timeout_s=10.0)
+                return
+            if self.how == "alone" and isinstance(frame.message, Forward):
                 return
             await handler(sender, frame)
 
@@ -213,7 +218,7 @@ class Liar:
 
     def _instead(self, frame: Frame) -> Frame:
         message = frame.message
-        if self.how == "views" and isinstance(message, Seal):
+        if self.how in ("views", "alone") and isinstance(message, Seal):
             return self._alone(message).frame(frame.tensors)
         if self.how == "chunks" and isinstance(message, Shard | Reduced):
             return message.frame([encode_raw(b"no gradient")])
@@ -224,8 +229,10 @@ class Liar:
         return frame
 
     def _alone(self, seal: Seal) -> Seal:
-        """Without some of those it counts on."""
+        """Without some of those it counts on, or without any."""
         me = self._network.peer_id
+        if self.how == "alone":
+            return seal.model_copy(update={"members": (me,), "attempt": max(1, seal.attempt)})
         return seal.model_copy(
             update={"members": tuple(m for m in seal.members if m == me or self._rng.random() < 0.5)}
         )
@@ -256,7 +263,7 @@ class Liar:
         ask, answer = AskEntries.unpack(payload), Entries.unpack(told)
         if self.how == "attests":  # it has also forgotten that it applied the step
             return Entries(step=answer.step).pack()
-        if self.how == "admits":
+        if self.how in ("admits", "alone"):
             return answer.model_copy(update={"own": None}).pack()
         if self.how != "records" or not answer.applied:
             return told
@@ -287,7 +294,7 @@ class Liar:
     def _seal(self, payload: bytes, told: bytes) -> bytes:
         if self.how == "seals" or (self.how == "holds" and told and Seal.unpack(told).attempt):
             return b""
-        return self._alone(Seal.unpack(told)).pack() if self.how == "views" and told else told
+        return self._alone(Seal.unpack(told)).pack() if self.how in ("views", "alone") and told else told
 
     def _history(self, payload: bytes, told: bytes) -> bytes:
         return History.of(self._invented()).pack() if self.how == "history" and self._past else told

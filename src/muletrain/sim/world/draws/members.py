@@ -91,7 +91,7 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
     later_s = rng.uniform(0.2, 0.8) * span(s)
     if how in ("copies", "others", "history"):
         lies.append(Fault(later_s, "join", (f"peer-{stage}l",)))
-    if how == "claims":  # what is lost, it claims to hold
+    if how in ("claims", "alone"):  # what is lost, it claims to hold; the smaller part of a stage would yield
         lies.append(Fault(later_s, "slow" if s.trainers == 1 and other == s.members[0][0] else "kill", (other,), 1.0))
     return with_faults(replace(calm(s), checkpoint_every=1, apart=s.apart or how == "parts"), lies)
 
