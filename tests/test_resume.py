@@ -198,7 +198,7 @@ def test_what_would_be_another_run_is_refused_and_so_is_a_folder_in_use(run: Run
     assert "model.width (64 before, 32 now)" in refused
     other = Run(tmp_path / "here")
     other.start("--resume", str(tmp_path))
-    assert "no config.toml" in other.wait(code=2)
+    assert "no run folder" in other.wait(code=2)
 
 
 @pytest.mark.slow
