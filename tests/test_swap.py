@@ -50,8 +50,9 @@ def test_what_the_device_holds_fits_though_each_place_is_as_large_as_its_largest
         found = fitted(blocks, need, Offer(need.beside + room, 1 << 50), 2e10, 8)
         params = [sum(b.load_bytes for b in blocks[a:e]) / 2 for a, e in found.runs]
         rest = [sum(b.work_bytes for b in blocks[a:e]) - 4 * p for (a, e), p in zip(found.runs, params, strict=True)]
-        pairs = [a + b for a, b in pairwise(params)]
-        assert 2 * max(pairs) + 4 * max(params) + max(rest) == pytest.approx(found.device_bytes)
+        turns = [p for n, p in enumerate(params) if n not in found.kept]
+        places = max([*turns, *(a + b for a, b in pairwise(turns))], default=0) + sum(params[n] for n in found.kept)
+        assert 2 * places + 4 * max(params) + max(rest) == pytest.approx(found.device_bytes)
         assert found.device_bytes <= room + 1
         over += places_bytes(blocks, hidden(blocks, room, 2e10, 8).runs) > room + 1
     assert over or vocab == 512, "neighbours' own bytes would not do"

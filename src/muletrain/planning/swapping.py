@@ -24,12 +24,15 @@ from muletrain.errors import CapacityError
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
     from muletrain.planning.partition import Cut
 
+CROSSINGS = 5
+"""Times that what goes from one sub-model to the next crosses the bus: it leaves, comes in forward and in backward, and its
+gradient leaves and comes."""
 EQUAL = 1e-12
 """Relative difference below which two waiting times count as equal: sums of the same times in another order."""
 
@@ -68,6 +71,8 @@ class Swapping:
     """Seconds of a round in which the device waits for weights."""
     round_s: float
     """Seconds for forward and backward of C minibatches."""
+    kept: tuple[int, ...] = ()
+    """Sub-models that stay on the device once they were loaded, until the weights change. The others take turns."""
 
     @property
     def lost(self) -> float:
@@ -89,17 +94,36 @@ def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: flo
     return cut_into(layers, runs, load_bytes_per_s, minibatches)
 
 
-def cut_into(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> Swapping:
+def cut_into(
+    layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int, kept: tuple[int, ...] = ()
+) -> Swapping:
     """How these sub-models go through the device."""
-    takes_s = round_s(layers, runs, load_bytes_per_s, minibatches)
+    takes_s = round_s(layers, runs, load_bytes_per_s, minibatches, kept)
     return Swapping(
         runs=runs,
         minibatches=minibatches,
         accumulate=accumulation(layers, runs, load_bytes_per_s),
         device_bytes=held_bytes(layers, runs),
-        waits_s=_waits_s(layers, runs, load_bytes_per_s, minibatches),
+        waits_s=_waits_s(layers, runs, load_bytes_per_s, minibatches, kept),
         round_s=takes_s,
+        kept=kept,
     )
+
+
+def staying(layers: Sequence[Layer], runs: Cut, memory_bytes: float) -> tuple[int, ...]:
+    """As many sub-models as can stay on the device, evenly spread: the next of the others comes while several compute."""
+    for count in range(len(runs), 0, -1):
+        kept = tuple((2 * i + 1) * len(runs) // (2 * count) for i in range(count))
+        if places_bytes(layers, runs, kept) <= memory_bytes:
+            return kept
+    return ()
+
+
+def crossing_bytes(layers: Sequence[Layer], found: Swapping, minibatches: int) -> float:
+    """Bytes between memory and device in a round of so many ``minibatches``, gradients aside."""
+    streamed = [n for n in range(len(found.runs)) if n not in found.kept]
+    loads = sum(layer.load_bytes for n in streamed for layer in layers[slice(*found.runs[n])])
+    return 2 * loads + CROSSINGS * minibatches * sum(layers[end - 1].cut_bytes for _, end in found.runs[:-1])
 
 
 def hidden(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, most: int) -> Swapping:
@@ -124,13 +148,16 @@ def held_bytes(layers: Sequence[Layer], runs: Cut) -> float:
     return max([loads[0] + works[0], *(a + b + max(works[i : i + 2]) for i, (a, b) in enumerate(pairwise(loads)))])
 
 
-def places_bytes(layers: Sequence[Layer], runs: Cut) -> float:
+def places_bytes(layers: Sequence[Layer], runs: Cut, kept: Collection[int] = ()) -> float:
     """Bytes of a device on which weights and the summed gradient have fixed places, so that nothing is taken and given
-    back between sub-models: each place is as large as its largest use, and these may be at different sub-models."""
+    back between sub-models: each place is as large as its largest use, and these may be at different sub-models. Sub-models
+    that are ``kept`` have one each."""
     models = [layers[first:end] for first, end in runs]
     loads, sums = ([sum(getattr(x, name) for x in m) for m in models] for name in ("load_bytes", "sum_bytes"))
     rest: float = max(sum(x.work_bytes - x.sum_bytes for x in m) for m in models)
-    return float(max([loads[0], *(a + b for a, b in pairwise(loads))]) + max(sums) + rest)
+    streamed = [load for n, load in enumerate(loads) if n not in kept]
+    places = max([*streamed, *(a + b for a, b in pairwise(streamed))], default=0.0)
+    return float(places + sum(loads[n] for n in kept) + max(sums) + rest)
 
 
 def accumulation(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> float:
@@ -138,24 +165,34 @@ def accumulation(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) ->
     return max([load / spent for spent, load in _beside(layers, runs, load_bytes_per_s)], default=0.0)
 
 
-def round_s(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> float:
+def round_s(
+    layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int, kept: Collection[int] = ()
+) -> float:
     """Seconds for forward and backward of ``minibatches`` in a row: each sub-model takes as long as its compute or
     its neighbour's loading."""
     busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-    return minibatches * busy_s + _waits_s(layers, runs, load_bytes_per_s, minibatches)
+    return minibatches * busy_s + _waits_s(layers, runs, load_bytes_per_s, minibatches, kept)
 
 
-def _waits_s(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int) -> float:
-    return sum(max(0.0, load - minibatches * spent) for spent, load in _beside(layers, runs, load_bytes_per_s))
+def _waits_s(
+    layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int, kept: Collection[int] = ()
+) -> float:
+    return sum(max(0.0, load - minibatches * spent) for spent, load in _beside(layers, runs, load_bytes_per_s, kept))
 
 
-def _beside(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) -> list[tuple[float, float]]:
-    """For each sub-model beside which another one is loaded, forward and then backward: its seconds per minibatch,
-    and the loading [s]."""
+def _beside(
+    layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, kept: Collection[int] = ()
+) -> list[tuple[float, float]]:
+    """For each sub-model that is loaded, forward and then backward: the seconds per minibatch of what computes beside it,
+    and the loading [s]. Those that are ``kept`` are loaded in the first forward after an update only, as this counts."""
     loads = [sum(layer.load_bytes for layer in layers[first:end]) / load_bytes_per_s for first, end in runs]
     ahead = [sum(layer.forward_s for layer in layers[first:end]) for first, end in runs]
     back = [sum(layer.backward_s for layer in layers[first:end]) for first, end in runs]
-    return [*zip(ahead[:-1], loads[1:], strict=True), *zip(back[1:], loads[:-1], strict=True)]
+    streamed = [n for n in range(len(runs)) if n not in kept]
+    return [
+        *zip(ahead[:-1], loads[1:], strict=True),
+        *((sum(back[a + 1 : b + 1]), loads[a]) for a, b in pairwise(streamed)),
+    ]
 
 
 def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Cut | None:

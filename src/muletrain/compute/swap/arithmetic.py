@@ -98,10 +98,11 @@ class SwappedArithmetic:
         backing: Backing,
         threads: Threads,
         *,
+        kept: Sequence[int] = (),
         alone: bool = False,
     ) -> None:
-        """``where``: the stage, and their number; ``width``: D; ``alone``: rounds are added to the one accumulator as they
-        are computed, and the update of a state in memory runs beside the next forward pass: nobody waits for its digest."""
+        """``where``: the stage, and their number; ``width``: D; ``kept``: see ``Loader``; ``alone``: rounds are added to the
+        accumulator as they are computed, and an update in memory runs beside the next forward: nobody waits for its digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
         self._width, self.models = width, models
         self.setup, self.state, self._backing, self._threads = setup, state, backing, threads
@@ -109,7 +110,7 @@ class SwappedArithmetic:
         self.counters = Counters()
         self._timed = Timer(self.counters, setup.device)
         dtype = precision_dtype(setup.precision)
-        self.loader = Loader(models, state, setup.device, dtype, jobs, inline=setup.inline)
+        self.loader = Loader(models, state, setup.device, dtype, jobs, kept, inline=setup.inline)
         self.drain = Drain(models, self.loader.traffic, setup.device, jobs, inline=setup.inline)
         self.ferry = Ferry(setup.device)
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)

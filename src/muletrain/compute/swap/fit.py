@@ -3,6 +3,9 @@
 The rules: everything inside a sub-model is computed again before its backward; what goes from one sub-model to the next
 is kept in backing memory; the gradient of a sub-model is summed on the device over the microbatches of a round. C is the
 smallest number of microbatches with which loading is hidden, as far as the profile goes (``planning.swapping.hidden``).
+A device with memory of its own keeps the sub-models that it has room for beside those that take turns. Smaller sub-models
+have smaller graphs and leave more room for that, but more goes from one to the next: of a few cuts, the one that waits
+least counts, then the one with the fewest bytes on the bus.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from muletrain.compute.swap.loading import device_window
 from muletrain.compute.swap.state import IN_PLACE
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
-from muletrain.planning.swapping import Layer, cut_into, held_bytes, hidden, places_bytes
+from muletrain.planning.swapping import Layer, crossing_bytes, cut_into, held_bytes, hidden, places_bytes, staying
 from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
 TENSORS, TENSORS_IN_MEMORY = 8, 3
 """Temporaries of the size of a tensor while LAMB updates it: of a state on a disk, and in memory (measured: 2.98)."""
+SHARES = 1.0, 0.8, 0.6, 0.4
+"""Of the room on the device, for sub-models that take turns: the cuts that are compared."""
 NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
 
@@ -139,14 +144,26 @@ def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes
     if not memory.fits(offer):
         raise CapacityError(memory.problem(offer))
     room = offer.device - (memory.beside + memory.on_device(offer) - memory.least)
-    asked, least = float(room), held_bytes(blocks, _one_by_one(blocks))
+    found: list[Swapping] = []
+    own = offer.host is not None
+    for share in SHARES if own else (1.0,):
+        cut = _within(blocks, room, share * room, load_bytes_per_s, most)
+        kept = staying(blocks, cut.runs, room) if own else ()
+        cut = cut_into(blocks, cut.runs, load_bytes_per_s, cut.minibatches, kept)
+        found.append(replace(cut, device_bytes=places_bytes(blocks, cut.runs, kept)))
+    return min(found, key=lambda cut: (cut.waits_s, crossing_bytes(blocks, cut, most)))
+
+
+def _within(blocks: Sequence[Layer], room: float, asked: float, load_bytes_per_s: float, most: int) -> Swapping:
+    """The best sub-models that take turns in ``asked`` bytes, or in what they need at least; never more than ``room``."""
+    least = held_bytes(blocks, _one_by_one(blocks))
+    asked = max(least, asked)
     while True:  # the search counts two neighbours' own bytes; the places are as large as the largest need
         found = hidden(blocks, asked, load_bytes_per_s, most)
         if (excess := places_bytes(blocks, found.runs) - room) <= 0:
-            return replace(found, device_bytes=places_bytes(blocks, found.runs))
+            return found
         if asked <= least:
-            found = cut_into(blocks, _one_by_one(blocks), load_bytes_per_s, most)
-            return replace(found, device_bytes=places_bytes(blocks, found.runs))
+            return cut_into(blocks, _one_by_one(blocks), load_bytes_per_s, most)
         asked = max(least, asked - excess)
 
 

@@ -169,9 +169,9 @@ class Ferry:
 
 
 class Loader:
-    """Keeps at most two sub-models on the device: the one that computes, and a neighbour of it, which comes next. Those
-    with even numbers have their place at the beginning of one buffer, the others at its end, so that nothing is taken and
-    given back between them. Only the compute thread calls it."""
+    """Keeps some sub-models on the device, and at most two of the others: the one that computes, and the one that comes
+    next. These take turns at the beginning and at the end of one place, so that nothing is taken and given back between
+    them. All places are in one buffer. Only the compute thread calls it."""
 
     def __init__(
         self,
@@ -180,20 +180,31 @@ class Loader:
         device: torch.device,
         dtype: torch.dtype,
         jobs: Jobs,
+        kept: Sequence[int] = (),
         *,
         inline: bool,
     ) -> None:
+        """``kept``: the sub-models that stay on the device once they were loaded, until the weights change."""
         self._models, self._state, self._device, self._dtype, self._jobs = models, state, device, dtype, jobs
         self.lane = Lane("load", device, dtype, device_window(state.layout.size), inline=inline)
         self.traffic = Traffic()
-        self._size = max([m.size for m in models] + [a.size + b.size for a, b in pairwise(models)]) + ALIGNED
+        turns = [m for m in models if m.number not in kept]
+        shared = max([m.size for m in turns] + [a.size + b.size for a, b in pairwise(turns)], default=0) + ALIGNED
+        self._kept, self._size, self._places = frozenset(kept), shared, dict[int, int]()
+        """Where each sub-model's place begins."""
+        for turn, model in enumerate(turns):
+            self._places[model.number] = (shared - model.size) // ALIGNED * ALIGNED if turn % 2 else 0
+        for k in kept:
+            self._places[k] = -(-self._size // ALIGNED) * ALIGNED
+            self._size = self._places[k] + models[k].size
         self._buffer: Tensor | None = None
         self._held: dict[int, Tensor] = {}
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
 
     def get(self, k: int, then: int | None = None) -> list[Tensor]:
-        """Sub-model ``k`` computes next: returns its parameters. ``then`` is loaded meanwhile."""
+        """Sub-model ``k`` computes next: returns its parameters. ``then`` is loaded meanwhile, or the next one in this
+        direction that is not there."""
         if self._device.type == "cpu":
             return_freed_memory()  # of the last sub-model: the next one's blocks have other sizes
         if k not in self._held:
@@ -202,32 +213,34 @@ class Loader:
                 self._begin(k, {k})
             self._held[k] = self._coming.pop(k).result()
             self.traffic.wait_s += time.perf_counter() - begin
-        if then is not None and self.prefetch and then not in self._held and then not in self._coming:
-            self._begin(then, {k, then})
+        if then is not None and then != k and self.prefetch:
+            beyond = range(then, len(self._models) if then > k else -1, then - k)
+            then = next((n for n in beyond if not (n in self._held and n in self._kept)), k)
+            if then not in self._held and then not in self._coming:
+                self._begin(then, {k, then})
         return self._models[k].bind(self._held[k])
 
     def forget(self) -> None:
         """The weights have changed. On the CPU, where the update needs it, the memory is given back."""
-        self._let_go(set())
+        self._let_go(set(), stay=False)
         if self._device.type == "cpu":
             self._buffer = None
 
     def _begin(self, k: int, keep: set[int]) -> None:
-        """Load sub-model ``k``, in place of all but ``keep``."""
+        """Load sub-model ``k``, in place of all but ``keep`` and those that stay."""
         self._let_go(keep)
         if self._buffer is None:
             self._buffer = torch.empty(self._size, dtype=self._dtype, device=self._device)
-        model = self._models[k]
-        at = (self._size - model.size) // ALIGNED * ALIGNED if k % 2 else 0
+        model, at = self._models[k], self._places[k]
         place = self._buffer.data[at : at + model.size]  # autograd must not take it for a change of its neighbour
         self.lane.follow()
         self._coming[k] = self.lane.thread.submit(self._load, model, place)
 
-    def _let_go(self, keep: set[int]) -> None:
-        """Let go of all but ``keep``."""
+    def _let_go(self, keep: set[int], *, stay: bool = True) -> None:
+        """Let go of all but ``keep``, and but those that stay, if they do."""
         for k in [k for k in self._coming if k not in keep]:
             self._held[k] = self._coming.pop(k).result()
-        for k in [k for k in self._held if k not in keep]:
+        for k in [k for k in self._held if k not in keep and not (stay and k in self._kept)]:
             del self._held[k]
             self._models[k].unbind()
 

@@ -148,8 +148,9 @@ class SwappedCompute(ThreadedCompute):
         self.plan = fitted(*needs, swap.offer, rate, swap.most)
         self.parts = len(self.plan.runs)
         models = sub_models(chain, self.plan.runs, layout)
+        where, plan = (stage, len(cut)), self.plan
         self.arithmetic = SwappedArithmetic(
-            (stage, len(cut)), spec.width, models, setup, state, self._backing, self.threads, alone=swap.alone
+            where, spec.width, models, setup, state, self._backing, self.threads, kept=plan.kept, alone=swap.alone
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
