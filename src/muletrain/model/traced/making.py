@@ -228,4 +228,4 @@ def _built(spec: Described, dtype: torch.dtype) -> tuple[nn.Module, Callable[[],
     from muletrain.model.traced import architecture as hf
 
     model = hf.build(spec.config, dtype)
-    return hf.Whole(spec, model), lambda: hf.buffers_of(model)
+    return hf.Whole(spec, hf.at_one_length(model)), lambda: hf.buffers_of(model, spec.context)
