@@ -25,9 +25,9 @@ from muletrain.compute.base import Microbatch, Update
 from muletrain.config.load import load_config
 from muletrain.config.schema import OptimizerConfig
 from muletrain.config.trusted import imported
-from muletrain.data.samples import SampleData, SampleSource
-from muletrain.errors import ConfigError, MuletrainError
-from muletrain.events import EventTail, StepDone
+from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource
+from muletrain.errors import ConfigError, DataError, MuletrainError
+from muletrain.events import EventTail, StepDone, Validated
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_model, make_stage, model_from_json
@@ -184,9 +184,21 @@ def test_a_buffer_with_another_value_makes_another_chain(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ["regression", "frozen", "vit"])
 def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, kind: str) -> None:
     """2 stages x 2 peers, fp32, 20 steps; then 'eval' and 'export'."""
-    facts = of(kind, "train.steps=20")
+    facts = of(kind, "train.steps=20", "train.validate_every=5")
     model, source = loop_model(facts), facts.source(facts.data())
-    losses = list(train_by_loop(model, facts, source, lambda m, inputs, targets: m(inputs, targets)))
+    _, heldout = imported("data.factory", facts.config.data.factory or "")()
+    held = [torch.stack(list(x)) for x in zip(*(heldout[k] for k in range(len(heldout))), strict=True)]
+
+    def measured(model: Any) -> float:
+        with torch.no_grad():
+            loss = float(model.eval()(*held))
+        model.train()
+        return loss
+
+    losses, wanted = list[float](), {0: measured(model)}
+    for loss in train_by_loop(model, facts, source, lambda m, inputs, targets: m(inputs, targets)):
+        losses.append(loss)
+        wanted[len(losses)] = measured(model)
     events = run_losing_a_replica(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
@@ -195,9 +207,9 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
     fresh = loop_model(facts)
     fresh.load_state_dict(state)
     found = quality(checkpoint, checkpoint.model(), checkpoint.corpus())
-    _, heldout = imported("data.factory", facts.config.data.factory or "")()
-    inputs, targets = (torch.stack(list(x)) for x in zip(*(heldout[k] for k in range(len(heldout))), strict=True))
-    assert found.loss == pytest.approx(float(fresh.eval()(inputs, targets).detach()), rel=1e-5)
+    assert found.loss == pytest.approx(measured(fresh), rel=1e-5)
+    during = {e.step: e.loss for e in events if isinstance(e, Validated)}
+    assert during == pytest.approx({step: wanted[step] for step in (0, 5, 10, 15)}, rel=1e-4)
     with pytest.raises(ConfigError, match="returns a loss, so it writes no text"):
         write(checkpoint, checkpoint.model(), "A mule")
 
@@ -262,12 +274,20 @@ def test_virtual_worlds_train_samples_as_a_single_process_does(name: str) -> Non
 def test_a_module_of_text_trains_on_a_corpus(tmp_path: Path) -> None:
     text = write_text(tmp_path / "mine.txt")
     settings = [f"data.path={text}", f"data.cache={tmp_path / 'cache'}", "model.vocab=300", "model.context=16"]
-    facts = named("words", None, *settings, "train.steps=6")
+    facts = named("words", None, *settings, "train.steps=6", "train.validate_every=3", "train.validate_tokens=100")
     model = loop_model(facts)
+    held = facts.heldout(facts.data())
+    assert held is not None
+    assert (len(held), held.targets) == (3, 96), "microbatches of two sequences of 16"
+    parts = [map(torch.from_numpy, held.microbatch(k)[:2]) for k in range(3)]
+    with torch.no_grad():
+        before = sum(float(model.eval()(*part)) for part in parts) / 3
     losses = list(train_by_loop(model, facts, facts.source(facts.data()), lambda m, x, y: m(x, y)))
     events = run_fleet(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    during = {e.step: e.loss for e in events if isinstance(e, Validated)}
+    assert during == {0: pytest.approx(before, rel=1e-5), 3: during[3]}
 
 
 # Samples --------------------------------------------------------------------------------------------------------------
@@ -284,6 +304,23 @@ def test_samples_are_dealt_out_once_an_epoch_by_seed_step_and_index() -> None:
     assert len(seen) == len(data.train) == 50
     again = sources[0].microbatch(5, 0)[0]
     assert not np.array_equal(again, epochs[0][0]), "another order in the next epoch"
+
+
+def test_whole_microbatches_of_held_out_samples_are_measured() -> None:
+    """The module's own loss would count padding."""
+    data = of("regression").data()
+    assert isinstance(data, SampleData)
+    source = HeldoutSamples(data, most=11, samples=4, vocab=3)
+    assert (len(source), source.targets) == (2, 8)
+    which = [0, 1, 3, 4, 6, 7, 9, 11]
+    for index in range(2):
+        inputs, targets, counted = source.microbatch(index)
+        wanted = data.batch(data.heldout, np.array(which[4 * index : 4 * index + 4]), 3)
+        assert counted == 4
+        assert np.array_equal(inputs, wanted[0])
+        assert np.array_equal(targets, wanted[1])
+    with pytest.raises(DataError, match=r"12 held-out samples .* are no microbatch of 13; let .* hold out more"):
+        HeldoutSamples(data, most=100, samples=13, vocab=3)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +355,7 @@ def typed(line: str, folder: Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path) -> None:
+def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its package, its configuration, its commands; what is trained comes out again, with its own names."""
     (tmp_path / "mypackage").mkdir()
     for name in ("models.py", "data.py"):
@@ -327,13 +364,30 @@ def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path) -> None:
     run, *use = [line for line in page("export PYTHONPATH").splitlines() if line.startswith("muletrain")]
     assert "loss" in typed(run, tmp_path)
     (folder,) = (tmp_path / "runs").iterdir()
-    first, *_, last = [e.loss for e in EventTail(folder).poll() if isinstance(e, StepDone)]
+    events = EventTail(folder).poll()
+    first, *_, last = [e.loss for e in events if isinstance(e, StepDone)]
     assert last < 0.8 * first
-    assert "add --factory mypackage.models:build" in typed(f"muletrain eval runs/{folder.name}", tmp_path, code=2)
-    said = [typed(line.replace("FOLDER", folder.name), tmp_path) for line in use]
-    assert "Loss" in said[0]
+    measured = [(e.step, e.loss, e.perplexity, e.tokens) for e in events if isinstance(e, Validated)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(".")
+    refused, *said = (
+        CliRunner().invoke(app, shlex.split(line.replace("FOLDER", folder.name), comments=True)[1:])
+        for line in ("muletrain eval runs/FOLDER", *use)
+    )
+    assert "add --factory mypackage.models:build" in str(refused.exception)
+    assert [done.exit_code for done in said] == [0, 0], said
+    assert "Loss" in said[0].output
     state = safetensors.torch.load_file(tmp_path / "my-weights" / "model.safetensors")
-    module = SourceFileLoader("models", str(tmp_path / "mypackage" / "models.py")).load_module().build(width=32)
+    torch.manual_seed(0)
+    models, data = (
+        SourceFileLoader(n, str(tmp_path / "mypackage" / f"{n}.py")).load_module() for n in ("models", "data")
+    )
+    module, (_, heldout) = models.build(width=32), data.build()
+    images, labels = zip(*(heldout[k] for k in range(len(heldout))), strict=True)
+    loss = float(module(torch.stack(images), torch.tensor(labels)).detach())
+    assert measured[0] == (0, pytest.approx(loss, rel=0.01), None, 200), "before the first update, perhaps in bf16"
+    assert [step for step, *_ in measured] == [0, 20]
+    assert measured[1][1] < loss
     module.load_state_dict(state)
 
 

@@ -114,6 +114,30 @@ class SampleSource:
         return self._data.batch(self._data.train, which, self._vocab)
 
 
+class HeldoutSamples:
+    """Whole microbatches of held-out samples, at most ``most`` of them, evenly spread. See ``HeldoutSource``; there is no
+    padding, since the module's own loss would count it. Raises DataError if there is no microbatch."""
+
+    def __init__(self, data: SampleData, most: int, samples: int, vocab: int) -> None:
+        self._data, self._samples, self._vocab = data, samples, vocab
+        size = min(most, len(data.heldout))
+        if size < samples:
+            raise DataError(
+                f"train.validate_every: {size} held-out samples (of {len(data.heldout)}, measured: at most {most}) are no "
+                f"microbatch of {samples}; let '{data.name}' hold out more, or lower train.microbatch"
+            )
+        self._which = _spread(len(data.heldout), size - size % samples)
+        self.targets = len(self._which)
+
+    def __len__(self) -> int:
+        return self.targets // self._samples
+
+    def microbatch(self, index: int) -> tuple[Array, Array, int]:
+        """Inputs and targets [B, ...] of held-out microbatch ``index``, and how many samples they are. Raises DataError."""
+        which = self._which[index * self._samples : (index + 1) * self._samples]
+        return *self._data.batch(self._data.heldout, which, self._vocab), self._samples
+
+
 def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None] | None = None) -> Data:
     """The tokens or the samples that ``spec`` trains on. Raises DataError, and ConfigError if they are not what it
     takes."""
