@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,36 +10,32 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
-import muletrain
-from muletrain.cli.main import app
 from muletrain.compute.arithmetic import StageArithmetic, StageSetup
 from muletrain.compute.base import Microbatch, Update
 from muletrain.config.load import load_config
 from muletrain.config.schema import OptimizerConfig
 from muletrain.config.trusted import imported
 from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource
-from muletrain.errors import ConfigError, DataError, MuletrainError
-from muletrain.events import EventTail, StepDone, Validated
+from muletrain.errors import ConfigError, DataError
+from muletrain.events import StepDone, Validated
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
+from muletrain.model.generate import generate_ids
 from muletrain.model.make import make_model, make_stage, model_from_json
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.factory import first_weights
+from muletrain.model.traced.factory import Writes, first_weights
 from muletrain.model.traced.making import made
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.result import quality, write
+from muletrain.runs.result import quality
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from tests import own_models
 from tests.fleet_run import checkpoint_weights, run_fleet, run_losing_a_replica
-from tests.test_docs import PAGES
 from tests.test_traced_fleet import check_equal
 from tests.traced_models import HashedDropout, train_by_loop, write_text
 
-SOURCE = Path(muletrain.__file__).parents[1]
 KINDS = {
     "regression": ("regression", "images_with_numbers", 3),
     "frozen": ("partly_frozen", "images_with_numbers", 3),
@@ -210,8 +200,8 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
     assert found.loss == pytest.approx(measured(fresh), rel=1e-5)
     during = {e.step: e.loss for e in events if isinstance(e, Validated)}
     assert during == pytest.approx({step: wanted[step] for step in (0, 5, 10, 15)}, rel=1e-4)
-    with pytest.raises(ConfigError, match="returns a loss, so it writes no text"):
-        write(checkpoint, checkpoint.model(), "A mule")
+    with pytest.raises(ConfigError, match=r"takes float32.3, 8, 8., not text, so it writes none"):
+        checkpoint.writer()
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
@@ -278,16 +268,36 @@ def test_a_module_of_text_trains_on_a_corpus(tmp_path: Path) -> None:
     model = loop_model(facts)
     held = facts.heldout(facts.data())
     assert held is not None
-    assert (len(held), held.targets) == (3, 96), "microbatches of two sequences of 16"
-    parts = [map(torch.from_numpy, held.microbatch(k)[:2]) for k in range(3)]
+    parts = [[torch.from_numpy(x) for x in held.microbatch(k)[:2]] for k in range(len(held))]
+    assert held.targets == 32 * len(parts) > 0, "whole microbatches of two sequences of 16"
     with torch.no_grad():
-        before = sum(float(model.eval()(*part)) for part in parts) / 3
+        before = sum(float(model.eval()(*part)) for part in parts) / len(parts)
     losses = list(train_by_loop(model, facts, facts.source(facts.data()), lambda m, x, y: m(x, y)))
     events = run_fleet(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
     during = {e.step: e.loss for e in events if isinstance(e, Validated)}
     assert during == {0: pytest.approx(before, rel=1e-5), 3: during[3]}
+
+
+def test_a_module_goes_on_with_a_text_if_it_gives_logits() -> None:
+    facts = named("words", None, "model.vocab=300", "model.context=16")
+    model, about = loop_model(facts).eval(), json.loads(facts.config.model.architecture or "")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    found = generate_ids(Writes(facts.spec, about, weights), [3, 4], max_tokens=4, temperature=0, top_k=0, seed=0)
+    text = [3, 4]
+    for token in found:
+        assert token == int(model(torch.tensor([text]))[0, -1].argmax())
+        text.append(token)
+    assert len(text) == 6
+    facts = named("windowed", None, "model.vocab=300", "model.context=16")
+    silent = Writes(
+        facts.spec, json.loads(facts.config.model.architecture or ""), dict(loop_model(facts).named_parameters())
+    )
+    with pytest.raises(
+        ConfigError, match=r"to write text, .*raises TypeError.*give 'targets' the default None, and return"
+    ):
+        silent(torch.tensor([[3]]))
 
 
 # Samples --------------------------------------------------------------------------------------------------------------
@@ -335,77 +345,3 @@ def test_types_of_samples_are_written_and_read(text: str, shape: tuple[int, ...]
 def test_other_types_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         TensorType.parse(text)
-
-
-# As a user would ------------------------------------------------------------------------------------------------------
-
-
-def page(start: str) -> str:
-    """The code block of docs/models.md that begins with ``start``."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```", PAGES["docs/models.md"], re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if block.startswith(start))
-
-
-def typed(line: str, folder: Path, code: int = 0) -> str:
-    """What a command says that is typed in ``folder``, where a package lies."""
-    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}.", "COLUMNS": "200"}
-    words = [sys.executable, "-P", "-m", "muletrain.cli.main", *shlex.split(line, comments=True)[1:]]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its package, its configuration, its commands; what is trained comes out again, with its own names."""
-    (tmp_path / "mypackage").mkdir()
-    for name in ("models.py", "data.py"):
-        (tmp_path / "mypackage" / name).write_text(page(f"# mypackage/{name}"))
-    (tmp_path / "shapes.toml").write_text(page("# shapes.toml"))
-    run, *use = [line for line in page("export PYTHONPATH").splitlines() if line.startswith("muletrain")]
-    assert "loss" in typed(run, tmp_path)
-    (folder,) = (tmp_path / "runs").iterdir()
-    events = EventTail(folder).poll()
-    first, *_, last = [e.loss for e in events if isinstance(e, StepDone)]
-    assert last < 0.8 * first
-    measured = [(e.step, e.loss, e.perplexity, e.tokens) for e in events if isinstance(e, Validated)]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(".")
-    refused, *said = (
-        CliRunner().invoke(app, shlex.split(line.replace("FOLDER", folder.name), comments=True)[1:])
-        for line in ("muletrain eval runs/FOLDER", *use)
-    )
-    assert "add --factory mypackage.models:build" in str(refused.exception)
-    assert [done.exit_code for done in said] == [0, 0], said
-    assert "Loss" in said[0].output
-    state = safetensors.torch.load_file(tmp_path / "my-weights" / "model.safetensors")
-    torch.manual_seed(0)
-    models, data = (
-        SourceFileLoader(n, str(tmp_path / "mypackage" / f"{n}.py")).load_module() for n in ("models", "data")
-    )
-    module, (_, heldout) = models.build(width=32), data.build()
-    images, labels = zip(*(heldout[k] for k in range(len(heldout))), strict=True)
-    loss = float(module(torch.stack(images), torch.tensor(labels)).detach())
-    assert measured[0] == (0, pytest.approx(loss, rel=0.01), None, 200), "before the first update, perhaps in bf16"
-    assert [step for step, *_ in measured] == [0, 20]
-    assert measured[1][1] < loss
-    module.load_state_dict(state)
-
-
-def test_what_a_factory_cannot_do_is_said(tmp_path: Path) -> None:
-    traced = CliRunner().invoke(app, ["trace", "mypackage.models:build", "--out", str(tmp_path)])
-    assert isinstance(traced.exception, MuletrainError)
-    assert "not those of a model.factory" in str(traced.exception)
-
-
-@pytest.mark.slow
-def test_a_fleet_is_planned_for_a_factorys_model() -> None:
-    own = ["model.factory=tests.own_models:vit", "data.factory=tests.own_models:images_with_classes", "model.vocab=5"]
-    options = [word for setting in own for word in ("--set", setting)]
-    answer = CliRunner().invoke(app, ["plan", *options, "--json"])
-    assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["params"] == of("vit").spec.params
-    simulated = CliRunner().invoke(
-        app, ["simulate", "fleet", *options, "--set", "fleet.stages=2", "--hours", "0.01", "--json"]
-    )
-    assert simulated.exit_code == 0, simulated.output
-    assert json.loads(simulated.stdout)["steps"] > 0

@@ -143,13 +143,15 @@ class RunFacts:
             return None
         if isinstance(data, SampleData):
             return HeldoutSamples(data, t.validate_tokens, t.microbatch, self.spec.vocab)
-        most = min(t.validate_tokens, len(data.heldout) - 1)
-        if self.spec.own_loss and (most := most - most % self.tokens) == 0:
-            raise DataError(
-                f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are no "
-                f"microbatch of {self.tokens}; give more text, or lower train.microbatch"
-            )
-        return HeldoutSource(spread(data.heldout, most + 1), self.spec.context, t.microbatch, self.spec.vocab)
+        tokens = spread(data.heldout, t.validate_tokens + 1)
+        if self.spec.own_loss:
+            tokens = tokens[: (len(tokens) - 1) // self.tokens * self.tokens + 1]
+            if len(tokens) < 2:
+                raise DataError(
+                    f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are "
+                    f"no microbatch of {self.tokens}; give more text, or lower train.microbatch"
+                )
+        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab)
 
     def data(self, progress: Callable[[float], None] | None = None) -> Data:
         """The run's tokens or samples on this machine. Raises DataError or ConfigError."""

@@ -285,7 +285,7 @@ def _path(stack: dict[str, Any]) -> str:
     """The innermost of the modules around a node."""
     entries = list(stack.values())
     path = entries[-1][0] if entries and isinstance(entries[-1], tuple) else ""
-    return str(path).removeprefix(INSIDE) or "the model"
+    return f"{path}.".removeprefix(INSIDE).removesuffix(".") or "the model"
 
 
 def _is_view(node: fx.Node) -> bool:
