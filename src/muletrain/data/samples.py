@@ -76,7 +76,10 @@ class SampleData:
         for what, x in (("inputs", inputs), ("targets", targets)):
             integers = x.dtype == np.int64
             if not (x.min() >= 0 and x.max() < vocab if integers else np.isfinite(x).all()):
-                wrong = f"integers from {x.min()} to {x.max()}; model.vocab = {vocab}" if integers else "not finite"
+                wrong = "not finite; give numbers"
+                if integers:
+                    wrong = f"integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
+                    wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
                 raise DataError(f"data.factory: {what} among samples {which.min()}..{which.max()} are {wrong}")
         return inputs, targets
 
@@ -124,7 +127,7 @@ class HeldoutSamples:
         if size < samples:
             raise DataError(
                 f"train.validate_every: {size} held-out samples (of {len(data.heldout)}, measured: at most {most}) are no "
-                f"microbatch of {samples}; let '{data.name}' hold out more, or lower train.microbatch"
+                f"microbatch of {samples}; let '{data.name}' hold out more, raise train.validate_tokens, or lower train.microbatch"
             )
         self._which = _spread(len(data.heldout), size - size % samples)
         self.targets = len(self._which)

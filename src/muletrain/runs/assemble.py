@@ -149,7 +149,7 @@ class RunFacts:
             if len(tokens) < 2:
                 raise DataError(
                     f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are "
-                    f"no microbatch of {self.tokens}; give more text, or lower train.microbatch"
+                    f"no microbatch of {self.tokens}; give more text, raise train.validate_tokens, or lower train.microbatch"
                 )
         return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab)
 

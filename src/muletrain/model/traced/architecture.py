@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
-from muletrain.model.traced.export import INSIDE, first_names
+from muletrain.model.traced.export import INSIDE, first_line, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -129,7 +129,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
             hf = CONFIG_MAPPING[kind].from_dict(dict(config))
         except Exception as e:  # transformers raises what it likes
             raise ConfigError(
-                f"model.from: transformers {version} cannot build a {kind!r} model from config.json ({e}); install one that can"
+                f"model.from: transformers {version} cannot build a {kind!r} model from config.json ({' '.join(str(e).split())}); correct "
+                f"what it says, or install a version that can"
             ) from e
         if type(hf) not in AutoModelForCausalLM._model_mapping:
             raise ConfigError(
@@ -141,7 +142,10 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
             with torch.device("meta"):
                 model: nn.Module = _built(AutoModelForCausalLM, hf, dtype)
         except Exception as e:
-            raise ConfigError(f"model.from: config.json does not describe a {kind!r} model: {e}") from e
+            raise ConfigError(
+                f"model.from: config.json does not describe a {kind!r} model: {type(e).__name__}: {first_line(e)}; correct what it "
+                f"says"
+            ) from e
     return model.train()
 
 

@@ -40,7 +40,9 @@ class Loss(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(inputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-            found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):  # sizes that depend on the microbatch are symbols
+                found = f"{loss.dtype} [{', '.join(str(n) if isinstance(n, int) else 'B' for n in loss.shape)}]"
             raise ConfigError(
                 f"forward(inputs, targets) returns {found}, not a loss; return the mean over the samples, as a scalar"
             )
