@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import muletrain
 from muletrain.cli.main import app
+from muletrain.config import trusted
 from muletrain.errors import MuletrainError
 from muletrain.events import EventTail, StepDone, Validated
 from tests.test_docs import PAGES
@@ -56,6 +57,7 @@ def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path, monkeypatch
     measured = [(e.step, e.loss, e.perplexity, e.tokens) for e in events if isinstance(e, Validated)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(".")
+    monkeypatch.setattr(trusted, "_named", set())  # as a process that has just begun
     refused, *said = (
         CliRunner().invoke(app, shlex.split(line.replace("FOLDER", folder.name), comments=True)[1:])
         for line in ("muletrain eval runs/FOLDER", *use)
