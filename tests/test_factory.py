@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
-import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,36 +10,32 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
-import muletrain
-from muletrain.cli.main import app
 from muletrain.compute.arithmetic import StageArithmetic, StageSetup
 from muletrain.compute.base import Microbatch, Update
 from muletrain.config.load import load_config
 from muletrain.config.schema import OptimizerConfig
 from muletrain.config.trusted import imported
-from muletrain.data.samples import SampleData, SampleSource
-from muletrain.errors import ConfigError, MuletrainError
-from muletrain.events import EventTail, StepDone
+from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource
+from muletrain.errors import ConfigError, DataError
+from muletrain.events import StepDone, Validated
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
+from muletrain.model.generate import generate_ids
 from muletrain.model.make import make_model, make_stage, model_from_json
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.factory import first_weights
+from muletrain.model.traced.factory import Writes, first_weights
 from muletrain.model.traced.making import made
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.result import quality, write
+from muletrain.runs.result import quality
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario
 from tests import own_models
 from tests.fleet_run import checkpoint_weights, run_fleet, run_losing_a_replica
-from tests.test_docs import PAGES
 from tests.test_traced_fleet import check_equal
 from tests.traced_models import HashedDropout, train_by_loop, write_text
 
-SOURCE = Path(muletrain.__file__).parents[1]
 KINDS = {
     "regression": ("regression", "images_with_numbers", 3),
     "frozen": ("partly_frozen", "images_with_numbers", 3),
@@ -184,9 +174,21 @@ def test_a_buffer_with_another_value_makes_another_chain(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", ["regression", "frozen", "vit"])
 def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, kind: str) -> None:
     """2 stages x 2 peers, fp32, 20 steps; then 'eval' and 'export'."""
-    facts = of(kind, "train.steps=20")
+    facts = of(kind, "train.steps=20", "train.validate_every=5")
     model, source = loop_model(facts), facts.source(facts.data())
-    losses = list(train_by_loop(model, facts, source, lambda m, inputs, targets: m(inputs, targets)))
+    _, heldout = imported("data.factory", facts.config.data.factory or "")()
+    held = [torch.stack(list(x)) for x in zip(*(heldout[k] for k in range(len(heldout))), strict=True)]
+
+    def measured(model: Any) -> float:
+        with torch.no_grad():
+            loss = float(model.eval()(*held))
+        model.train()
+        return loss
+
+    losses, wanted = list[float](), {0: measured(model)}
+    for loss in train_by_loop(model, facts, source, lambda m, inputs, targets: m(inputs, targets)):
+        losses.append(loss)
+        wanted[len(losses)] = measured(model)
     events = run_losing_a_replica(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
@@ -195,11 +197,11 @@ def test_a_fleet_that_loses_a_replica_trains_it_as_a_loop_does(tmp_path: Path, k
     fresh = loop_model(facts)
     fresh.load_state_dict(state)
     found = quality(checkpoint, checkpoint.model(), checkpoint.corpus())
-    _, heldout = imported("data.factory", facts.config.data.factory or "")()
-    inputs, targets = (torch.stack(list(x)) for x in zip(*(heldout[k] for k in range(len(heldout))), strict=True))
-    assert found.loss == pytest.approx(float(fresh.eval()(inputs, targets).detach()), rel=1e-5)
-    with pytest.raises(ConfigError, match="returns a loss, so it writes no text"):
-        write(checkpoint, checkpoint.model(), "A mule")
+    assert found.loss == pytest.approx(measured(fresh), rel=1e-5)
+    during = {e.step: e.loss for e in events if isinstance(e, Validated)}
+    assert during == pytest.approx({step: wanted[step] for step in (0, 5, 10, 15)}, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"takes float32.3, 8, 8., not text, so it writes none"):
+        checkpoint.writer()
 
 
 @pytest.mark.parametrize("rule", ["adamw", "lamb"])
@@ -262,12 +264,40 @@ def test_virtual_worlds_train_samples_as_a_single_process_does(name: str) -> Non
 def test_a_module_of_text_trains_on_a_corpus(tmp_path: Path) -> None:
     text = write_text(tmp_path / "mine.txt")
     settings = [f"data.path={text}", f"data.cache={tmp_path / 'cache'}", "model.vocab=300", "model.context=16"]
-    facts = named("words", None, *settings, "train.steps=6")
+    facts = named("words", None, *settings, "train.steps=6", "train.validate_every=3", "train.validate_tokens=100")
     model = loop_model(facts)
+    held = facts.heldout(facts.data())
+    assert held is not None
+    parts = [[torch.from_numpy(x) for x in held.microbatch(k)[:2]] for k in range(len(held))]
+    assert held.targets == 32 * len(parts) > 0, "whole microbatches of two sequences of 16"
+    with torch.no_grad():
+        before = sum(float(model.eval()(*part)) for part in parts) / len(parts)
     losses = list(train_by_loop(model, facts, facts.source(facts.data()), lambda m, x, y: m(x, y)))
     events = run_fleet(facts.config, tmp_path / "run")
     check_equal(model, checkpoint_weights(tmp_path / "run"))
     assert [e.loss for e in events if isinstance(e, StepDone)] == pytest.approx(losses, abs=1e-4)
+    during = {e.step: e.loss for e in events if isinstance(e, Validated)}
+    assert during == {0: pytest.approx(before, rel=1e-5), 3: during[3]}
+
+
+def test_a_module_goes_on_with_a_text_if_it_gives_logits() -> None:
+    facts = named("words", None, "model.vocab=300", "model.context=16")
+    model, about = loop_model(facts).eval(), json.loads(facts.config.model.architecture or "")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    found = generate_ids(Writes(facts.spec, about, weights), [3, 4], max_tokens=4, temperature=0, top_k=0, seed=0)
+    text = [3, 4]
+    for token in found:
+        assert token == int(model(torch.tensor([text]))[0, -1].argmax())
+        text.append(token)
+    assert len(text) == 6
+    facts = named("windowed", None, "model.vocab=300", "model.context=16")
+    silent = Writes(
+        facts.spec, json.loads(facts.config.model.architecture or ""), dict(loop_model(facts).named_parameters())
+    )
+    with pytest.raises(
+        ConfigError, match=r"to write text, .*raises TypeError.*give 'targets' the default None, and return"
+    ):
+        silent(torch.tensor([[3]]))
 
 
 # Samples --------------------------------------------------------------------------------------------------------------
@@ -286,6 +316,23 @@ def test_samples_are_dealt_out_once_an_epoch_by_seed_step_and_index() -> None:
     assert not np.array_equal(again, epochs[0][0]), "another order in the next epoch"
 
 
+def test_whole_microbatches_of_held_out_samples_are_measured() -> None:
+    """The module's own loss would count padding."""
+    data = of("regression").data()
+    assert isinstance(data, SampleData)
+    source = HeldoutSamples(data, most=11, samples=4, vocab=3)
+    assert (len(source), source.targets) == (2, 8)
+    which = [0, 1, 3, 4, 6, 7, 9, 11]
+    for index in range(2):
+        inputs, targets, counted = source.microbatch(index)
+        wanted = data.batch(data.heldout, np.array(which[4 * index : 4 * index + 4]), 3)
+        assert counted == 4
+        assert np.array_equal(inputs, wanted[0])
+        assert np.array_equal(targets, wanted[1])
+    with pytest.raises(DataError, match=r"12 held-out samples .* are no microbatch of 13; let .* hold out more"):
+        HeldoutSamples(data, most=100, samples=13, vocab=3)
+
+
 @pytest.mark.parametrize(
     ("text", "shape"), [("float32[3, 8, 8]", (3, 8, 8)), ("int64[]", ()), ("int64[T]", None), ("float32[7]", (7,))]
 )
@@ -298,60 +345,3 @@ def test_types_of_samples_are_written_and_read(text: str, shape: tuple[int, ...]
 def test_other_types_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         TensorType.parse(text)
-
-
-# As a user would ------------------------------------------------------------------------------------------------------
-
-
-def page(start: str) -> str:
-    """The code block of docs/models.md that begins with ``start``."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```", PAGES["docs/models.md"], re.DOTALL | re.MULTILINE)
-    return next(block for block in blocks if block.startswith(start))
-
-
-def typed(line: str, folder: Path, code: int = 0) -> str:
-    """What a command says that is typed in ``folder``, where a package lies."""
-    env = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}.", "COLUMNS": "200"}
-    words = [sys.executable, "-P", "-m", "muletrain.cli.main", *shlex.split(line, comments=True)[1:]]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def test_the_example_of_the_docs_runs_as_it_is_typed(tmp_path: Path) -> None:
-    """Its package, its configuration, its commands; what is trained comes out again, with its own names."""
-    (tmp_path / "mypackage").mkdir()
-    for name in ("models.py", "data.py"):
-        (tmp_path / "mypackage" / name).write_text(page(f"# mypackage/{name}"))
-    (tmp_path / "shapes.toml").write_text(page("# shapes.toml"))
-    run, *use = [line for line in page("export PYTHONPATH").splitlines() if line.startswith("muletrain")]
-    assert "loss" in typed(run, tmp_path)
-    (folder,) = (tmp_path / "runs").iterdir()
-    first, *_, last = [e.loss for e in EventTail(folder).poll() if isinstance(e, StepDone)]
-    assert last < 0.8 * first
-    assert "add --factory mypackage.models:build" in typed(f"muletrain eval runs/{folder.name}", tmp_path, code=2)
-    said = [typed(line.replace("FOLDER", folder.name), tmp_path) for line in use]
-    assert "Loss" in said[0]
-    state = safetensors.torch.load_file(tmp_path / "my-weights" / "model.safetensors")
-    module = SourceFileLoader("models", str(tmp_path / "mypackage" / "models.py")).load_module().build(width=32)
-    module.load_state_dict(state)
-
-
-def test_what_a_factory_cannot_do_is_said(tmp_path: Path) -> None:
-    traced = CliRunner().invoke(app, ["trace", "mypackage.models:build", "--out", str(tmp_path)])
-    assert isinstance(traced.exception, MuletrainError)
-    assert "not those of a model.factory" in str(traced.exception)
-
-
-@pytest.mark.slow
-def test_a_fleet_is_planned_for_a_factorys_model() -> None:
-    own = ["model.factory=tests.own_models:vit", "data.factory=tests.own_models:images_with_classes", "model.vocab=5"]
-    options = [word for setting in own for word in ("--set", setting)]
-    answer = CliRunner().invoke(app, ["plan", *options, "--json"])
-    assert answer.exit_code == 0, answer.output
-    assert json.loads(answer.stdout)["params"] == of("vit").spec.params
-    simulated = CliRunner().invoke(
-        app, ["simulate", "fleet", *options, "--set", "fleet.stages=2", "--hours", "0.01", "--json"]
-    )
-    assert simulated.exit_code == 0, simulated.output
-    assert json.loads(simulated.stdout)["steps"] > 0

@@ -144,7 +144,7 @@ def test_the_cache_says_what_tracing_does(kept_in: Path, monkeypatch: pytest.Mon
 
 
 SHORT: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_hidden_layers": 4},
+    "qwen3-moe": {"num_hidden_layers": 4, "mlp_only_layers": [1, 2]},  # one block of experts is in the short one
     "gemma3": {
         "num_hidden_layers": 5,
         "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"],

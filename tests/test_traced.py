@@ -21,13 +21,14 @@ from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.cutting import cut
 from muletrain.model.traced.export import trace
-from muletrain.model.traced.folder import import_traced, load_traced
+from muletrain.model.traced.folder import import_traced, load_traced, traced_in
 from muletrain.model.traced.stage import Tables, TracedStage, numbers, pack, unpack
 from muletrain.runs.assemble import resolve_start
 from tests.traced_models import (
     CONTEXT,
     EACH,
     NO_DROPOUT,
+    STRETCHED,
     VOCAB,
     HashedDropout,
     bound,
@@ -73,6 +74,33 @@ def test_stages_compute_what_transformers_does(name: str) -> None:
     assert sum(chain.stage_params(chain.cut(2), s) for s in range(2)) == chain.params
     functions = {id(part.function) for part in chain.parts[1:-1]}
     assert len(functions) == 1, "all layers have one function"
+
+
+@pytest.mark.parametrize("length", [12, 40])
+@pytest.mark.parametrize("name", STRETCHED)
+def test_rotary_frequencies_are_those_of_the_runs_length(name: str, length: int) -> None:
+    """Below the length that the source was trained with, and beyond. A text that is written has those of its own length,
+    for all of its tokens: it crosses the border here."""
+    model, tokens = new_model(name), torch.randint(0, VOCAB, (2, length))
+    chain = chain_of(model, length)
+    expected = model(input_ids=tokens, use_cache=False).logits
+    assert off(run(bound(chain, model, 2), tokens), expected) <= 1e-6
+    whole = load_model(chain, {n: p.detach() for n, p in model.named_parameters()})
+    assert off(whole(tokens), expected) <= 1e-6
+    fresh, caches = new_model(name).eval(), whole.caches()
+    with torch.no_grad():
+        whole(tokens[:1, :10], None, caches)
+        for end in range(11, min(length, 20)):
+            found = whole(tokens[:1, end - 1 : end], None, caches)[0, -1]
+            assert off(found, fresh(input_ids=tokens[:1, :end], use_cache=False).logits[0, -1]) <= 1e-5
+
+
+def test_rotary_embeddings_made_for_longer_texts_get_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama-dynamic")))
+    assert traced_in(tmp_path, context=64).context == 64
+    assert traced_in(tmp_path).context == 16
+    with pytest.raises(CheckpointError, match=r"was made for 64 tokens; model.context = 65 is longer"):
+        traced_in(tmp_path, context=65)
 
 
 def test_a_chain_states_its_costs() -> None:
@@ -235,11 +263,6 @@ def test_a_configuration_that_cannot_be_built_is_refused(config: dict[str, Any],
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "llama-linear",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-            r"cannot be traced \(in dynamic_frequency_update, transformers/modeling_rope_utils.py:\d+\).*data",
-        ),
         ("mixtral", {"router_jitter_noise": 0.1}, r"model.layers.0.mlp.*draws random numbers.*switch it off"),
     ],
 )

@@ -19,7 +19,7 @@ from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality, write
 from tests.fleet_run import checkpoint_weights, run_fleet, run_losing_a_replica
-from tests.traced_models import ARCHITECTURES, train_by_loop, write_folder, write_text
+from tests.traced_models import ARCHITECTURES, STRETCHED, train_by_loop, write_folder, write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,7 +99,7 @@ def check_export(tmp_path: Path, model: Any) -> None:
     )
     again, before = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("out", "hf"))
     assert type(again) is type(before)
-    tokens = torch.randint(0, 300, (2, 20))
+    tokens = torch.randint(0, 300, (2, 32))  # as long as in training: rotary frequencies may depend on it
     model.eval()
     with torch.no_grad():
         expected = model(input_ids=tokens).logits
@@ -127,7 +127,7 @@ def _heldout(checkpoint: Checkpoint) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *STRETCHED])
 def test_a_fleet_that_loses_a_replica_trains_every_architecture_as_a_loop_does(
     tmp_path: Path, name: str, tied: bool
 ) -> None:

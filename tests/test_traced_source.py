@@ -7,14 +7,17 @@ import json
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
+from muletrain.data.samples import SampleData
 from muletrain.model.dropout import Masks
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.source import source_of
+from tests.test_factory import loop_model, named, of
 from tests.traced_models import (
     EACH,
     NO_DROPOUT,
@@ -108,6 +111,34 @@ def test_the_written_source_draws_each_dropout_and_mask_of_the_run(
     exec(rest, given)
     (stage,) = bound(chain, model, 1)
     expected = stage.loss(tokens, targets, given["dropout_key"])
+    assert off(given["loss"], expected) <= 1e-6
+    weights = dict(stage.named_parameters())
+    theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])
+    ours = torch.autograd.grad(given["loss"], [p for p, _ in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["frozen", "vit", "words"])
+def test_the_written_source_of_a_users_module_trains_to_the_same_numbers(kind: str, tmp_path: Path) -> None:
+    """Its header's code computes loss and gradients of a stage: samples, text, frozen parameters, dropout."""
+    facts = named("words", None, "model.vocab=300", "model.context=16") if kind == "words" else of(kind)
+    chain, model = facts.spec, loop_model(facts)
+    assert isinstance(chain, TracedModel)
+    module = written(chain, tmp_path)
+    first, rest = header_of(module)
+    if kind == "words":
+        inputs, targets = torch.randint(0, VOCAB, (2, 3, 7))
+    else:
+        data = facts.data()
+        assert isinstance(data, SampleData)
+        inputs, targets = map(torch.from_numpy, data.batch(data.train, np.arange(3), chain.vocab))
+    given = {**vars(module), "inputs": inputs, "targets": targets, "constants": chain.constants}
+    given["dropout_key"] = Masks(1, 2, 3)
+    exec(first, given)
+    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
+    exec(rest, given)
+    (stage,) = bound(chain, model, 1)
+    expected = stage.loss(inputs, targets, given["dropout_key"])
     assert off(given["loss"], expected) <= 1e-6
     weights = dict(stage.named_parameters())
     theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])

@@ -41,6 +41,7 @@ _SIZES: dict[str, Any] = {
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 _ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {**_ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONG = {**_ROPE, "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 _GPT2 = {**_TOKENS, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "tie_word_embeddings": False}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
@@ -59,11 +60,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
 }
+STRETCHED = {
+    "llama-dynamic": (
+        "llama",
+        {**_GROUPED, "max_position_embeddings": 16, "rope_parameters": {**_ROPE, "rope_type": "dynamic"}},
+    ),
+    "phi3-longrope": ("phi3", {**_GROUPED, "original_max_position_embeddings": 16, "rope_parameters": _LONG}),
+}
+"""Their rotary frequencies depend on the length of the text, beyond 16 tokens."""
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:
     """What ``config.json`` of a folder says."""
-    kind, sizes = ARCHITECTURES[name]
+    kind, sizes = (ARCHITECTURES | STRETCHED)[name]
     return {"model_type": kind, **sizes, **changes}
 
 
@@ -74,7 +83,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 def new_model(name: str, **changes: Any) -> Any:
     """A model with random weights, some of them large, so that a wrong operator is seen."""
-    kind, sizes = ARCHITECTURES.get(name, (name, _SIZES))
+    kind, sizes = (ARCHITECTURES | STRETCHED).get(name, (name, _SIZES))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes | changes))
     for parameter in model.parameters():

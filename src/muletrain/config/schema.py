@@ -70,7 +70,9 @@ class TrainConfig(Section):
         description="measure the held-out loss first and then every so many updates; 0: only at the end [optimizer steps]",
     )
     validate_tokens: PositiveInt = Field(
-        default=1 << 16, le=1 << 20, description="held-out text that this measures, at most [tokens]"
+        default=1 << 16,
+        le=1 << 20,
+        description="held-out text that this measures, at most [tokens; of data.factory samples]",
     )
     time_limit: float | None = Field(
         default=None, gt=0, description="end in order after this time [s]", examples=[3600.0]
@@ -199,10 +201,6 @@ class RunConfig(Section):
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
         check_factories(self.model, self.data)
-        if self.model.factory is not None and self.train.validate_every:
-            raise ValueError(
-                "train.validate_every: held-out text is measured, not the samples of a model.factory; leave it at 0"
-            )
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
         check_hub(self.hub, self.pipeline, self.fleet.stages)

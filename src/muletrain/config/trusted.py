@@ -38,12 +38,17 @@ def imported(field: str, name: str) -> Callable[..., Any]:
         )
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        holder = importlib.import_module(module)
     except Exception as e:  # whatever the module's own code raises
         raise ConfigError(
             f"{field}: '{name}' cannot be imported ({type(e).__name__}: {e}); install its package in this Python, or put "
             f"its folder on PYTHONPATH"
         ) from e
+    if (found := getattr(holder, function, None)) is None:
+        raise ConfigError(
+            f"{field}: '{name}' cannot be imported: {module} ({getattr(holder, '__file__', None)}) has no {function}; name the "
+            f"function that builds"
+        )
     if not callable(found):
         raise ConfigError(f"{field}: '{name}' is {type(found).__name__}, not a function; name the function that builds")
     return found  # type: ignore[no-any-return]

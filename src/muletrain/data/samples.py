@@ -76,7 +76,10 @@ class SampleData:
         for what, x in (("inputs", inputs), ("targets", targets)):
             integers = x.dtype == np.int64
             if not (x.min() >= 0 and x.max() < vocab if integers else np.isfinite(x).all()):
-                wrong = f"integers from {x.min()} to {x.max()}; model.vocab = {vocab}" if integers else "not finite"
+                wrong = "not finite; give numbers"
+                if integers:
+                    wrong = f"integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
+                    wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
                 raise DataError(f"data.factory: {what} among samples {which.min()}..{which.max()} are {wrong}")
         return inputs, targets
 
@@ -112,6 +115,30 @@ class SampleSource:
             of_epoch = epochs == epoch
             which[of_epoch] = permute(ranks[of_epoch], size, round_keys(self._seed, int(epoch), ROUNDS))
         return self._data.batch(self._data.train, which, self._vocab)
+
+
+class HeldoutSamples:
+    """Whole microbatches of held-out samples, at most ``most`` of them, evenly spread. See ``HeldoutSource``; there is no
+    padding, since the module's own loss would count it. Raises DataError if there is no microbatch."""
+
+    def __init__(self, data: SampleData, most: int, samples: int, vocab: int) -> None:
+        self._data, self._samples, self._vocab = data, samples, vocab
+        size = min(most, len(data.heldout))
+        if size < samples:
+            raise DataError(
+                f"train.validate_every: {size} held-out samples (of {len(data.heldout)}, measured: at most {most}) are no "
+                f"microbatch of {samples}; let '{data.name}' hold out more, raise train.validate_tokens, or lower train.microbatch"
+            )
+        self._which = _spread(len(data.heldout), size - size % samples)
+        self.targets = len(self._which)
+
+    def __len__(self) -> int:
+        return self.targets // self._samples
+
+    def microbatch(self, index: int) -> tuple[Array, Array, int]:
+        """Inputs and targets [B, ...] of held-out microbatch ``index``, and how many samples they are. Raises DataError."""
+        which = self._which[index * self._samples : (index + 1) * self._samples]
+        return *self._data.batch(self._data.heldout, which, self._vocab), self._samples
 
 
 def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None] | None = None) -> Data:

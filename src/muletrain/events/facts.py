@@ -340,7 +340,7 @@ class Validated(Event):
 
     step: int
     loss: Number
-    perplexity: Number
+    perplexity: Number | None
     tokens: int
 
 

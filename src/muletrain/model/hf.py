@@ -299,12 +299,12 @@ def _refuse_foreign(source: Path, config: dict[str, Any]) -> None:
     for bias in ("attention_bias", "mlp_bias"):
         if config.get(bias):
             raise CheckpointError(f"{source}: config.json has {bias} = true, but this decoder has no biases")
-    kind = _rope(config).get("rope_type", _rope(config).get("type", "default"))
+    kind = rope_of(config).get("rope_type", rope_of(config).get("type", "default"))
     if kind != "default":
         raise CheckpointError(f"{source}: rotary embeddings of type {kind!r}; only the default is supported")
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     """Rotary settings of transformers 5 ('rope_parameters') or 4 ('rope_scaling')."""
     settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(settings, dict):
@@ -325,7 +325,7 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
             context=context or longest,
             activation=config.get("hidden_act", "silu"),
             dropout=0.0,
-            rope_theta=float(_rope(config).get("rope_theta", config.get("rope_theta", 10000.0))),
+            rope_theta=float(rope_of(config).get("rope_theta", config.get("rope_theta", 10000.0))),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             share_layers=False,
         )

@@ -26,9 +26,9 @@ from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.data.ngram import spread
-from muletrain.data.samples import SampleData, SampleSource, open_data
+from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource, open_data
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CheckpointError, ConfigError
+from muletrain.errors import CheckpointError, ConfigError, DataError
 from muletrain.model.hf import import_hf, is_native, spec_in, stops_in
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
@@ -132,15 +132,26 @@ class RunFacts:
             tied=tied_between(self.spec, self.cut),
             alone=self.alone,
             chunk=lone_chunk(self.spec.params) if self.alone else CHUNK,
-            validation=Validation.of(t, self.spec.context),
+            validation=Validation.of(t, self.spec),
         )
 
-    def heldout(self, tokens: TokenArray) -> HeldoutSource | None:
-        """Held-out microbatches of the run's held-out ``tokens``; None if they are not measured during training."""
+    def heldout(self, data: Data) -> HeldoutSource | HeldoutSamples | None:
+        """Held-out microbatches of the run's ``data``; None if they are not measured during training. A module's own loss
+        knows no padding: it gets whole microbatches alone. Raises DataError if there is none."""
         t = self.config.train
         if not t.validate_every:
             return None
-        return HeldoutSource(spread(tokens, t.validate_tokens + 1), self.spec.context, t.microbatch, self.spec.vocab)
+        if isinstance(data, SampleData):
+            return HeldoutSamples(data, t.validate_tokens, t.microbatch, self.spec.vocab)
+        tokens = spread(data.heldout, t.validate_tokens + 1)
+        if self.spec.own_loss:
+            tokens = tokens[: (len(tokens) - 1) // self.tokens * self.tokens + 1]
+            if len(tokens) < 2:
+                raise DataError(
+                    f"train.validate_every: {len(data.heldout)} held-out tokens (measured: at most {t.validate_tokens}) are "
+                    f"no microbatch of {self.tokens}; give more text, raise train.validate_tokens, or lower train.microbatch"
+                )
+        return HeldoutSource(tokens, self.spec.context, t.microbatch, self.spec.vocab)
 
     def data(self, progress: Callable[[float], None] | None = None) -> Data:
         """The run's tokens or samples on this machine. Raises DataError or ConfigError."""

@@ -20,7 +20,7 @@ from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainE
 from muletrain.model.hf import stops_in
 from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.factory import state_dict
+from muletrain.model.traced.factory import Writes, state_dict
 from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place
 
@@ -273,3 +273,16 @@ class Checkpoint:
     def model(self) -> StageModule:
         """Load the whole model on the CPU."""
         return load_model(self.spec, self.weights())
+
+    def writer(self) -> StageModule:
+        """Load on the CPU what goes on with a text. Raises ConfigError if a user's module takes no text, or its factory
+        cannot be used."""
+        if not self.spec.own_loss:
+            return self.model()
+        assert isinstance(self.spec, TracedModel)
+        if self.spec.inputs.shape is not None:
+            raise ConfigError(
+                f"model.factory: the module takes {self.spec.inputs}, not text, so it writes none; 'muletrain export' gives you "
+                f"its weights"
+            )
+        return Writes(self.spec, self.spec.config, self.weights())

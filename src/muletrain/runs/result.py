@@ -12,7 +12,7 @@ from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.ngram import baselines, countable, spread
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CapacityError, ConfigError, DataError
+from muletrain.errors import CapacityError, DataError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
 from muletrain.model.make import load_model, make_stage
@@ -144,11 +144,7 @@ def perplexity(loss: float) -> float:
 
 
 def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
-    """Return ``prompt`` with the model's continuation. Raises ConfigError for a module with a loss of its own."""
-    if checkpoint.spec.own_loss:
-        raise ConfigError(
-            "model.factory: the module returns a loss, so it writes no text; 'export' gives you its weights"
-        )
+    """Return ``prompt`` with the continuation of ``model``, which ``Checkpoint.writer`` loads."""
     tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
     return prompt + generate(model, tokenizer, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
 

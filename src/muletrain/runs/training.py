@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.compute.wrapped import WrappedCompute
-from muletrain.data.tokens import TokenCache
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
@@ -146,7 +145,7 @@ class Training:
             ctx,
             host=_Process(self, seat),
             source=facts.source(cache) if cache is not None else None if sharing is None else sharing.source,
-            heldout=facts.heldout(cache.heldout) if isinstance(cache, TokenCache) else None,
+            heldout=None if cache is None else facts.heldout(cache),
             sharing=sharing,
             book=book,
             reports=host.spec.keeps_ticket,

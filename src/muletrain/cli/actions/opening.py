@@ -162,6 +162,7 @@ def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
         )
         data = facts.data(lambda done: progress.update(task, completed=done))
     facts.source(data)  # raises if the corpus is shorter than one sequence
+    facts.heldout(data)  # raises if a module's own loss could not be measured
     return config
 
 

@@ -96,7 +96,8 @@ TracedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Hugging Face folder of a causal language model (config.json is enough), or its name on the Hub.",
+        help="Hugging Face folder of a causal language model (config.json is enough), its name on the Hub, or the "
+        "configuration (.toml) of a run, for a module of yours.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for blocks.py and blocks.json.")]
@@ -107,7 +108,7 @@ TracedContext = Annotated[
 
 
 def trace(model: TracedModel, out: Out, context: TracedContext = None, json: JsonObject = False) -> None:
-    """Write a model's blocks as Python, and show what each costs; not yet those of a model.factory.
+    """Write a model's blocks as Python, and show what each costs.
 
     blocks.py has one class for each distinct block, which computes what the model does, and trains to the same
     numbers. blocks.json has parameters, FLOPs and activation bytes of each block. No weights are read, so the largest

@@ -59,18 +59,24 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest tokens; 0 draws from all.")] = 40,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
-    """Continue a prompt with a trained model."""
+    """Continue a prompt with a trained model.
+
+    A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
+    forward(inputs), without targets, returns logits."""
+    from muletrain.config.trusted import trust
     from muletrain.runs.checkpoint import Checkpoint
     from muletrain.runs.result import check_memory, write
 
     if not prompt:
         raise MuletrainError("the prompt is empty; give at least one character")
+    trust(*(factory or ()))
     checkpoint = Checkpoint.open(where)
     check_memory(checkpoint.spec)
     text = write(
-        checkpoint, checkpoint.model(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+        checkpoint, checkpoint.writer(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     )
     print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}) if json else text)
 

@@ -87,13 +87,13 @@ def _validations(view: RunView) -> RenderableType:
     steps = sorted(view.validated)
     last = len(steps) - 1
     shown = sorted({steps[last * k // (MEASURED - 1)] for k in range(MEASURED)})
-    tokens = view.validated[steps[-1]].tokens
-    table = new_table(
-        f"During training, on {tokens:,} held-out tokens", ["after step"], ["loss [nats/token]", "perplexity"]
-    )
+    latest = view.validated[steps[-1]]
+    own = latest.perplexity is None
+    what, numbers = ("samples (of text: tokens)", ["loss"]) if own else ("tokens", ["loss [nats/token]", "perplexity"])
+    table = new_table(f"During training, on {latest.tokens:,} held-out {what}", ["after step"], numbers)
     for step in shown:
         loss = view.validated[step].loss
-        table.add_row(str(step), f"{loss:.3f}", _perplexity(loss))
+        table.add_row(str(step), f"{loss:.3f}", *(() if own else (_perplexity(loss),)))
     return table
 
 

@@ -118,9 +118,10 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return f"step {event.step}: validation loss {event.loss:.3f}{before}{more}"
         case ev.Validated():
             when = f"step {event.step}" if event.step else "before the first step"
-            return (
-                f"{when}: held-out loss {event.loss:.3f}, perplexity {event.perplexity:,.1f} ({event.tokens:,} tokens)"
-            )
+            more, what = "", "samples (of text: tokens)"
+            if event.perplexity is not None:
+                more, what = f", perplexity {event.perplexity:,.1f}", "tokens"
+            return f"{when}: held-out loss {event.loss:.3f}{more} ({event.tokens:,} {what})"
         case ev.ClientBegan():
             size = f"{format_count(event.params)} parameters"
             return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"

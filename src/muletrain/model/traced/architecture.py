@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
-from muletrain.model.traced.export import INSIDE, first_names
+from muletrain.model.traced.export import INSIDE, first_line, first_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -77,11 +77,18 @@ class _Written:
         """Logits of the tokens that were computed, ``fresh`` int64 [1, T] at the end."""
         self._tokens = fresh if self._tokens is None else torch.cat((self._tokens, fresh), dim=1)
         stateful = getattr(model, "_is_stateful", False)  # it may keep more than keys and values, some in itself
+        before = _frequencies(model)
         out = model(input_ids=fresh if self._kept else self._tokens, use_cache=not stateful, **self._kept)
+        if self._kept and not all(map(torch.equal, before, _frequencies(model))):  # the keys have been turned otherwise
+            out = model(input_ids=self._tokens, use_cache=True)
         names = [] if stateful else [name for name in _CACHES if name in out.keys()]  # noqa: SIM118 # it warns of older ones
         self._kept = {name: out[name] for name in names}
         logits: Tensor = out.logits
         return logits
+
+
+def _frequencies(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for module in turning(model) for buffer in module.buffers()]
 
 
 def checked(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +129,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
             hf = CONFIG_MAPPING[kind].from_dict(dict(config))
         except Exception as e:  # transformers raises what it likes
             raise ConfigError(
-                f"model.from: transformers {version} cannot build a {kind!r} model from config.json ({e}); install one that can"
+                f"model.from: transformers {version} cannot build a {kind!r} model from config.json ({' '.join(str(e).split())}); correct "
+                f"what it says, or install a version that can"
             ) from e
         if type(hf) not in AutoModelForCausalLM._model_mapping:
             raise ConfigError(
@@ -134,7 +142,10 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
             with torch.device("meta"):
                 model: nn.Module = _built(AutoModelForCausalLM, hf, dtype)
         except Exception as e:
-            raise ConfigError(f"model.from: config.json does not describe a {kind!r} model: {e}") from e
+            raise ConfigError(
+                f"model.from: config.json does not describe a {kind!r} model: {type(e).__name__}: {first_line(e)}; correct what it "
+                f"says"
+            ) from e
     return model.train()
 
 
@@ -145,9 +156,33 @@ def _built(auto: Any, hf: Any, dtype: torch.dtype) -> Any:
         return auto.from_config(hf, attn_implementation="eager", dtype=dtype)
 
 
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """The values of the model's buffers by name, on the CPU: tables that follow from its configuration. Raises
-    ConfigError for a buffer that the architecture does not compute itself."""
+def turning(model: nn.Module) -> list[nn.Module]:
+    """The modules whose rotary frequencies ``transformers`` decides by the length of the text (``dynamic``,
+    ``longrope``)."""
+    return [module for module in model.modules() if _turns(module)]
+
+
+def _turns(module: nn.Module) -> list[str | None]:
+    """The kinds of layers for which it does so; None: for all of them."""
+    kinds: Any = getattr(module, "rope_type", None)
+    each = kinds if isinstance(kinds, dict) else {None: kinds}
+    return [
+        layer for layer, kind in each.items() if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope")
+    ]
+
+
+def at_one_length(model: nn.Module) -> nn.Module:
+    """``model`` with the rotary frequencies that its buffers have, whatever the length of the text: what is traced."""
+    for module in turning(model):
+        plain = type(module).forward.__wrapped__  # type: ignore[attr-defined] # below ``dynamic_rope_update``
+        module.forward = plain.__get__(module)
+    return model
+
+
+def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]:
+    """The values of the model's buffers by name, on the CPU: tables that follow from its configuration, and from the
+    ``length`` of the text [tokens] where it is given. Raises ConfigError for a buffer that the architecture does not
+    compute itself."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False))
@@ -160,6 +195,10 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
             module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
         with quiet(), torch.no_grad():
             model._init_weights(module)  # type: ignore[operator]
+            if length is not None:
+                for layer in _turns(module):  # it decides by the last position
+                    given = () if layer is None else (layer,)
+                    type(module).forward(module, torch.zeros(1), torch.tensor([[length - 1]]), *given)
         for name in own:
             value = module._buffers[name]
             assert value is not None

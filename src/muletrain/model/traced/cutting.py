@@ -210,9 +210,15 @@ def _number(node: fx.Node, prefix: str) -> int | None:
 
 
 def _hoist(traced: Traced, fixed: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """What is fixed and wanted elsewhere is a table, with all that it follows from."""
+    """What is fixed and wanted elsewhere is a table, with all that it follows from. So is a size that a block computes:
+    the graph has it once, in the first block that needs it, and the code of that block is not to tell whether there
+    is another one."""
+    blocks = range(1, max(place.values()))
     for node in reversed(list(traced.graph.nodes)):
-        if node in fixed and place.get(node, -1) >= 0 and any(place.get(u, -1) != place[node] for u in node.users):
+        if node not in fixed or (here := place.get(node, -1)) < 0:
+            continue
+        size = here in blocks and not isinstance(node.meta.get("val"), Tensor)
+        if size or any(place.get(u, -1) != here for u in node.users):
             place[node] = -1
 
 

@@ -76,10 +76,17 @@ class Traced:
 
 
 def trace(
-    module: nn.Module, context: int, given: Sequence[TensorType] = (TOKENS,), dtype: torch.dtype = torch.float32
+    module: nn.Module,
+    context: int,
+    given: Sequence[TensorType] = (TOKENS,),
+    dtype: torch.dtype = torch.float32,
+    *,
+    repeats: bool = True,
 ) -> Traced:
     """Trace ``module``, which lies on the meta device and maps what is ``given`` to logits [B, T, V] (tokens alone) or to
-    a loss (inputs and targets; floats are in ``dtype``). Raises ConfigError that says where tracing failed, and why."""
+    a loss (inputs and targets; floats are in ``dtype``). ``repeats``: it has many equal layers, so what torch finds out
+    about an operator is kept for the next one; for few that takes longer. Raises ConfigError that says where tracing
+    failed, and why."""
     own = len(given) > 1
     examples = tuple(
         torch.zeros(
@@ -92,7 +99,8 @@ def trace(
     long = Dim.DYNAMIC if context > 1 else None
     dynamic = tuple({0: Dim.DYNAMIC, 1: long} if kind.shape is None else {0: Dim.DYNAMIC} for kind in given)
     try:
-        with torch.device("meta"), _Constants(), _silenced():
+        kept = torch._dynamo.config.patch(fake_tensor_cache_enabled=repeats)
+        with torch.device("meta"), _Constants(), _silenced(), kept:
             program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
     except ConfigError:
         raise
@@ -285,7 +293,7 @@ def _path(stack: dict[str, Any]) -> str:
     """The innermost of the modules around a node."""
     entries = list(stack.values())
     path = entries[-1][0] if entries and isinstance(entries[-1], tuple) else ""
-    return str(path).removeprefix(INSIDE) or "the model"
+    return f"{path}.".removeprefix(INSIDE).removesuffix(".") or "the model"
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -23,6 +23,9 @@ from muletrain.model.traced.export import first_line, first_names, where
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from muletrain.model.chain import Model
+    from muletrain.model.dropout import Masks
+
 _TAKEN = {"spec", "is_first", "is_last"}
 """Attributes of a stage, whose parameters have the module's names."""
 
@@ -37,7 +40,9 @@ class Loss(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(inputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-            found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):  # sizes that depend on the microbatch are symbols
+                found = f"{loss.dtype} [{', '.join(str(n) if isinstance(n, int) else 'B' for n in loss.shape)}]"
             raise ConfigError(
                 f"forward(inputs, targets) returns {found}, not a loss; return the mean over the samples, as a scalar"
             )
@@ -70,6 +75,37 @@ def state_dict(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[
     first = first_names(module)
     found = {name: weights.get(first.get(name, name), value) for name, value in module.state_dict().items()}
     return {name: value.detach().clone().contiguous() for name, value in found.items()}
+
+
+class Writes(StageModule):
+    """A user's module that is called with tokens int64 [B, T] alone, for logits [B, T, V]: what goes on with a text. Raises
+    ConfigError if it gives no logits then."""
+
+    def __init__(self, spec: Model, about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        super().__init__(spec, first=True, last=True)
+        self._name = about["factory"]
+        with _without_storage():
+            self.module = _called(about, seed=0)
+        self.module.load_state_dict(state_dict(about, weights), assign=True)
+        self.eval()
+
+    def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
+        remedy = "give 'targets' the default None, and return logits [B, T, vocab] then"
+        try:
+            found = self.module(inputs)
+        except Exception as e:  # whatever the user's code raises
+            raise ConfigError(
+                f"model.factory: to write text, forward(inputs) of '{self._name}' is called without targets, and raises "
+                f"{type(e).__name__}{where(e)}: {first_line(e)}; {remedy}"
+            ) from e
+        logits = found[0] if isinstance(found, tuple) else found
+        if not isinstance(logits, Tensor) or logits.dim() != 3:
+            what = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ConfigError(
+                f"model.factory: to write text, forward(inputs) of '{self._name}' is called without targets, and returns "
+                f"{what}; {remedy}"
+            )
+        return logits
 
 
 def version_of(name: str) -> str:

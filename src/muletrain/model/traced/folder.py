@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import is_native, read_json, weight_files
+from muletrain.model.hf import is_native, read_json, rope_of, weight_files
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
@@ -57,9 +57,17 @@ def traced_in(
     longest = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     if context is None and longest is None:
         raise ConfigError(f"model.context: {folder}/config.json names no longest sequence; set model.context=N")
-    if context is not None and longest is not None and context > longest:
-        raise CheckpointError(f"{folder} was made for {longest} tokens; model.context = {context} is longer")
+    most = None if longest is None else int(longest * _stretched(config))
+    if context is not None and most is not None and context > most:
+        raise CheckpointError(f"{folder} was made for {most} tokens; model.context = {context} is longer")
     return TracedModel(json.dumps(config, sort_keys=True), int(context or longest or 0))
+
+
+def _stretched(config: dict[str, Any]) -> float:
+    """How many times longer a text may be than ``config`` says: rotary embeddings of type 'dynamic' are made for that."""
+    rope = rope_of(config)
+    factor = rope.get("factor") if "dynamic" in (rope.get("rope_type"), rope.get("type")) else 1
+    return factor if isinstance(factor, int | float) and factor > 1 else 1
 
 
 def _is_dropout(name: str, value: object) -> bool:

@@ -34,23 +34,24 @@ _SAYS = {
     "  softmax(q @ k^T * scale) @ v. True in the mask [B, 1, T, T]: the row's token attends to the column's.",
     "operators.dropout": "(x, probability, dropout_key, site, sequences) -> like x",
     "operators.histogram": "(x, bins, low, high) -> float32 [bins]: how many numbers of x lie in each bin",
+    "operators.unchanged": "(x, *weights) -> x. The weights are frozen: their gradients are zeros.",
     "torch.ops.transformers.grouped_mm_fallback.default": "(x [N, E], w [G, E, F], ends [G]) -> [N, F]\n"
     "  Rows ends[g - 1] to ends[g] of x, times w[g].",
 }
 _NO_DROPOUT = "It has no dropout."
 _DROPOUT = """``dropout_key`` is the identity of the microbatch whose dropout is drawn, a muletrain.model.dropout.Masks
 (None: no dropout). ``site`` numbers a part's first dropout, and no two dropouts have one number. Dropouts: {counts}."""
-_HEADER = '''"""The blocks of a {kind} model, written by 'muletrain trace', as they compute in float32.
+_PARAMETERS = """Parameters are empty until you load them: a comment names each as the {maker} (N: the layer){older}. A block takes
+the values of the block before, and tables: values that follow from the shape of the microbatch alone."""
+_TOKENS = "``input_ids`` and ``targets`` (the tokens that follow) are int64\n[sequences, tokens]"
+_HEADER = '''"""The blocks of {kind}, written by 'muletrain trace', as they compute in float32.
 
 {names}
 
-Parameters are empty until you load them: a comment names each as the model of transformers does (N: the layer), and old
-checkpoints may name or split it otherwise. A block takes the values of the block before, and tables: values that follow
-from the shape of the microbatch alone.
+{parameters}
 {dropout}
 
-The parts make a chain. Of one microbatch, ``input_ids`` and ``targets`` (the tokens that follow) are int64
-[sequences, tokens], and ``constants`` are buffers of the model by name:
+The parts make a chain. Of one microbatch, {given}, and ``constants`` are buffers of the model by name:
 
 {chain}
 
@@ -81,14 +82,16 @@ def source_of(model: TracedModel) -> str:
     names = class_names(model)
     parts = {name: part for name, part in reversed(list(zip(names, model.parts, strict=True)))}
     classes = {name: _class(model, name, parts[name], names.count(name)) for name in dict.fromkeys(names)}
-    body = "\n\n".join([*(c.text for c in classes.values()), _tables(model)])
+    body = "\n\n".join([*(c.text for c in classes.values()), *([_tables(model)] if model.tables else [])])
     counts = ", ".join(f"{c.count} in {name}" for name, c in classes.items())
     dropout = _DROPOUT.format(counts=counts) if any(c.count for c in classes.values()) else _NO_DROPOUT
     last = "import transformers.integrations.moe  # has torch.ops.transformers\n" * ("ops.transformers" in body)
     last += "from torch import nn\n"
     last += "\nfrom muletrain.model.traced import operators\n" * ("operators." in body)
     text = _HEADER.format(
-        kind=model.config.get("model_type"),
+        kind=model.factory or f"a {model.config.get('model_type')} model",
+        parameters=textwrap.fill(_parameters(model), 120),
+        given=_given(model),
         names="\n".join(f"{name}: {_of(names, name)}" for name in classes),
         dropout=textwrap.fill(dropout, 120),
         chain="\n".join(f"    {line}" for line in _chain(model, names, classes)),
@@ -97,6 +100,22 @@ def source_of(model: TracedModel) -> str:
         last=last,
     )
     return text + body
+
+
+def _parameters(model: TracedModel) -> str:
+    if model.own_loss:
+        return _PARAMETERS.format(maker="module does", older="")
+    older = ", and old checkpoints may name or split it otherwise"
+    return _PARAMETERS.format(maker="model of transformers does", older=older)
+
+
+def _given(model: TracedModel) -> str:
+    if not model.own_loss:
+        return _TOKENS
+    lead = "sequences, tokens" if model.inputs.shape is None else "sequences"
+    of = [f"{k.dtype} [{', '.join([lead, *map(str, k.shape or ())])}]" for k in (model.inputs, model.targets)]
+    said = "" if model.inputs.shape is None else "\n(``sequences``: how many samples)"
+    return f"``inputs`` are {of[0]} and ``targets`` {of[1]}{said}"
 
 
 def class_names(model: TracedModel) -> list[str]:
@@ -122,11 +141,14 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
     """Code that runs all parts one after the other."""
     parts, tables = model.parts, _called_tables(model)
     called, kinds = dict(zip(model.tables, tables, strict=True)), names[1:-1]
-    plain = all(a.outputs == b.inputs and len(b.inputs) == 1 for a, b in itertools.pairwise(parts))
-    values: dict[str, str] = dict(zip(parts[0].inputs, ["input_ids"], strict=False))
-    for name in (name for part in parts[:-1] for name in part.outputs):
-        values[name] = "x" if plain else f"x_{len(values)}"
-    values[parts[-1].outputs[0]] = "logits"
+    made = {name for part in parts[:-1] for name in part.outputs}
+    taken = [tuple(n for n in part.inputs if n in made) for part in parts[1:]]
+    plain = all(a.outputs == b and len(b) == 1 for a, b in zip(parts, taken, strict=False))
+    own, first = model.own_loss, "inputs" if model.own_loss else "input_ids"
+    values: dict[str, str] = dict.fromkeys(parts[-1].inputs, "targets") | dict.fromkeys(parts[0].inputs, first)
+    for number, name in enumerate(name for part in parts[:-1] for name in part.outputs):
+        values[name] = "x" if plain else f"x_{number + 1}"
+    values[parts[-1].outputs[0]] = "loss" if own else "logits"
     sites = [part.site for part in parts]
     step = sites[2] - sites[1]
     even = all(site == sites[1] + step * k for k, site in enumerate(sites[1:-1]))
@@ -148,13 +170,17 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
         f"embedding, blocks, head = {names[0]}(), [kind() for kind in {runs}], {names[-1]}()",
         "# load the parameters here",
         *buffers.values(),
-        "sequences, tokens = input_ids.shape",
-        f"{listed(tables)} = tables({', '.join([*buffers, 'sequences', 'tokens', 'input_ids.device'])})",
+        f"sequences, tokens = {first}.shape" if model.inputs.shape is None else f"sequences, tokens = len({first}), 1",
+        *(
+            [f"{listed(tables)} = tables({', '.join([*buffers, 'sequences', 'tokens', f'{first}.device'])})"]
+            if tables
+            else []
+        ),
         call(0, "embedding"),
         "for layer, block in enumerate(blocks):",
         *(f"    {text if len(layers) == 1 else f'if layer in {which}: {text}'}" for text, which in layers.items()),
         call(len(parts) - 1, "head"),
-        "loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())",
+        *([] if own else ["loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())"]),
     ]
 
 
@@ -162,8 +188,11 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
     weights, graph = short_names(list(part.weights)), part.function.graph
     holders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     inputs = [f"x_{k}" if len(part.inputs) > 1 else "x" for k in range(len(part.inputs))]
-    if name == "Embedding" and inputs == ["x"] and not holders["x_0"].meta["val"].is_floating_point():
-        inputs = ["input_ids"]
+    if name == "Embedding" and inputs == ["x"]:
+        inputs = ["inputs" if model.own_loss else "input_ids"]
+    known = {n for other in model.parts[:-1] for n in (*other.inputs, *other.outputs)}
+    if name == "Head" and part.inputs and part.inputs[-1] not in known:
+        inputs[-1] = "targets"
     called = dict(zip(model.tables, _called_tables(model), strict=True))
     tables = [called[table] for table in part.tables]
     writer = Writer(graph)
@@ -176,7 +205,7 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
         n.target is operators.dropout or (n.target is operators.attention and n.args[4] != 0) for n in graph.nodes
     )
     values = [holders[f"x_{k}"] for k in range(len(inputs))]
-    known = [f"{n}: {_type(model, v)}" for n, v in zip(inputs, values, strict=True)]
+    says = [f"{n}: {_type(model, v)}" for n, v in zip(inputs, values, strict=True)]
     made = ", ".join(_type(model, v) for v in outputs_of(graph))
     lines = [
         f"class {name}(nn.Module):",
@@ -189,7 +218,7 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
         ),
         "",
         f"    def forward(self, {', '.join(arguments)}):",
-        f'        """{", ".join(known)} -> {made}"""',
+        f'        """{", ".join(says)} -> {made}"""',
         *(f"        {line}" for line in body),
         "",
     ]
@@ -200,10 +229,16 @@ def short_names(weights: list[str]) -> list[str]:
     """The ends of dotted names, long enough to tell them apart."""
     parts = [re.sub(r"^.*?\.\d+\.", "", name).split(".") for name in weights]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        found = ["_".join(p[-length:]) for p in parts]
+        found = [_identifier(p[-length:]) for p in parts]
         if len(set(found)) == len(found) and not {"weight", "bias"} & set(found):
             return found
-    return [name.replace(".", "_") for name in weights]
+    return [_identifier(name.split(".")) for name in weights]
+
+
+def _identifier(path: list[str]) -> str:
+    """Members of an ``nn.Sequential`` have numbers for names."""
+    name = "_".join(path)
+    return f"module_{name}" if name[0].isdigit() else name
 
 
 def _type(model: TracedModel, node: fx.Node) -> str:

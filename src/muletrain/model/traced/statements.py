@@ -27,6 +27,9 @@ _METHODS |= {"mean", "sort", "to", "new_ones", "index_put", "masked_fill", "flat
 _FUNCTIONS = {"linear": "F.linear", "layer_norm": "F.layer_norm", "silu": "F.silu", "gelu": "F.gelu", "relu": "F.relu"}
 _FUNCTIONS |= {"cat": "torch.cat", "arange": "torch.arange", "addmm": "torch.addmm", "rms_norm": "F.rms_norm"}
 _FUNCTIONS |= {"empty_like": "torch.empty_like"}
+_FUNCTIONS |= {"conv1d": "F.conv1d", "conv2d": "F.conv2d", "group_norm": "F.group_norm"}
+_LOSSES = {"cross_entropy_loss": "F.cross_entropy", "mse_loss": "F.mse_loss", "smooth_l1_loss": "F.smooth_l1_loss"}
+"""Written so if they have no other arguments than these two, prediction and target."""
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
@@ -134,7 +137,7 @@ class Writer:
         arguments, named = [self._text(a) for a in given[:first]], dict(node.kwargs)
         if isinstance(node.target, torch._ops.OpOverload):
             named |= {a.name: v for a, v in zip(node.target._schema.arguments[first:], given[first:], strict=False)}
-        skipped = ("pin_memory", "layout", "cudnn_enable")
+        skipped = ("pin_memory", "layout", "cudnn_enable", "cudnn_enabled")
         keywords = [f"{k}={self._text(v)}" for k, v in named.items() if v is not None and k not in skipped]
         if node.target is operator.getitem:
             return f"{arguments[0]}[{arguments[1]}]"
@@ -154,6 +157,8 @@ class Writer:
             arguments[1] = self._text(given[1][0])
         if name in _METHODS:
             return f"{arguments[0]}.{name}({', '.join([*arguments[1:], *keywords])})"
+        if name in _LOSSES and len(node.args) == 2 and not keywords:
+            return f"{_LOSSES[name]}({', '.join(arguments)})"
         return f"{_FUNCTIONS.get(name) or _called(node)}({', '.join([*arguments, *keywords])})"
 
     def _text(self, value: Any) -> str:

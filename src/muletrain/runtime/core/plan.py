@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from muletrain.config.schema import TrainConfig
-    from muletrain.model.chain import TensorType
+    from muletrain.model.chain import Model, TensorType
     from muletrain.optim.tied import Tied
     from muletrain.strategies.base import Strategy
 
@@ -28,13 +28,16 @@ class Validation:
     """Held-out microbatches, at most. Their indices follow those of the step's own microbatches."""
     context: int
     """Their sequence length T."""
+    own_loss: bool = False
+    """The loss is what a user's module computes, so there is no perplexity."""
 
     @classmethod
-    def of(cls, train: TrainConfig, context: int) -> Validation | None:
+    def of(cls, train: TrainConfig, spec: Model) -> Validation | None:
         """Returns what the run's configuration asks for."""
         if not train.validate_every:
             return None
-        return cls(train.validate_every, -(-train.validate_tokens // (train.microbatch * context)), context)
+        microbatches = -(-train.validate_tokens // (train.microbatch * spec.context))
+        return cls(train.validate_every, microbatches, spec.context, spec.own_loss)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import Validator, validator_of
 
 if TYPE_CHECKING:
-    from muletrain.data.microbatch import HeldoutSource
     from muletrain.network.base import Frame, PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Gap, Lost, TrainerDone
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
+    from muletrain.runtime.microbatch.validator import Heldout
     from muletrain.wire.codec import Encoded
 
 
@@ -27,9 +27,7 @@ class Microbatches:
     """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step
     under way."""
 
-    def __init__(
-        self, ctx: Context, position: Position, source: Source | None, heldout: HeldoutSource | None = None
-    ) -> None:
+    def __init__(self, ctx: Context, position: Position, source: Source | None, heldout: Heldout | None = None) -> None:
         """``source``: of microbatches; None: this peer does not train yet. ``heldout``: of held-out ones, if it has
         any."""
         self._ctx, self._position, self.source, self._heldout = ctx, position, source, heldout

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -20,12 +20,13 @@ from muletrain.events import Validated, ValidationLeftOut
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.microbatch.dispatcher import StageLost
 from muletrain.runtime.microbatch.messages import Attempt
-from muletrain.wire.codec import encode_ids
+from muletrain.wire.codec import encode_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from muletrain.data.microbatch import HeldoutSource
+    import numpy.typing as npt
+
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.roster import Roster
@@ -41,6 +42,19 @@ STALL_S, LIMIT_S = 100.0, 600.0
 Both are looked at every ``STALL_S``, and end long before anybody gives up the step (``core.waiting``)."""
 
 
+class Heldout(Protocol):
+    """Makes held-out microbatches."""
+
+    targets: int
+    """What their losses are means over, in all of them: tokens or samples."""
+
+    def __len__(self) -> int: ...
+
+    def microbatch(self, index: int, /) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
+        """Returns inputs and targets, as the plan declares them, and how many of ``targets`` are in them."""
+        ...
+
+
 def validator_of(roster: Roster) -> PeerId | None:
     """Returns the trainer that measures the held-out loss: the one that collects reports, else the first by id; None:
     there is no trainer. A hint: a peer that thinks otherwise costs a second measurement, or none."""
@@ -54,7 +68,7 @@ class Validator:
     """Measures the held-out loss once, in the step ``work``."""
 
     def __init__(
-        self, ctx: Context, source: HeldoutSource | None, dispatcher: Dispatcher, work: InFlightStep, window: int
+        self, ctx: Context, source: Heldout | None, dispatcher: Dispatcher, work: InFlightStep, window: int
     ) -> None:
         """``source``: None: this peer has no held-out text. ``dispatcher``: towards stage 0. ``window``: held-out
         microbatches under way at once."""
@@ -78,12 +92,18 @@ class Validator:
         ctx.meter.validated = event = Validated(
             step=ctx.plan.updates(self._work.step),
             loss=loss,
-            perplexity=math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf,
+            perplexity=self._perplexity(loss),
             tokens=self._source.targets,
         )
         ctx.emit(event)
 
-    async def _measured(self, source: HeldoutSource) -> float:
+    def _perplexity(self, loss: float) -> float | None:
+        plan = self._ctx.plan
+        if plan.validation is not None and plan.validation.own_loss:
+            return None
+        return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf
+
+    async def _measured(self, source: Heldout) -> float:
         """Returns the mean loss [nats/token]. Raises MuletrainError, also when nothing moves or it takes too long."""
         clock, indices = self._ctx.clock, iter(range(len(source)))
         begun_s = clock.now()
@@ -105,18 +125,18 @@ class Validator:
                 task.cancel()
         return math.fsum(self._sums) / source.targets
 
-    async def _work_off(self, indices: Iterator[int], source: HeldoutSource) -> None:
+    async def _work_off(self, indices: Iterator[int], source: Heldout) -> None:
         for k in indices:
             self._sums.append(await self._through(k, source))
 
     def _left_out(self, reason: str) -> None:
         self._ctx.emit(ValidationLeftOut(step=self._ctx.plan.updates(self._work.step), reason=reason))
 
-    async def _through(self, k: int, source: HeldoutSource) -> float:
+    async def _through(self, k: int, source: Heldout) -> float:
         """Returns the sum of the losses of held-out microbatch ``k`` [nats]. Raises MuletrainError."""
         index = self._work.microbatches + k
         inputs, targets, counted = source.microbatch(k)
-        tensors = [encode_ids(torch.from_numpy(inputs)), encode_ids(torch.from_numpy(targets))]
+        tensors = [encode_samples(torch.from_numpy(values)) for values in (inputs, targets)]
         for attempt in range(TRIES):
             request = Attempt(
                 lineage=self._work.lineage,

@@ -36,12 +36,12 @@ from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
-    from muletrain.data.microbatch import HeldoutSource
     from muletrain.network.base import PeerId
     from muletrain.runtime.checkpoint.roles import Book
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.trainer import Source
+    from muletrain.runtime.microbatch.validator import Heldout
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
@@ -73,7 +73,7 @@ class Peer:
         book: Book,
         host: PeerHost | None = None,
         source: Source | None = None,
-        heldout: HeldoutSource | None = None,
+        heldout: Heldout | None = None,
         reports: bool = False,
         joining: bool = False,
         back: StepBack | None = None,

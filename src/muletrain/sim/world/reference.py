@@ -189,7 +189,7 @@ def facts_of(scenario: Scenario) -> Facts:
         strategy=strategy_of(config),
         tied=tied_between(spec, cut),
         alone=scenario.alone,
-        validation=Validation.of(config.train, spec.context),
+        validation=Validation.of(config.train, spec),
     )
     facts = Facts(config, spec, cut, plan)
     return replace(facts, given=_given(facts)) if scenario.given_weights else facts
