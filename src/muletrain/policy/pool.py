@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.policy.passes import LAST, Given, Part, Pass, Uncut
+from muletrain.policy.passes import LAST, Given, Giving, Open, Part, Pass, Uncut
 from muletrain.policy.worker import Worker, worth_their_accumulators
 
 if TYPE_CHECKING:
@@ -24,30 +23,10 @@ OWN = ""
 SLOWEST = 0.25
 """Share of its clients' mean speed that a server's own device must have to compute beside them. A slower one would hold
 microbatches up."""
+SOONER = 0.5
+"""Share of the time until a busy worker is done, within which another one takes a part that waits there."""
 LEFT_S = 10.0
 """Seconds for which nobody took a part, after which also a slower device of the server takes it."""
-
-
-@dataclass
-class _Giving:
-    worker: str
-    part: Part
-    since: float
-    due: float
-    sent_at: float = math.inf
-
-
-@dataclass
-class _Open:
-    """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it; ``only``: the one
-    that does."""
-
-    givings: set[int] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    since: float = math.inf
-    barred: frozenset[str] = frozenset()
-    only: str | None = None
 
 
 class Pool:
@@ -60,9 +39,9 @@ class Pool:
         """Parts that any worker may take, oldest first."""
         self._again: dict[Part, None] = {}
         """Those of them that nobody waits for before the step's end."""
-        self._open: dict[Part, _Open] = {}
+        self._open: dict[Part, Open] = {}
         """All parts that were cut, and are wanted."""
-        self._givings: dict[int, _Giving] = {}
+        self._givings: dict[int, Giving] = {}
         self._numbers = 0
         self._unwanted: list[tuple[str, int]] = []
 
@@ -151,7 +130,7 @@ class Pool:
                         known.reserved.remove(part)
                 self._release(part, now)
             return
-        self._open[part] = _Open(barred=frozenset(barred), only=only)
+        self._open[part] = Open(barred=frozenset(barred), only=only)
         worker = self._workers.get(prefers) if prefers is not None else None
         if worker is None or worker.late or not (worker.ready and worker.has(part.step)):
             self._release(part, now)
@@ -206,20 +185,20 @@ class Pool:
 
     def take(self, worker: str, now: float) -> Given | None:
         """Gives ``worker`` the part that it computes next: one whose forward it has, then one that nobody else has (any
-        more), then its share of the microbatch that waits for longest. While others have room, or are much faster, the
-        server's own device takes only what it has the forward of, what a worker could not compute, and what nobody
-        takes. Returns None if there is nothing for it, or it has no room."""
+        more), its share of the microbatch that waits for longest, and one that waits at a busy worker. While others have
+        room, or are much faster, the server's own device takes only what it has the forward of, what a worker could not
+        compute, and what nobody takes. Returns None if there is nothing for it, or it has no room."""
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
         part = self._of_its_own(taker) or self._first_of(self._free, worker, now)
-        part = part or self._share(worker, now) or self._first_of(self._again, worker, now)
+        part = part or self._share(worker, now) or self._first_of(self._again, worker, now) or self._of_another(worker)
         if part is None:
             return None
         self._numbers += 1
         number = self._numbers
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        self._givings[number] = _Giving(worker, part, now, now + taker.due_s(cost, self._slowest()))
+        self._givings[number] = Giving(worker, part, now, now + taker.due_s(cost, self._slowest()))
         taker.out.add(number)
         self._open[part].givings.add(number)
         return Given(number, part)
@@ -254,6 +233,27 @@ class Pool:
                 return part
         return None
 
+    def _of_another(self, worker: str) -> Part | None:
+        """Returns the last part that waits at a busy worker, if ``worker`` is done much sooner, with its forward, too."""
+        taker = self._workers[worker]
+        if not taker.measured or (worker == OWN and self._holds_up(taker)):
+            return None
+        for other in sorted(self._workers.values(), key=self._busy_s, reverse=True):
+            for part in reversed(other.reserved):
+                wanted = self._open.get(part)
+                if wanted is None or not taker.has(part.step) or wanted.only is not None or worker in wanted.barred:
+                    continue
+                if part.what.alone * part.rows / taker.speed >= SOONER * self._busy_s(other):
+                    break
+                other.reserved.remove(part)
+                return part
+        return None
+
+    def _busy_s(self, worker: Worker) -> float:
+        """Returns the seconds until ``worker`` has computed what waits for it."""
+        cost = sum(part.cost for part in (*worker.reserved, *(self._givings[n].part for n in worker.out)))
+        return cost / worker.speed if worker.measured else 0.0
+
     def _first_of(self, free: dict[Part, None], worker: str, now: float) -> Part | None:
         for part in free:
             wanted = self._open[part]
@@ -284,7 +284,7 @@ class Pool:
                 share = 0.0 if may_be_slow else self._share_of(worker, uncut)
                 left = uncut.end - uncut.next
                 part = Part(uncut.what, uncut.step, uncut.index, uncut.next, min(left, max(1, round(left * share))))
-                self._open[part] = _Open()
+                self._open[part] = Open()
                 uncut.next += part.rows
                 if uncut.next == uncut.end:
                     waiting.remove(uncut)
@@ -341,7 +341,7 @@ class Pool:
             self._open[giving.part].failed.add(worker)
             self._release(giving.part, now)
 
-    def _back(self, worker: str, number: int) -> _Giving | None:
+    def _back(self, worker: str, number: int) -> Giving | None:
         """Returns the giving, if it is wanted. An equal part that was put in later is not the one that was given."""
         if self.part(worker, number) is None:
             return None
@@ -392,7 +392,7 @@ class Pool:
                 self._release(giving.part, now)
         known.late = any(self._givings[number].due <= now for number in known.out)
 
-    def _is_late(self, giving: _Giving) -> bool:
+    def _is_late(self, giving: Giving) -> bool:
         return self._workers[giving.worker].late
 
     def next_due(self) -> float:
