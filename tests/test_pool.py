@@ -63,6 +63,20 @@ def test_an_idle_worker_takes_the_last_part_that_waits_at_a_much_busier_one() ->
     assert pool.take(B, 7.0) is None, "A has the other three in 6 s"
 
 
+def test_what_is_left_of_a_step_comes_before_the_next_one() -> None:
+    """Under delayed updates that one is under way when the step's end waits for lost gradients, and for checks."""
+    pool = pool_of(a=1.0)
+    first, second = Part(Pass.AGAIN, 0, 0, 0, 1), Part(Pass.CHECK, 0, 1, 0, 1)
+    pool.put_part(first, 0.0)
+    pool.put(Pass.FORWARD, 0, 2, 1, 0.0)
+    assert taken(pool, A).part.what is Pass.FORWARD
+    pool.ready(A, 4, 1.0)
+    pool.put(Pass.FORWARD, 1, 0, 1, 0.0)
+    assert taken(pool, A).part == first
+    pool.put_part(second, 0.0)
+    assert taken(pool, A).part == second
+
+
 def test_a_worker_with_room_for_two_parts_leaves_the_rest_of_a_pass_to_others() -> None:
     """The pass ends with its last part, so the server's own device does not wait until the client has no room."""
     pool = pool_of(a=1.0)

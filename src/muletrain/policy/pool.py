@@ -42,7 +42,7 @@ class Pool:
         self._open: dict[Part, Open] = {}
         """All parts that were cut, and are wanted."""
         self._givings: dict[int, Giving] = {}
-        self._numbers = 0
+        self._numbers = self._newest = 0
         self._unwanted: list[tuple[str, int]] = []
 
     # Workers ----------------------------------------------------------------------------------------------------------
@@ -101,18 +101,17 @@ class Pool:
 
     def helpers(self, handing_over_s: float) -> int:
         """See ``worth_their_accumulators``: for what is to be computed again."""
-        work = [p.cost for p in self._again if p.what is Pass.AGAIN and self._open[p].only is None]
+        work = [p.cost for p in (*self._free, *self._again) if p.what is Pass.AGAIN and self._open[p].only is None]
         speeds = [w.speed for name, w in self._workers.items() if self._shares(name, w) and w.speed]
         return worth_their_accumulators(work, speeds, handing_over_s)
-
-    def _slowest(self) -> float:
-        """Returns the speed of the slowest worker that was measured; 0: none was."""
-        return min((w.speed for w in self._workers.values() if w.measured), default=0.0)
 
     # Passes and parts -------------------------------------------------------------------------------------------------
 
     def put(self, what: Pass, step: int, index: int, rows: int, now: float) -> None:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
+        older, self._newest = [*self._again] if step > self._newest else [], step
+        for part in older:
+            self._release(part, now)
         self._uncut[what].append(Uncut(what, step, index, 0, rows, now))
 
     def put_part(
@@ -143,7 +142,10 @@ class Pool:
         if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
             return
         wanted.since = min(wanted.since, now)
-        (self._again if part.what in LAST else self._free)[part] = None
+        # beside a later step it would never have its turn; but what ``only`` one computes again may come from another
+        last = part.step >= self._newest or (part.what is Pass.AGAIN and wanted.only is not None)
+        self._again.pop(part, None)
+        (self._again if part.what in LAST and last else self._free)[part] = None
 
     def drop(self, step: int, index: int | None = None, *, again: bool = False) -> None:
         """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again, or checked,
@@ -161,8 +163,7 @@ class Pool:
 
     def drop_again(self, step: int) -> None:
         """Forget what is to be computed again, or checked, of a step."""
-        for part in [p for p in self._open if p.what in LAST and p.step == step]:
-            self._close(part)
+        self.drop_parts([p for p in self._open if p.what in LAST and p.step == step])
 
     def drop_parts(self, parts: Iterable[Part]) -> None:
         """Forget these parts."""
@@ -195,10 +196,10 @@ class Pool:
         part = part or self._share(worker, now) or self._first_of(self._again, worker, now) or self._of_another(worker)
         if part is None:
             return None
-        self._numbers += 1
-        number = self._numbers
+        number = self._numbers = self._numbers + 1
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        self._givings[number] = Giving(worker, part, now, now + taker.due_s(cost, self._slowest()))
+        slowest = min((w.speed for w in self._workers.values() if w.measured), default=0.0)
+        self._givings[number] = Giving(worker, part, now, now + taker.due_s(cost, slowest))
         taker.out.add(number)
         self._open[part].givings.add(number)
         return Given(number, part)
@@ -327,8 +328,7 @@ class Pool:
         return giving.part if giving is not None and giving.worker == worker else None
 
     def done(self, worker: str, number: int, now: float) -> bool:
-        """``worker`` brings a giving back. Returns False if it does not count: another worker was first, the part is no
-        longer wanted, or there is no such giving."""
+        """``worker`` brings a giving back. Returns False if it is not wanted (any more), or there is no such giving."""
         if (giving := self._back(worker, number)) is None:
             return False
         self._workers[worker].came_back(giving.part, giving.since, now)
