@@ -14,7 +14,7 @@ import pytest
 
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
-from muletrain.events import PoolWorked
+from muletrain.events import ClientLost, PoolWorked
 from muletrain.model.spec import ModelSpec
 from muletrain.runtime.pool.weights import WeightsDownload
 from muletrain.sim.fleet.planned import as_hub
@@ -251,6 +251,17 @@ def test_clients_of_a_played_hub_do_their_share(tmp_path: Path) -> None:
     assert sorted((*parts[0], *parts[1])) == ["spot-2", "spot-3", "spot-4", "spot-5"]
     for of_stage in parts:
         assert max(of_stage.values()) < 1.3 * min(of_stage.values())
+
+
+def test_parts_of_clients_in_a_played_hub_are_checked(tmp_path: Path) -> None:
+    """Where all are, each sequence is computed twice, and all results are found to be right."""
+    seen: list[Event] = []
+    plain = hub_played(tmp_path, HUB, 20.0, "hub.verify=0")
+    checked = hub_played(tmp_path, HUB, 20.0, "hub.verify=1.0", watch=seen.append)
+    assert checked.failure is None
+    lost = [event for event in seen if isinstance(event, ClientLost)]
+    assert all(event.t > 19.9 for event in lost), "only as the play ends"
+    assert 0.4 * plain.steps < checked.steps < 0.75 * plain.steps
 
 
 def test_a_server_with_clients_gets_more_than_one_without(tmp_path: Path) -> None:

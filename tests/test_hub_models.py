@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CODE = """
-import json, sys
+import json, os, sys, time, urllib.request
 from muletrain.cli.actions.hypothetical import load_run
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.runs.assemble import resolve_start
 for name in sys.argv[1:]:
+    if name == "stop":
+        urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
+        time.sleep = lambda seconds: None  # the library's, 23 s between five tries
+        continue
     try:
         if name.startswith("plan:"):
             print(load_run(None, [f"model.from={name[5:]}", "model.context=32"])[1].layers)
@@ -63,6 +67,10 @@ class Answer(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
+        if self.path == "/stop":  # this is a thread of its own
+            self.server.shutdown()
+            self.server.server_close()
+            return self._refuse(200, "")
         owner, name, *rest = self.path.strip("/").split("/")
         folder = self.server.root / name
         if name == "gated":
@@ -125,12 +133,12 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
             json.dumps(config | ({"auto_map": {"AutoModel": "x.Y"}} if name == "code" else {}))
         )
     shutil.copy(hub.root / "mule" / "model.safetensors", hub.root / "code")
-    found = json.loads(begin(hub.url, tmp_path, "me/mule")[0])
+    names = ("me/mule", "me/mule", "me/gated", "me/none", "me/bare", "me/code", "plan:me/bare", "stop", "me/other")
+    first, again, gated, none, bare, code, planned, other = begin(hub.url, tmp_path, *names)
+    found = json.loads(first)
     assert found["layers"] == 3
     assert found["tokenizer"] == f"{found['from']}/tokenizer.json"
     assert hub.sent.count("mule/model.safetensors") == 1
-    names = ("me/mule", "me/gated", "me/none", "me/bare", "me/code", "plan:me/bare")
-    again, gated, none, bare, code, planned = begin(hub.url, tmp_path, *names)
     assert json.loads(again) == found
     assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
     assert "is gated: accept its terms at http://127.0.0.1" in gated
@@ -140,6 +148,4 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     assert "remote code" in code
     assert "code/model.safetensors" not in hub.sent, "it was refused before its weights came"
     assert planned == "3\n", "plan and simulate need no weights"
-    hub.shutdown()
-    hub.server_close()
-    assert "cannot be reached; give a folder" in begin(hub.url, tmp_path, "me/other")[0]
+    assert "cannot be reached; give a folder" in other

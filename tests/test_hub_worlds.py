@@ -11,8 +11,11 @@ import torch
 
 from muletrain.compute.weights import StageWeights
 from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
+from muletrain.policy.passes import Pass
 from muletrain.policy.pool import Pool
+from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.desk import PartsDesk
+from muletrain.runtime.pool.messages import Withdraw
 from muletrain.runtime.pool.work import Accumulator
 from muletrain.sim.world import draws
 from muletrain.sim.world.play import play
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from muletrain.runtime.core.messages import Message
     from muletrain.sim.world.verdict import Outcome
 
 torch.set_num_threads(1)
@@ -135,6 +139,31 @@ def test_clients_with_nothing_to_do_help_a_server_that_lost_one(monkeypatch: pyt
     assert [e.name for e in came if lost.t < e.t < ended] == ["client-0f"]
 
 
+def test_a_client_hears_that_another_worker_computed_the_backward_of_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A slow one, at which parts wait. It would keep the forward until it has other weights."""
+    right_done, right_tell = Pool.done, Clients.tell
+    forwards, told = set[tuple[str, int]](), set[tuple[str, int]]()
+
+    def done(self: Pool, worker: str, number: int, now: float) -> bool:
+        part = self.part(worker, number)
+        if (counts := right_done(self, worker, number, now)) and part is not None and part.what is Pass.FORWARD:
+            forwards.add((worker, number))
+        return counts
+
+    def tell(self: Clients, client: str, message: Message) -> None:
+        if isinstance(message, Withdraw):
+            told.add((client, message.number))
+        right_tell(self, client, message)
+
+    monkeypatch.setattr(Pool, "done", done)
+    monkeypatch.setattr(Clients, "tell", tell)
+    slow = Fault(0.2, "slow", ("client-0a",), 100.0)
+    assert play(world(slow, steps=2)).violations == []
+    assert forwards & told
+
+
 def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
     """It left one before the other had taken it, and looked for a server for two minutes if the run had ended."""
     outcome = play(with_a_loss(3, 64, "hub.contents", 2))
@@ -172,7 +201,9 @@ def test_of_a_client_that_always_computes_falsely_enough_is_checked() -> None:
 
 
 def test_ten_seeds_keep_every_promise() -> None:
-    broken = {seed: found for seed in range(5, 15) if (found := play(draws.draw(seed, "hub")).violations)}
+    """Cheap ones, which have all kinds of faults among them."""
+    seeds = (5, 7, 9, 10, 11, 12, 14, 16, 19, 22)
+    broken = {seed: found for seed in seeds if (found := play(draws.draw(seed, "hub")).violations)}
     assert broken == {}
 
 

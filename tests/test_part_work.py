@@ -9,7 +9,7 @@ import torch
 
 from muletrain.config.schema import Codec
 from muletrain.policy.passes import Pass
-from muletrain.runtime.pool.messages import Finished, GiveBoth, Unable
+from muletrain.runtime.pool.messages import Finished, GiveBoth, GiveGradient, GiveInputs, Unable
 from muletrain.runtime.pool.work import Accumulator, PartWork
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world import reference
@@ -55,3 +55,27 @@ def test_a_part_never_goes_on_with_other_weights_than_it_began_with(turns: int) 
     assert isinstance(answer, asyncio.CancelledError | Unable | Finished), answer
     assert isinstance(of_step_1, tuple)
     assert isinstance(of_step_1[0], Finished), "its weights stay"
+
+
+def test_a_forward_whose_backward_another_worker_computed_is_forgotten() -> None:
+    facts = reference.facts_of(DELAYED)
+    compute = reference.client_compute(facts, 0)
+    accumulator = Accumulator(compute)
+    work = PartWork(compute, facts.plan, accumulator)
+    length = facts.plan.sequence_length(0)
+    inputs = encode_samples(torch.zeros(1, length, dtype=torch.int64))
+    gradient = encode(torch.ones(1, length, facts.plan.width), Codec.FP32)
+
+    async def backwards() -> list[object]:
+        await accumulator.begin_anew(0, 0)
+        about = {"generation": 0, "step": 0, "first": 0, "rows": 1, "whole": 1}
+        for number in (0, 1):
+            give = GiveInputs(number=number, index=number, what=Pass.FORWARD, accumulate=False, **about)
+            await work.compute(give, [inputs])
+        work.forget_forward(0)
+        gives = (GiveGradient(number=2 + k, index=k, what=Pass.BACKWARD, accumulate=True, **about) for k in (0, 1))
+        return [(await work.compute(give, [gradient]))[0] for give in gives]
+
+    forgotten, kept = run_virtually(backwards(), 100.0, [])
+    assert isinstance(forgotten, Unable)
+    assert isinstance(kept, Finished)

@@ -42,6 +42,41 @@ def test_parts_are_as_large_as_workers_are_fast() -> None:
     assert [(part.first, part.rows) for part in parts] == [(0, 8), (8, 4), (12, 2)]
 
 
+def test_an_idle_worker_takes_the_last_part_that_waits_at_a_much_busier_one() -> None:
+    """It computes the forward again, so a part of one sequence takes it 3 s, and those that wait at the busy one 2 s each."""
+    pool = pool_of(a=1.0, b=1.0)
+    for worker in (A, B):
+        pool.put_part(part := Part(Pass.FORWARD, 0, 9, 0, 1), 0.0, worker)
+        assert pool.done(worker, taken(pool, worker).number, 1.0)
+        assert not pool.wants(part)
+    parts = [Part(Pass.BACKWARD, 0, index, 0, 1) for index in range(5)]
+    for part in parts:
+        pool.put_part(part, 1.0, A)
+    assert taken(pool, A, 1.0).part == parts[0]
+    pool.put_part(Part(Pass.AGAIN, 0, 5, 0, 1), 1.0, A, only=A)
+    stolen = taken(pool, B, 1.0)
+    assert stolen.part == parts[4], "the last one that others may have"
+    assert pool.done(B, stolen.number, 4.0)
+    assert taken(pool, B, 4.0).part == parts[3]
+    pool.drop_parts(parts[3:])
+    pool.drop_parts([Part(Pass.AGAIN, 0, 5, 0, 1)])
+    assert pool.take(B, 7.0) is None, "A has the other three in 6 s"
+
+
+def test_what_is_left_of_a_step_comes_before_the_next_one() -> None:
+    """Under delayed updates that one is under way when the step's end waits for lost gradients, and for checks."""
+    pool = pool_of(a=1.0)
+    first, second = Part(Pass.AGAIN, 0, 0, 0, 1), Part(Pass.CHECK, 0, 1, 0, 1)
+    pool.put_part(first, 0.0)
+    pool.put(Pass.FORWARD, 0, 2, 1, 0.0)
+    assert taken(pool, A).part.what is Pass.FORWARD
+    pool.ready(A, 4, 1.0)
+    pool.put(Pass.FORWARD, 1, 0, 1, 0.0)
+    assert taken(pool, A).part == first
+    pool.put_part(second, 0.0)
+    assert taken(pool, A).part == second
+
+
 def test_a_worker_with_room_for_two_parts_leaves_the_rest_of_a_pass_to_others() -> None:
     """The pass ends with its last part, so the server's own device does not wait until the client has no room."""
     pool = pool_of(a=1.0)

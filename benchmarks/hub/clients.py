@@ -41,9 +41,9 @@ def measured(text: str) -> dict[str, Any]:
     with counted() as counts:
         row = played(fleet(text + LINKS), "hub", RUN, seconds=SECONDS)
     by_kind = defaultdict[str, int](int)
-    for name, rows in counts.rows.items():
-        by_kind[name.rsplit("-", 1)[0]] += rows
-    return row | {"sequences": dict(by_kind)}
+    for name, work in counts.work.items():
+        by_kind[name.rsplit("-", 1)[0]] += work
+    return row | {"forward passes": dict(by_kind)}
 
 
 def main() -> None:

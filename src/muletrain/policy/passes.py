@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -23,6 +24,11 @@ class Pass(StrEnum):
     def cost(self) -> int:
         """Compute per sequence, in forward passes."""
         return {Pass.FORWARD: 1, Pass.BACKWARD: 2}.get(self, 3)
+
+    @property
+    def alone(self) -> int:
+        """The same where the forward is not there."""
+        return 1 if self is Pass.FORWARD else 3
 
 
 LAST = Pass.AGAIN, Pass.CHECK
@@ -60,3 +66,27 @@ class Uncut:
     next: int
     end: int
     since: float
+
+
+@dataclass
+class Giving:
+    """A part that a worker has, ``since`` and until it is ``due``."""
+
+    worker: str
+    part: Part
+    since: float
+    due: float
+    sent_at: float = math.inf
+
+
+@dataclass
+class Open:
+    """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
+    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it; ``only``: the one
+    that does."""
+
+    givings: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    since: float = math.inf
+    barred: frozenset[str] = frozenset()
+    only: str | None = None

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.policy.passes import LAST, Given, Part, Pass, Uncut
+from muletrain.policy.passes import LAST, Given, Giving, Open, Part, Pass, Uncut
 from muletrain.policy.worker import Worker, worth_their_accumulators
 
 if TYPE_CHECKING:
@@ -24,30 +23,10 @@ OWN = ""
 SLOWEST = 0.25
 """Share of its clients' mean speed that a server's own device must have to compute beside them. A slower one would hold
 microbatches up."""
+SOONER = 0.5
+"""Share of the time until a busy worker is done, within which another one takes a part that waits there."""
 LEFT_S = 10.0
 """Seconds for which nobody took a part, after which also a slower device of the server takes it."""
-
-
-@dataclass
-class _Giving:
-    worker: str
-    part: Part
-    since: float
-    due: float
-    sent_at: float = math.inf
-
-
-@dataclass
-class _Open:
-    """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it; ``only``: the one
-    that does."""
-
-    givings: set[int] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    since: float = math.inf
-    barred: frozenset[str] = frozenset()
-    only: str | None = None
 
 
 class Pool:
@@ -60,10 +39,10 @@ class Pool:
         """Parts that any worker may take, oldest first."""
         self._again: dict[Part, None] = {}
         """Those of them that nobody waits for before the step's end."""
-        self._open: dict[Part, _Open] = {}
+        self._open: dict[Part, Open] = {}
         """All parts that were cut, and are wanted."""
-        self._givings: dict[int, _Giving] = {}
-        self._numbers = 0
+        self._givings: dict[int, Giving] = {}
+        self._numbers = self._newest = 0
         self._unwanted: list[tuple[str, int]] = []
 
     # Workers ----------------------------------------------------------------------------------------------------------
@@ -122,18 +101,17 @@ class Pool:
 
     def helpers(self, handing_over_s: float) -> int:
         """See ``worth_their_accumulators``: for what is to be computed again."""
-        work = [p.cost for p in self._again if p.what is Pass.AGAIN and self._open[p].only is None]
+        work = [p.cost for p in (*self._free, *self._again) if p.what is Pass.AGAIN and self._open[p].only is None]
         speeds = [w.speed for name, w in self._workers.items() if self._shares(name, w) and w.speed]
         return worth_their_accumulators(work, speeds, handing_over_s)
-
-    def _slowest(self) -> float:
-        """Returns the speed of the slowest worker that was measured; 0: none was."""
-        return min((w.speed for w in self._workers.values() if w.measured), default=0.0)
 
     # Passes and parts -------------------------------------------------------------------------------------------------
 
     def put(self, what: Pass, step: int, index: int, rows: int, now: float) -> None:
         """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
+        older, self._newest = [*self._again] if step > self._newest else [], step
+        for part in older:
+            self._release(part, now)
         self._uncut[what].append(Uncut(what, step, index, 0, rows, now))
 
     def put_part(
@@ -151,7 +129,7 @@ class Pool:
                         known.reserved.remove(part)
                 self._release(part, now)
             return
-        self._open[part] = _Open(barred=frozenset(barred), only=only)
+        self._open[part] = Open(barred=frozenset(barred), only=only)
         worker = self._workers.get(prefers) if prefers is not None else None
         if worker is None or worker.late or not (worker.ready and worker.has(part.step)):
             self._release(part, now)
@@ -164,7 +142,10 @@ class Pool:
         if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
             return
         wanted.since = min(wanted.since, now)
-        (self._again if part.what in LAST else self._free)[part] = None
+        # beside a later step it would never have its turn; but what ``only`` one computes again may come from another
+        last = part.step >= self._newest or (part.what is Pass.AGAIN and wanted.only is not None)
+        self._again.pop(part, None)
+        (self._again if part.what in LAST and last else self._free)[part] = None
 
     def drop(self, step: int, index: int | None = None, *, again: bool = False) -> None:
         """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again, or checked,
@@ -182,8 +163,7 @@ class Pool:
 
     def drop_again(self, step: int) -> None:
         """Forget what is to be computed again, or checked, of a step."""
-        for part in [p for p in self._open if p.what in LAST and p.step == step]:
-            self._close(part)
+        self.drop_parts([p for p in self._open if p.what in LAST and p.step == step])
 
     def drop_parts(self, parts: Iterable[Part]) -> None:
         """Forget these parts."""
@@ -206,20 +186,20 @@ class Pool:
 
     def take(self, worker: str, now: float) -> Given | None:
         """Gives ``worker`` the part that it computes next: one whose forward it has, then one that nobody else has (any
-        more), then its share of the microbatch that waits for longest. While others have room, or are much faster, the
-        server's own device takes only what it has the forward of, what a worker could not compute, and what nobody
-        takes. Returns None if there is nothing for it, or it has no room."""
+        more), its share of the microbatch that waits for longest, and one that waits at a busy worker. While others have
+        room, or are much faster, the server's own device takes only what it has the forward of, what a worker could not
+        compute, and what nobody takes. Returns None if there is nothing for it, or it has no room."""
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
         part = self._of_its_own(taker) or self._first_of(self._free, worker, now)
-        part = part or self._share(worker, now) or self._first_of(self._again, worker, now)
+        part = part or self._share(worker, now) or self._first_of(self._again, worker, now) or self._of_another(worker)
         if part is None:
             return None
-        self._numbers += 1
-        number = self._numbers
+        number = self._numbers = self._numbers + 1
         cost = part.cost + sum(self._givings[n].part.cost for n in taker.out)
-        self._givings[number] = _Giving(worker, part, now, now + taker.due_s(cost, self._slowest()))
+        slowest = min((w.speed for w in self._workers.values() if w.measured), default=0.0)
+        self._givings[number] = Giving(worker, part, now, now + taker.due_s(cost, slowest))
         taker.out.add(number)
         self._open[part].givings.add(number)
         return Given(number, part)
@@ -254,6 +234,27 @@ class Pool:
                 return part
         return None
 
+    def _of_another(self, worker: str) -> Part | None:
+        """Returns the last part that waits at a busy worker, if ``worker`` is done much sooner, with its forward, too."""
+        taker = self._workers[worker]
+        if not taker.measured or (worker == OWN and self._holds_up(taker)):
+            return None
+        for other in sorted(self._workers.values(), key=self._busy_s, reverse=True):
+            for part in reversed(other.reserved):
+                wanted = self._open.get(part)
+                if wanted is None or not taker.has(part.step) or wanted.only is not None or worker in wanted.barred:
+                    continue
+                if part.what.alone * part.rows / taker.speed >= SOONER * self._busy_s(other):
+                    break
+                other.reserved.remove(part)
+                return part
+        return None
+
+    def _busy_s(self, worker: Worker) -> float:
+        """Returns the seconds until ``worker`` has computed what waits for it."""
+        cost = sum(part.cost for part in (*worker.reserved, *(self._givings[n].part for n in worker.out)))
+        return cost / worker.speed if worker.measured else 0.0
+
     def _first_of(self, free: dict[Part, None], worker: str, now: float) -> Part | None:
         for part in free:
             wanted = self._open[part]
@@ -284,7 +285,7 @@ class Pool:
                 share = 0.0 if may_be_slow else self._share_of(worker, uncut)
                 left = uncut.end - uncut.next
                 part = Part(uncut.what, uncut.step, uncut.index, uncut.next, min(left, max(1, round(left * share))))
-                self._open[part] = _Open()
+                self._open[part] = Open()
                 uncut.next += part.rows
                 if uncut.next == uncut.end:
                     waiting.remove(uncut)
@@ -327,8 +328,7 @@ class Pool:
         return giving.part if giving is not None and giving.worker == worker else None
 
     def done(self, worker: str, number: int, now: float) -> bool:
-        """``worker`` brings a giving back. Returns False if it does not count: another worker was first, the part is no
-        longer wanted, or there is no such giving."""
+        """``worker`` brings a giving back. Returns False if it is not wanted (any more), or there is no such giving."""
         if (giving := self._back(worker, number)) is None:
             return False
         self._workers[worker].came_back(giving.part, giving.since, now)
@@ -341,7 +341,7 @@ class Pool:
             self._open[giving.part].failed.add(worker)
             self._release(giving.part, now)
 
-    def _back(self, worker: str, number: int) -> _Giving | None:
+    def _back(self, worker: str, number: int) -> Giving | None:
         """Returns the giving, if it is wanted. An equal part that was put in later is not the one that was given."""
         if self.part(worker, number) is None:
             return None
@@ -392,7 +392,7 @@ class Pool:
                 self._release(giving.part, now)
         known.late = any(self._givings[number].due <= now for number in known.out)
 
-    def _is_late(self, giving: _Giving) -> bool:
+    def _is_late(self, giving: Giving) -> bool:
         return self._workers[giving.worker].late
 
     def next_due(self) -> float:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
 """Seconds before a request is tried again when every peer of a stage is full, the first time and at most; doubles."""
+FULL_STEPS = 4
+"""Steps in which a peer that was full for long is asked last, the first time; doubles until it takes something."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
@@ -73,8 +75,8 @@ class Dispatcher:
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.capacity)
-        self._never_room: dict[PeerId, int] = {}
-        """Who said for long that it is full, while others were there, and in which step: they are asked last in that step."""
+        self._never_room: dict[PeerId, tuple[int, int]] = {}
+        """Who said for long that it is full, while others were there: from which step on it is asked last, and in how many."""
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
@@ -146,7 +148,7 @@ class Dispatcher:
         begun_s = full_s = self._ctx.clock.now()
         # others may compute a copy, and compare what was computed, as well
         again = {*request.without} - {*tried} if self._stage in accumulate else set()
-        again |= {p for p, step in self._never_room.items() if step == request.step and p not in tried}
+        again |= {p for p in self._never_room if self._asked_last(p, request.step) and p not in tried}
         failed = {*tried, *again}
         full: set[PeerId] = set()
         for tries in itertools.count():
@@ -159,7 +161,7 @@ class Dispatcher:
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
                     full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
-                    self._never_room |= dict.fromkeys(failed, request.step)
+                    self._ask_last(failed, request.step)
                     self.refresh()
                 full.clear()
                 continue
@@ -190,6 +192,7 @@ class Dispatcher:
                 full.add(peer)
                 continue
             else:
+                self._never_room.pop(peer, None)
                 return answer
             failed.add(peer)
             accumulate = await self._missing(request, accumulate)
@@ -200,6 +203,16 @@ class Dispatcher:
         """Returns those of ``full`` peers that are not asked again: all, where there are others. Of a planned pipeline, only
         the peer of its seat was asked so far."""
         return {*full} if any(self._ctx.roster.is_alive(p) for p in {*self._wiring.peers()} - full) else set()
+
+    def _asked_last(self, peer: PeerId, step: int) -> bool:
+        since, steps = self._never_room.get(peer, (step, 0))
+        return since <= step < since + steps
+
+    def _ask_last(self, peers: Collection[PeerId], step: int) -> None:
+        """Each time for twice as many steps: to find out again costs minutes where nothing was measured yet."""
+        for peer in peers:
+            if not self._asked_last(peer, step):
+                self._never_room[peer] = step, 2 * self._never_room.get(peer, (step, FULL_STEPS // 2))[1]
 
     def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
         """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are

@@ -335,6 +335,7 @@ class Client:
             case Withdraw():
                 if (task := self._out.get(message.number)) is not None:
                     task.cancel()
+                self._work.forget_forward(message.number)
                 await self._accumulator.settle(message.number, counts=False)
             case AskAccumulator():
                 self._tasks.spawn(self._hand_over(message, self._enlistment), "accumulator")

@@ -275,9 +275,11 @@ class PartsDesk:
             return None
         self.clients.did_part(worker)
         if part.what is Pass.FORWARD:
-            kept.forward_at = worker
+            kept.forward_at, kept.forward_number = worker, number
         elif accumulate:
             self._accumulated(worker, number, part, kept, call, claim)
+        if part.what is Pass.BACKWARD and kept.forward_at not in (None, OWN, worker):
+            self.clients.tell(kept.forward_at, Withdraw(number=kept.forward_number))
         if call is not None:
             call.fill(part, loss, values)
         return kept
@@ -324,9 +326,7 @@ class PartsDesk:
         kept = None
         if not fine or (accumulate and self.plan.verify and claim is None):
             self.on_unable(worker, message.number)
-        else:
-            kept = self._came_back(worker, message.number, part, accumulate, message.loss, values, claim)
-        if kept is not None:
+        elif kept := self._came_back(worker, message.number, part, accumulate, message.loss, values, claim):
             self._checks.came(worker, part, kept, drawn, claim if accumulate else None)
         if part.what is not Pass.FORWARD:
             self.clients.tell(worker, Counted(number=message.number, counts=accumulate and kept is not None))

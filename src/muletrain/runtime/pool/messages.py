@@ -240,7 +240,7 @@ class Counted(Numbered):
 
 
 class Withdraw(Numbered):
-    """A part is no longer wanted."""
+    """A part is no longer wanted, or the forward that was kept of it."""
 
     KIND: ClassVar[str] = "hub.withdraw"
 

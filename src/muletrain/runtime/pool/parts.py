@@ -31,13 +31,15 @@ Place = tuple[int, int]
 
 @dataclass
 class KeptPart:
-    """From what a part is computed. ``gradient``: of its outputs; ``forward_at``: the worker that has its forward."""
+    """From what a part is computed. ``gradient``: of its outputs; ``forward_at``: the worker that has its forward, which was
+    given under ``forward_number``."""
 
     rows: int
     inputs: Encoded
     targets: Encoded | None = None
     gradient: Encoded | None = None
     forward_at: PeerId | None = None
+    forward_number: int = 0
 
     @property
     def other(self) -> Encoded:

@@ -169,8 +169,8 @@ class PartWork:
 
     def __init__(self, compute: Compute, plan: Plan, accumulator: Accumulator) -> None:
         self._compute, self._plan, self._accumulator = compute, plan, accumulator
-        self._forwards: set[Microbatch] = set()
-        """Parts whose forward is kept."""
+        self._forwards: dict[Microbatch, int] = {}
+        """Parts whose forward is kept, and under which number it was given."""
         self._under_way: dict[asyncio.Task[Any], Microbatch] = {}
         self._places = places(compute)
         self._loading: set[int] = set()
@@ -184,7 +184,13 @@ class PartWork:
         gone = {step % self._places for step in steps or range(self._places)}
         for mb in [mb for mb in self._forwards if mb.step % self._places in gone]:
             self._compute.discard(mb)
-            self._forwards.discard(mb)
+            del self._forwards[mb]
+
+    def forget_forward(self, number: int) -> None:
+        """Another worker computed the backward of what was given under this ``number``."""
+        for mb in [mb for mb, given in self._forwards.items() if given == number]:
+            self._compute.discard(mb)
+            del self._forwards[mb]
 
     async def load(self, weights: Tensor, digest: bytes, steps: Collection[int]) -> None:
         """Compute with ``weights``, flat fp32 [P], of this ``digest``, in the places of ``steps``, (): in all. What is under
@@ -277,19 +283,20 @@ class PartWork:
         compute, part, seed = self._compute, message.part, self.seeds.get(mb.step % self._places, b"")
         first, *rest = [await compute.offload(decode, tensor) for tensor in tensors]
         if part.what is Pass.CHECK:
+            self._forwards.pop(mb, None)
             return checked_message(message.number, await recomputed(compute, mb, first, rest[0], seed)), []
         loss, result = 0.0, None
         if part.what is Pass.FORWARD:
             compute.discard(mb)
             result = await compute.forward(mb, first, Turn(1))
-            self._forwards.add(mb)
+            self._forwards[mb] = message.number
         elif compute.stage == compute.stages - 1:
             loss, result = await compute.loss_backward(mb, first, rest[0], Turn(1), accumulate=message.accumulate)
         else:
             if rest:
                 compute.discard(mb)
                 await compute.forward(mb, first, Turn(0))
-            self._forwards.discard(mb)
+            self._forwards.pop(mb, None)
             result = await compute.backward(mb, rest[-1] if rest else first, Turn(0), accumulate=message.accumulate)
         sent = []
         if result is not None and part.what is not Pass.AGAIN:

@@ -15,7 +15,7 @@ from muletrain.compute.jobs import Jobs
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.config.schema import Codec
-from muletrain.optim.sketch import SIZE
+from muletrain.optim.sketch import sketch
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.core.plan import Plan
 
@@ -88,7 +88,7 @@ class HollowCompute:
         self._sums[mb.step] += self._uncounted.pop(mb)
 
     async def part_sketch(self, mb: Microbatch, seed: bytes) -> Sketch:
-        return np.zeros(SIZE)
+        return self._uncounted[mb] * _sketch_of_ones(seed)
 
     def add(self, step: int, gradient: Tensor) -> None:
         self._sums[step] += float(gradient[0])
@@ -134,7 +134,7 @@ class HollowCompute:
 
     async def offload(self, fn: Callable[..., Any], *args: object) -> Any:
         """Reuse the result of ``fn``: all activations are the same."""
-        if id(args[0]) not in _SAME:
+        if not args or id(args[0]) not in _SAME:
             return fn(*args)
         if (key := (fn, *map(id, args))) not in _RESULTS:
             result = fn(*args)
@@ -166,6 +166,11 @@ def activations(sequences: int) -> Tensor:
 @lru_cache(64)
 def _digest(updates: int) -> bytes:
     return blake3(torch.full((PARAMS,), float(updates)).numpy().data.cast("B")).digest()
+
+
+@lru_cache(64)
+def _sketch_of_ones(seed: bytes) -> Sketch:
+    return sketch(torch.ones(PARAMS), seed)
 
 
 class HollowTokens:
@@ -205,4 +210,5 @@ def hollow_plan(setting: Setting, config: RunConfig, strategy: Strategy, *, trac
         delayed=config.optimizer.delayed,
         trace=trace,
         chunk=CHUNK * BLOCK,
+        verify=config.hub.verify if strategy.pooled else 0.0,
     )
