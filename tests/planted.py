@@ -165,7 +165,7 @@ def what_is_left_out_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
-    async def gradient(self: GradientCrossCheck, request: Any, forward: Any, sent: Any, answer: Any) -> Any:
+    async def gradient(self: GradientCrossCheck, forward: Any, sent: Any, answer: Any) -> Any:
         return decode(answer.gradient), True
 
     patch.setattr(GradientCrossCheck, "gradient", gradient)

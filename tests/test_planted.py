@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def broken(scenario: Scenario) -> list[str]:
+    """The promises that are broken. A bug that was planted into other code than today's only ends peers."""
+    violations = play(scenario).violations
+    assert not [v for v in violations if "TypeError" in v or "AttributeError" in v]
+    return violations
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 )
 def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    assert any(play(scenario).violations for scenario in SCENARIOS)
+    assert any(map(broken, SCENARIOS))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def test_a_planted_bug_in_the_agreement_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert any(play(scenario).violations for scenario in AGREEMENT)
+    assert any(map(broken, AGREEMENT))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_a_planted_bug_is_caught_where_it_shows(
     plant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert any(text in violation for violation in play(scenario).violations)
+    assert any(text in violation for violation in broken(scenario))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +82,4 @@ def test_a_planted_bug_lets_false_gradients_in(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    assert any(play(scenario).violations for scenario in FALSE_GRADIENTS)
+    assert any(map(broken, FALSE_GRADIENTS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import STASH_SHARE, Offer
@@ -106,4 +107,9 @@ def _fitted(
     tokens, precision = config.train.microbatch * spec.context, precision_of(config)
     most = min(capacity(len(cut)), config.microbatches)
     blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0])
-    return blocks, fitted(blocks, need.swapped, offer_of(peer), backing_rate(peer), config.swap.together or most)
+    together = config.swap.together or most
+    return blocks, _fitted_once(tuple(blocks), need.swapped, offer_of(peer), backing_rate(peer), together)
+
+
+_fitted_once = lru_cache(256)(fitted)
+"""The search for a layout asks for the same machines and stages again and again."""
