@@ -183,7 +183,7 @@ class RoundAgreement:
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     async def look_on(self) -> None:
-        """Abstain while others run our part again. Ends when they are lost, count on us again, or come to nothing: then we
+        """Abstain while others run our part again. Ends when they are lost, count on us again, or get nowhere: then we
         go on without them. Waiting raises when they hold a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()

@@ -33,6 +33,8 @@ MAX_LOST = 2
 messages one way only."""
 APART, APART_MAX = 16, 1024
 """Steps for which a replica is left out if its chunks do not arrive, at first and at most; doubles."""
+STALLED = 4
+"""The same if it went on without us and got nowhere. It may have been slow for once."""
 
 
 class LeftOut(Exception):
@@ -45,8 +47,9 @@ class Standing:
 
     apart: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
-    stalled: Recent[int] = field(default_factory=Recent)
-    """Replicas that went on without this peer and came to nothing: until which step it does not wait for them."""
+    stalled: Recent[tuple[int, int]] = field(default_factory=Recent)
+    """Replicas that went on without this peer and got nowhere: until which step it does not wait for them, and for how
+    many."""
     silent: Recent[tuple[int, int]] = field(default_factory=Recent)
     """How much replicas failed to send (``Averager.silent``), and the last step in which they did."""
     differed: int | None = None
@@ -104,7 +107,7 @@ class Company:
         return self._state.step < self._standing.apart.get(peer, (0, 0))[0] or self._stalled(peer)
 
     def _stalled(self, peer: PeerId) -> bool:
-        return self._state.step < self._standing.stalled.get(peer, 0)
+        return self._state.step < self._standing.stalled.get(peer, (0, 0))[0]
 
     def differs(self, peer: PeerId) -> bool:
         """Does ``peer`` have other weights than most?"""
@@ -154,13 +157,14 @@ class Company:
         self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def note_stalled(self) -> None:
-        """The replicas that go on without us come to nothing: we wait for them no more, in this step and some that
-        follow. One that claims microbatches which it lacks keeps even trainers from running them again."""
-        me, step = self._ctx.net.peer_id, self._state.step
+        """The replicas that go on without us get nowhere: we wait for them no more, in this step and some that follow.
+        They may lie."""
+        me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
         for peer in [m for m, view in self.views().items() if me not in view.members]:
-            self._standing.stalled[peer] = step + APART
+            steps = min(APART_MAX, 2 * stalled.get(peer, (0, STALLED // 2))[1])
+            stalled[peer] = step + steps, steps
             why = "it goes on without this peer, and gets nowhere"
-            self._ctx.emit(ReplicaApart(step=step + 1, name=self._ctx.roster.name(peer), why=why, steps=APART))
+            self._ctx.emit(ReplicaApart(step=step + 1, name=self._ctx.roster.name(peer), why=why, steps=steps))
 
     def note_silent(self, owing: Mapping[PeerId, int]) -> None:
         """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in steps
