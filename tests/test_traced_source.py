@@ -64,6 +64,22 @@ def header_of(module: Any) -> tuple[str, str]:
     return first, rest
 
 
+def check_training(module: Any, chain: TracedModel, model: torch.nn.Module, **samples: torch.Tensor) -> None:
+    """The code in the header of ``module`` computes the loss and gradients of a stage, with dropout."""
+    first, rest = header_of(module)
+    given = {**vars(module), **samples, "constants": chain.constants, "dropout_key": Masks(1, 2, 3)}
+    exec(first, given)
+    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
+    exec(rest, given)
+    (stage,) = bound(chain, model, 1)
+    expected = stage.loss(*samples.values(), given["dropout_key"])
+    assert off(given["loss"], expected) <= 1e-6
+    weights = dict(stage.named_parameters())
+    theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])
+    ours = torch.autograd.grad(given["loss"], [p for p, _ in used])
+    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("name", [p for p in EACH if p.values[0] in ("gpt2", "gemma3", "mixtral", "qwen3")])
 def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path) -> None:
     """Its header's code, with the model's weights: logits and gradients as ``transformers`` has them."""
@@ -102,20 +118,8 @@ def test_the_written_source_draws_each_dropout_and_mask_of_the_run(
     model = new_model(name, **changes)
     chain = chain_of(model)
     module = written(chain, tmp_path)
-    first, rest = header_of(module)
     tokens, targets = torch.randint(0, VOCAB, (2, 3, 20))
-    given = {**vars(module), "input_ids": tokens, "targets": targets, "constants": chain.constants}
-    given["dropout_key"] = Masks(1, 2, 3)
-    exec(first, given)
-    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
-    exec(rest, given)
-    (stage,) = bound(chain, model, 1)
-    expected = stage.loss(tokens, targets, given["dropout_key"])
-    assert off(given["loss"], expected) <= 1e-6
-    weights = dict(stage.named_parameters())
-    theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])
-    ours = torch.autograd.grad(given["loss"], [p for p, _ in used])
-    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+    check_training(module, chain, model, input_ids=tokens, targets=targets)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "vit", "words"])
@@ -125,25 +129,13 @@ def test_the_written_source_of_a_users_module_trains_to_the_same_numbers(kind: s
     chain, model = facts.spec, loop_model(facts)
     assert isinstance(chain, TracedModel)
     module = written(chain, tmp_path)
-    first, rest = header_of(module)
     if kind == "words":
         inputs, targets = torch.randint(0, VOCAB, (2, 3, 7))
     else:
         data = facts.data()
         assert isinstance(data, SampleData)
         inputs, targets = map(torch.from_numpy, data.batch(data.train, np.arange(3), chain.vocab))
-    given = {**vars(module), "inputs": inputs, "targets": targets, "constants": chain.constants}
-    given["dropout_key"] = Masks(1, 2, 3)
-    exec(first, given)
-    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
-    exec(rest, given)
-    (stage,) = bound(chain, model, 1)
-    expected = stage.loss(inputs, targets, given["dropout_key"])
-    assert off(given["loss"], expected) <= 1e-6
-    weights = dict(stage.named_parameters())
-    theirs = torch.autograd.grad(expected, [weights[n] for _, n in used])
-    ours = torch.autograd.grad(given["loss"], [p for p, _ in used])
-    assert all(float((a - b).norm()) <= 1e-6 * float(b.norm()) + 1e-9 for a, b in zip(ours, theirs, strict=True))
+    check_training(module, chain, model, inputs=inputs, targets=targets)
 
 
 def test_trace_writes_a_models_blocks_without_its_weights(tmp_path: Path) -> None:

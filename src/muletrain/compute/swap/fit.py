@@ -3,9 +3,9 @@
 The rules: everything inside a sub-model is computed again before its backward; what goes from one sub-model to the next
 is kept in backing memory; the gradient of a sub-model is summed on the device over the microbatches of a round. C is the
 smallest number of microbatches with which loading is hidden, as far as the profile goes (``planning.swapping.hidden``).
-A device with memory of its own keeps the sub-models that it has room for beside those that take turns. Smaller sub-models
-have smaller graphs and leave more room for that, but more goes from one to the next: of a few cuts, the one that waits
-least counts, then the one with the fewest bytes on the bus.
+Sub-models take turns on the device. If it has memory of its own, some stay there as well, as many as have room. Smaller
+sub-models leave more room for that, since their graphs are smaller, but more goes from one to the next. So a few cuts are
+compared: the one that waits least is taken; of equal ones, the one with the fewest bytes on the bus.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _KEEPS_VALUES = {"add", "mul", "to", "type_as", "expand", "unsqueeze", "detach",
 _DROPS = {"dropout_key": "None", "site": "0", "sequences": "1"}
 """What dropouts take, and its default."""
 _SAYS = {
-    "operators.attention": "(q [B, H, T, E], k, v, mask, probability, dropout_key, site) -> [B, H, T, E]\n"
+    "operators.attention": "(q [B, H, T, E], k, v, mask, probability, dropout_key, site, scale) -> [B, H, T, E]\n"
     "  softmax(q @ k^T * scale) @ v. True in the mask [B, 1, T, T]: the row's token attends to the column's.",
     "operators.dropout": "(x, probability, dropout_key, site, sequences) -> like x",
     "operators.histogram": "(x, bins, low, high) -> float32 [bins]: how many numbers of x lie in each bin",

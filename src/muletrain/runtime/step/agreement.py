@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 OVERDUE_S = 60.0
 """Shortest time until a replica that answers, but does not seal, is left out, and until replicas that go on without us
 have stalled [s]."""
+LOOKING_S = 3000.0
+"""Longest time that we look on, whatever those replicas report: they may lie [s]."""
 
 
 class RoundAgreement:
@@ -191,17 +193,18 @@ class RoundAgreement:
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
-        clock, seen = self._ctx.clock, list[tuple[int, bytes, int]]()
-        stall_s = max(OVERDUE_S, self._deadlines.step.seconds())
-        due_s = clock.now() + stall_s
+        clock, stall_s = self._ctx.clock, max(OVERDUE_S, self._deadlines.step.seconds())
+        due_s, last_s, microbatches, moved = clock.now() + stall_s, clock.now() + LOOKING_S, 0, 0
 
         async def ask() -> None:
-            nonlocal seen, due_s
+            nonlocal due_s, microbatches, moved
             await self._exchange.ask_everyone()
             answers = await self._exchange.ask_replicas()
-            before, seen = seen, [(len(p.accumulated), p.round, p.moved if p.round else 0) for p in answers]
-            if seen != before:  # microbatches, or chunks of a round
-                due_s = clock.now() + stall_s
+            before = microbatches, moved
+            microbatches = max(microbatches, sum(len(p.accumulated) for p in answers))
+            moved = max(moved, sum(p.moved for p in answers if p.round))  # chunks of a round
+            if (microbatches, moved) != before:
+                due_s = min(clock.now() + stall_s, last_s)
 
         await self._waits.until(
             lambda: not self._company.yields(self._company.members()) or clock.now() >= due_s,
