@@ -1,5 +1,5 @@
 """Strategies on real processes whose unreliable machines freeze and come back: seconds of a step. See README.md.
-``python processes.py [--seconds 180] [--cases 0 1]``
+``python processes.py [--seconds 240] [--shares 0.6] [--rates 0.9]``
 writes processes.json."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 from muletrain.events import EventTail, StepDone
 
 HERE = Path(__file__).parent
-MACHINES, STAGES, MICROBATCHES = 6, 2, 16
-FORWARD_S = 1.0
-"""Of a microbatch at one stage; a backward takes twice as long."""
-STEP_S = MICROBATCHES * 3 * FORWARD_S * STAGES / MACHINES
+MACHINES, SLOW, STAGES, MICROBATCHES = 16, 10, 3, 32
+"""As in figure 2: six V100 and ten RTX 2080."""
+FORWARD_S, SLOWER = 1.0, 1.55
+"""Of a microbatch at one stage on the faster ones, and how much longer the others take; a backward takes twice as long."""
+STEP_S = MICROBATCHES * 3 * FORWARD_S * STAGES / (MACHINES - SLOW + SLOW / SLOWER)
 """A step in which nobody waits. An unreliable machine leaves ``rate`` times in it, for half of it on average."""
-CASES = ((4, 0.9), (4, 0.1), (2, 0.9))
-"""Unreliable machines, and rate."""
+SHARES, RATES = (0.6, 0.3), (0.9, 0.5, 0.1)
+"""Unreliable machines, slow ones first, and how often they leave."""
 SETTINGS = (
     "model.width=32",
     "model.heads=2",
@@ -64,11 +65,12 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         profile = folder / "fleet.toml"
-        machines = "".join(f'[[machines]]\nname = "peer-{n}"\n' for n in range(MACHINES))
+        speeds = [1.0] * (MACHINES - SLOW) + [1 / SLOWER] * SLOW
+        machines = "".join(f'[[machines]]\nname = "peer-{n}"\nspeed = {s}\n' for n, s in enumerate(speeds))
         profile.write_text(f"{machines}[pacing]\nforward_ms = {1000 * FORWARD_S}\nbackward_ms = {2000 * FORWARD_S}\n")
         own = [f"fleet.peers={peers}", f"fleet.profile={profile}", f"train.time_limit={seconds}"]
         own += [f"data.cache={folder / 'cache'}", *([f"hub.clients={unreliable}"] if hub else [])]
-        if strategy == "1f1b":  # three pipelines of the machines 0 and 1, 2 and 3, 4 and 5
+        if strategy == "1f1b":  # each stage has two of the faster machines, and three or four of the others
             seats = json.dumps([[f"peer-{n}" for n in range(stage, MACHINES, STAGES)] for stage in range(STAGES)])
             own += [f"pipeline.seats={seats}", 'pipeline.schedule="1f1b"']
         chosen = [] if strategy == "1f1b" else ["--strategy", strategy]
@@ -93,15 +95,16 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--strategies", nargs="*", default=["hub", "swarm", "1f1b"])
-    parser.add_argument("--cases", type=int, nargs="*", default=[*range(len(CASES))], help="numbers of them")
+    parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--into", default="processes.json")
     arguments = parser.parse_args()
     rows = []
-    for unreliable, rate in (CASES[n] for n in arguments.cases):
+    for share, rate in product(arguments.shares, arguments.rates):
         for strategy in arguments.strategies:
-            rows.append(measured(strategy, unreliable, rate, arguments.seconds))
+            rows.append(measured(strategy, round(share * MACHINES), rate, arguments.seconds))
             print(json.dumps(rows[-1]), flush=True)
             (HERE / arguments.into).write_text(json.dumps(rows, indent=1) + "\n")
 
