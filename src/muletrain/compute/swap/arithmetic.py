@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from muletrain.compute.arithmetic import Counters, Timer
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
 from muletrain.compute.swap.loading import Drain, Ferry, Loader
+from muletrain.compute.swap.passage import Spare
 from muletrain.compute.threads import on_cores
 from muletrain.config.schema import Precision
 from muletrain.optim.rules import make_rule
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from muletrain.compute.arithmetic import StageSetup
-    from muletrain.compute.base import Microbatch, Update
+    from muletrain.compute.base import Update
     from muletrain.compute.swap.backing import Backing, Region
     from muletrain.compute.swap.chain import SubModel
+    from muletrain.compute.swap.passage import Passage
     from muletrain.compute.swap.state import State
     from muletrain.compute.threads import Threads
     from muletrain.model.dropout import Masks
@@ -38,29 +40,6 @@ BESIDE = 0.75
 16 of a machine an update was no faster (H200)."""
 
 
-@dataclass(eq=False)
-class Passage:
-    """One microbatch on its way through the stage. ``targets``: at the last stage; ``grad``: at the others, once there
-    is one."""
-
-    mb: Microbatch
-    inputs: Tensor
-    targets: Tensor | None = None
-    grad: Tensor | None = None
-    accumulate: bool = False
-    between: Region | None = None
-    """What goes into each sub-model but the first, and later its gradient, fp32 [sub-models - 1, B, T, D]."""
-    loss: float = 0.0
-    output: Tensor | None = None
-    inputs_gradient: Tensor | None = None
-    shape: tuple[int, ...] = ()
-    """The output's."""
-    rows: tuple[int, int] = (0, 0)
-    """B, T of what goes from one sub-model to the next."""
-    dropped: bool = False
-    """Nobody waits for it any more."""
-
-
 @dataclass
 class _Accumulator:
     """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count. ``region`` None: none is taken
@@ -68,21 +47,6 @@ class _Accumulator:
 
     region: Region | None
     empty: bool = True
-
-
-@dataclass
-class _Spare:
-    """Regions for ``Passage.between`` that are not in use, by size."""
-
-    regions: list[Region] = field(default_factory=list)
-
-    def take(self, numbers: int, backing: Backing) -> Region:
-        found = next((r for r in self.regions if r.values.numel() >= numbers), None)
-        if found is None:
-            self.regions.clear()  # sequences have become longer: they are too small from now on
-            return backing.region(numbers, copied=True)
-        self.regions.remove(found)
-        return found
 
 
 class SwappedArithmetic:
@@ -123,7 +87,7 @@ class SwappedArithmetic:
         self._summed: list[Sequence[Passage]] = []
         """Alone: the rounds in the accumulator. Nothing can be taken out of it, so all of them are computed again if a part
         of a later round does not count."""
-        self._spare = _Spare()
+        self._spare = Spare()
         self._changing = threading.Lock()
         """Held while the state changes, or is copied."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from muletrain.compute.slot import Turn
-    from muletrain.compute.swap.arithmetic import Passage
+    from muletrain.compute.swap.passage import Passage
 
 PATIENCE, PATIENCE_MAX_S, PATIENCE_FIRST_S = 0.1, 2.0, 0.05
 """A round waits for more calls for this share of what the last one took, at most so long, and so long at first [s]."""

@@ -19,11 +19,12 @@ from muletrain.compute.block import block_times
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
-from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
+from muletrain.compute.swap.arithmetic import SwappedArithmetic
 from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.loading import Lane, device_window
+from muletrain.compute.swap.passage import Passage
 from muletrain.compute.swap.rounds import Rounds
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
