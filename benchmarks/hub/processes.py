@@ -58,10 +58,9 @@ def absences(names: list[str], rate: float, seconds: float) -> str:
 def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dict[str, Any]:
     """One run of ``muletrain run``."""
     hub = strategy == "hub"
-    peers = MACHINES - unreliable if hub else MACHINES
-    names = (
-        [f"client-{k}" for k in range(unreliable)] if hub else [f"peer-{MACHINES - 1 - k}" for k in range(unreliable)]
-    )
+    used = MACHINES // STAGES * STAGES if strategy == "1f1b" else MACHINES
+    peers = used - unreliable if hub else used
+    names = [f"client-{k}" if hub else f"peer-{used - 1 - k}" for k in range(unreliable)]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         profile = folder / "fleet.toml"
@@ -70,8 +69,8 @@ def measured(strategy: str, unreliable: int, rate: float, seconds: float) -> dic
         profile.write_text(f"{machines}[pacing]\nforward_ms = {1000 * FORWARD_S}\nbackward_ms = {2000 * FORWARD_S}\n")
         own = [f"fleet.peers={peers}", f"fleet.profile={profile}", f"train.time_limit={seconds}"]
         own += [f"data.cache={folder / 'cache'}", *([f"hub.clients={unreliable}"] if hub else [])]
-        if strategy == "1f1b":  # each stage has two of the faster machines, and three or four of the others
-            seats = json.dumps([[f"peer-{n}" for n in range(stage, MACHINES, STAGES)] for stage in range(STAGES)])
+        if strategy == "1f1b":  # five pipelines of three machines; one of the slower ones is left over
+            seats = json.dumps([[f"peer-{n}" for n in range(stage, used, STAGES)] for stage in range(STAGES)])
             own += [f"pipeline.seats={seats}", 'pipeline.schedule="1f1b"']
         chosen = [] if strategy == "1f1b" else ["--strategy", strategy]
         command = [sys.executable, "-m", "muletrain.cli.main", "run", *chosen]

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,8 +35,9 @@ from muletrain.sim.world.scenario import Fault, Scenario
 
 HERE = Path(__file__).parent
 MBPS = (400, 800, None)
-BATCH, CONTEXT = 512, 2048
-RUN = ["model.preset=gpt3-xl", f"train.batch={BATCH}", "train.microbatch=4", "checkpoint.every=0"]
+BATCHES, CONTEXT = (512, 32), 2048
+"""Sequences of a step. With 512 GPipe has no room for the inputs of a whole step."""
+RUN = ["model.preset=gpt3-xl", "train.microbatch=4", "checkpoint.every=0"]
 PLAYED = 4
 """Steps that are played."""
 PEERS = (2, 4, 8, 12)
@@ -64,19 +66,21 @@ def swap_s(peers: int, mbps: int | None, *given: str) -> tuple[float, float]:
 
 
 def speed() -> dict[str, dict[str, float]]:
-    """Tokens/s of four peers by strategy and link."""
+    """Tokens/s of four peers by batch, link and strategy."""
     found: dict[str, dict[str, float]] = {}
-    for mbps in MBPS:
-        run = load_config(None, [*RUN, "fleet.stages=4"])
+    for batch, mbps in product(BATCHES, MBPS):
+        run = load_config(None, [*RUN, f"train.batch={batch}", "fleet.stages=4"])
         question = Question(fleet(4, mbps), run, make_model(run.model), 4, 4)
-        took = {"swap": swap_s(4, mbps)[0]}
+        took = {"swap": swap_s(4, mbps, f"train.batch={batch}")[0]}
         for p in plan_pipeline.predict(question, 0, 4.0):
             if p.problem or not p.schedule:
                 continue
             scene = plan_pipeline.scheduled(question, question.scene_of(p), p.schedule, len(p.microbatches))
             members = plan_pipeline.membership(question, scene, p)
             took[p.schedule] = played_step_s(scene, p.step_s, PLAYED, planned=members)
-        found[f"{mbps or 'unlimited'} Mb/s"] = {name: BATCH * CONTEXT / s for name, s in took.items()}
+        found[f"{batch} sequences, {mbps or 'unlimited'} Mb/s"] = {
+            name: batch * CONTEXT / s for name, s in took.items()
+        }
         Console().print(found)
     return found
 
