@@ -85,12 +85,15 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
     gone |= {p for p in hung if "so this peer ends" in outcome.ends.get(p, "")}
     gone |= {p for f in scenario.faults if f.kind in ("kick", "lie") for p in f.who}
     gone |= {p for p, end in outcome.ends.items() if end in (LEFT, POWERLESS)}
+    stateless = {p for p, end in outcome.ends.items() if "gives this peer the stage's state" in end}
     for name in scenario.names:
         if name in gone or name in states or (name not in outcome.ends and name in scenario.joining):
             continue
         end = outcome.ends.get(name, "")
         alone = "no peer of stages" in end or "no trainer can" in end or "no server of stage" in end
-        if (states and alone) or "gives this peer the stage's state" in end:
+        if name in stateless or (
+            alone and (states or stateless)
+        ):  # clients end sooner than a server that asks for a state
             outcome.left_behind.append(name)
         else:
             outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")
