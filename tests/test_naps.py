@@ -3,6 +3,8 @@ microbatch takes."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -58,6 +60,8 @@ ALONE: tuple[Nap, ...] = (
     ("peer-0b", 137.516, 26.1951),
 )
 """``peer-1a`` goes on alone, since its replicas are silent, and lacks what they hold; one comes back and waits for it."""
+STEP_S = 32 * 3 * 3 / (6 + 10 / 1.55)
+MANY = ("2g", "1f", "0c", "1e", "1d", "1c", "0b", "2f", "2e", "2d")
 WORLDS = {
     "one with a seat is ignored": IGNORED,
     "one is two steps behind": BEHIND,
@@ -73,6 +77,37 @@ def test_a_planned_pipeline_goes_on_soon_after_its_peers_wake_up(naps: tuple[Nap
     outcome = play(world)
     assert outcome.violations == []
     assert outcome.virtual_s < max(at_s + for_s for _, at_s, for_s in naps) + 5 * world.step_s
+
+
+def test_many_replicas_that_come_and_go_agree() -> None:
+    """Stages of six and seven, of which two and three stay; the others leave 0.9 times in 23 s, for half of that on average. Who
+    stands aside for others is counted on all the same: else each counts on those that do not at that moment, no two on the
+    same, and all stand aside in turn. A peer gave up after 40 attempts, and a run of 16 processes stood still."""
+    faults = []
+    for number, who in enumerate(MANY):
+        rng, at_s = random.Random(f"absences/{number}"), 0.0
+        while (at_s := at_s + rng.expovariate(0.9 / STEP_S)) < 190.0:
+            away_s = 1 + rng.expovariate(2 / STEP_S)
+            faults.append(Fault(round(at_s, 1), "freeze", (f"peer-{who}",), round(away_s, 1)))
+            at_s += away_s
+    faults.sort(key=lambda fault: fault.at_s)
+    world = Scenario(
+        2,
+        (3, 6, 7),
+        1,
+        1,
+        32,
+        0.005,
+        tuple(faults),
+        longer=20.0,
+        slower=20.0,
+        checkpoint_every=1,
+        apart=True,
+        disk_s=0.01,
+    )
+    outcome = play(world)
+    assert outcome.violations == []
+    assert sum("left_behind" in text for _, text in outcome.timeline) < 30, "it was 95"
 
 
 def test_two_replicas_that_do_not_count_on_each_other_do_not_wait_for_each_others_microbatches() -> None:

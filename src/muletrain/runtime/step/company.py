@@ -72,11 +72,12 @@ class Company:
 
     def members(self) -> tuple[PeerId, ...]:
         """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
-        microbatches, we count on replicas that stand aside, and on one that hurries: it may not be the one that lies."""
-        state, me, views = self._state, self._ctx.net.peer_id, self.views()
+        microbatches, we count on one that hurries: it may not be the one that lies. Those that stand aside come back when
+        they are counted on; without them, the views of many replicas would tell who stood aside when, and no two agree."""
+        state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
         sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
         able = [m for m in sound if not state.is_committed(m)]
-        found = counted_on(me, [m for m in able if self.may_average_with(m) and not state.stands_aside(m)], views)
+        found = counted_on(me, [m for m in able if self.may_average_with(m)], views)
         whole = len(state.work.ledger.accumulated) == self._ctx.plan.microbatches
         return found if whole or len(found) > 1 else counted_on(me, able, views)
 
@@ -114,15 +115,18 @@ class Company:
         return peer in self._differing
 
     def views(self) -> dict[PeerId, GroupView]:
+        """The views of replicas that go on: one that stands aside does so with nobody, whatever it announced before."""
+        return {m: v for m, v in self._known_views().items() if not self._state.stands_aside(m)}
+
+    def _known_views(self) -> dict[PeerId, GroupView]:
         """The views of replicas that we hear, even if they do not hear us."""
-        roster, detector, aside = self._ctx.roster, self._ctx.detector, self._state.stands_aside
+        roster, detector = self._ctx.roster, self._ctx.detector
 
         def heard(member: PeerId) -> bool:
             speaks = detector.silent_s(member) < SPEAKS_S
             return roster.is_alive(member) or (speaks and not roster.declines(member))
 
-        # a replica that stands aside goes on with nobody, whatever it announced before
-        known = {m: GroupView(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m) and not aside(m)}
+        known = {m: GroupView(s.attempt, s.members) for m, s in self._state.seals.items() if heard(m)}
         return {m: v for m, v in known.items() if m not in self._differing}
 
     def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
