@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from counting import counted
 from figure2 import DEVICES, STEP_S
-from plays import LAST, MODEL, Draw, cut, played, write
+from plays import MODEL, Draw, played, write
 
 from muletrain.sim.fleet.links import FleetLinks
 
@@ -31,7 +31,7 @@ WAYS = {
 def measured(draw: Draw, rate: float, steps: float, microbatch: int, *, straight: bool) -> dict[str, Any]:
     """One play. ``straight``: what goes from server to server costs no bandwidth, as if clients sent it to the next
     stage in place of their own server."""
-    run, weight = [*MODEL, f"train.microbatch={microbatch}", *cut(LAST, 3)], FleetLinks.weight
+    run, weight = [*MODEL, f"train.microbatch={microbatch}", "fleet.stages=3"], FleetLinks.weight
 
     def lighter(links: FleetLinks, sender: str, frame: Frame) -> int:
         return 64 if frame.kind in WAYS["from server to server"] else weight(links, sender, frame)
@@ -40,15 +40,7 @@ def measured(draw: Draw, rate: float, steps: float, microbatch: int, *, straight
         FleetLinks.weight = lighter  # type: ignore[method-assign]
     try:
         with counted() as counts:
-            row = played(
-                draw.fleet(),
-                "hub",
-                run,
-                seconds=steps * STEP_S,
-                leave_per_s=rate / STEP_S,
-                away_s=STEP_S / 2,
-                seed=draw.seed,
-            )
+            row = played(draw.fleet(), "hub", run, seconds=steps * STEP_S, leave_per_s=rate / STEP_S, away_s=STEP_S / 2)
     finally:
         FleetLinks.weight = weight  # type: ignore[method-assign]
     nbytes = {way: sum(counts.nbytes[kind] for kind in kinds) for way, kinds in WAYS.items()}
