@@ -1,4 +1,4 @@
-"""Counts the frames of a virtual fleet, and what clients bring back, by client."""
+"""Counts the frames of a virtual fleet, what clients bring back, by client, and the time of averaging."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from muletrain.policy.pool import Pool
 from muletrain.runtime.pool.messages import Finished, Output
 from muletrain.sim.fleet.links import FleetLinks
+from muletrain.sim.fleet.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
 
+    from muletrain.events import StepApplied
     from muletrain.network.base import Frame
 
 
@@ -48,3 +51,21 @@ def counted() -> Iterator[Counts]:
         yield counts
     finally:
         FleetLinks.weight, Pool.done = weight, done  # type: ignore[method-assign]
+
+
+@contextmanager
+def averaging() -> Iterator[list[tuple[float, float]]]:
+    """Collect of each step and peer that holds parameters: seconds of averaging and updating, and of the step."""
+    found: list[tuple[float, float]] = []
+    applied = Tally.applied
+
+    def noted(tally: Tally, kind: int, event: StepApplied, sent: Any) -> None:
+        ending_s = event.averaging_s + event.apply_s
+        found.append((ending_s, ending_s + event.forward_s + event.backward_s + event.wait_s))
+        applied(tally, kind, event, sent)
+
+    Tally.applied = noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Tally.applied = applied  # type: ignore[method-assign]

@@ -9,10 +9,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
 import torch
+from counting import averaging
 
 from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.load import load_config
@@ -25,6 +26,9 @@ from muletrain.sim.plan.question import Question
 from muletrain.sim.setting import setting
 from muletrain.strategies import strategy_of
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 HERE = Path(__file__).parent
 STRATEGIES = ("hub", "swarm", "pipeline")
 DEDLOC = "dedloc"
@@ -32,6 +36,10 @@ DEDLOC = "dedloc"
 allows, and what it had accumulated goes with it. That is ``swarm`` with one stage."""
 FASTER = 30
 """All of the paper's times are divided by this, and bandwidths multiplied: a run gives up a step that takes an hour."""
+EVEN, LAST = "even", "last"
+"""Cuts into stages: as many layers for each, or one layer for each but the last, and the rest for that. Backward computes
+the forward again in all stages but the last, so ``LAST`` has the least work: a layer costs 3 forwards there, and 4
+elsewhere."""
 TFLOPS, SLOWER = 0.0707 * FASTER, 1.55
 """A V100 as in case 1 of the paper's table 2 (12 layers of ALBERT-xxlarge, 512 sequences of 512 tokens, 56.1 min on 16);
 an RTX 2080 is slower by this factor."""
@@ -95,11 +103,13 @@ def played(
     away_s: float = 1.0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Seconds of a step, the first left out, and goodput: time on microbatches that counted over time connected, weighted
-    by speed. ``seed``: of who leaves when."""
+    """Seconds of a step, the first left out; goodput: time on microbatches that counted over time connected, weighted by
+    speed; share of averaging in the time of the peers that hold parameters. ``seed``: of who leaves when."""
     begin_s = time.process_time()
     clients = sum(not peer.reliable for peer in fleet.peers())
-    own = {"hub": [f"hub.clients={clients}"], DEDLOC: ["fleet.stages=1"]}.get(strategy, [])
+    own = {"hub": [f"hub.clients={clients}"], DEDLOC: cut(LAST, 1)}.get(strategy, [])
+    if strategy == "pipeline":  # its plan cuts
+        run = [setting for setting in run if not setting.startswith("fleet.layers")]
     config = load_config(None, [*run, *own])
     spec = ModelSpec.from_config(config.model)
     scene = setting(fleet, config, spec)
@@ -115,15 +125,17 @@ def played(
         one = plan_pipeline.scheduled(question, question.scene_of(chosen), "1f1b", len(chosen.microbatches))
         scene, planned = one.setting, plan_pipeline.membership(question, one, chosen)
     weather = Weather(leave_per_s=leave_per_s, away_s=away_s)
-    outcome = simulate_fleet(
-        scene, config, weather, hours=seconds / 3600, seed=seed, fidelity="protocol", planned=planned
-    )
+    with averaging() as endings:
+        outcome = simulate_fleet(
+            scene, config, weather, hours=seconds / 3600, seed=seed, fidelity="protocol", planned=planned
+        )
     ends = [point.time_s for point in outcome.curve]
     row: dict[str, Any] = {
         "steps": round(outcome.steps, 2),
         "goodput": round(outcome.share_of_optimum, 3),
         "left": outcome.events.get("left", 0),
         "again": outcome.repeated_microbatches,
+        "averaging": round(sum(s for s, _ in endings) / (sum(s for _, s in endings) or 1.0), 3),
         "cpu_s": round(time.process_time() - begin_s),
     }
     if len(ends) > 1:
@@ -134,33 +146,64 @@ def played(
     return row | ({"failure": outcome.failure} if outcome.failure else {})
 
 
+def cut(how: str, stages: int) -> list[str]:
+    """Returns the setting."""
+    return [f"fleet.stages={stages}", *([f"fleet.layers={[1] * (stages - 1) + [13 - stages]}"] if how == LAST else [])]
+
+
 def compared(
     draw: Draw, run: list[str], rate: float, step_s: float, steps: float, strategies: tuple[str, ...] = STRATEGIES
-) -> list[dict[str, Any]]:
-    """All strategies on one fleet, on which each unreliable machine leaves ``rate`` times in ``step_s`` and is away for
-    half of it on average."""
+) -> Iterator[dict[str, Any]]:
+    """Strategies on one fleet, on which each unreliable machine leaves ``rate`` times in ``step_s`` and is away for half of
+    it on average. Each draw has departures of its own, which are the same for all strategies."""
     torch.set_num_threads(1)
-    rows = []
     for strategy in strategies:
         found = played(
-            draw.fleet(), strategy, run, seconds=steps * step_s, leave_per_s=rate / step_s, away_s=step_s / 2
+            draw.fleet(),
+            strategy,
+            run,
+            seconds=steps * step_s,
+            leave_per_s=rate / step_s,
+            away_s=step_s / 2,
+            seed=draw.seed,
         )
-        rows.append({"strategy": strategy, "rate": rate} | found)
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        yield {"strategy": strategy, "rate": rate, "seed": draw.seed} | found
 
 
-def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """By strategy, over all draws: seconds of a step (None: on some draw none ended), and goodput."""
-    found = {}
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By strategy: draws, on how many of them a step ended, seconds of a step (mean and median of these), goodput (mean of
+    all draws), and the median of its time over the hub's on the same draw."""
+    hub = {row["seed"]: row["step_s"] for row in rows if row["strategy"] == "hub" and "step_s" in row}
+    found: dict[str, dict[str, Any]] = {}
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         own = [row for row in rows if row["strategy"] == strategy]
-        steps_s = [row.get("step_s") for row in own]
-        mean_s = None if None in steps_s else round(fmean(steps_s), 1)
-        found[strategy] = {"step_s": mean_s, "goodput": round(fmean(row.get("goodput", 0.0) for row in own), 3)}
+        ended = {row["seed"]: row["step_s"] for row in own if "step_s" in row}
+        found[strategy] = {"draws": len(own), "ended": len(ended)}
+        found[strategy]["goodput"] = round(fmean(row.get("goodput", 0.0) for row in own), 3)
+        if ended:
+            found[strategy] |= {"mean_s": round(fmean(ended.values()), 1), "median_s": round(median(ended.values()), 1)}
+        if over := [step_s / hub[seed] for seed, step_s in ended.items() if seed in hub]:
+            found[strategy]["over_hub"] = round(median(over), 2)
     return found
 
 
-def write(name: str, rows: object) -> None:
+def keep(name: str, row: dict[str, Any], *cell: str) -> None:
+    """Puts a play into a file of this folder, in place of an earlier one of its draw, strategy and ``cell`` (names of the
+    row's values), and summarises each cell anew."""
+    print(json.dumps(row), flush=True)
+    file, which = HERE / name, (*cell, "seed", "strategy")
+    rows = json.loads(file.read_text())["plays"] if file.exists() else []
+    rows = [other for other in rows if any(other[key] != row[key] for key in which)] + [row]
+    rows.sort(key=lambda row: [row[key] for key in which])
+    cells = {tuple(row[key] for key in cell): None for row in rows}
+    summaries = [
+        dict(zip(cell, values, strict=True))
+        | summary([row for row in rows if tuple(row[key] for key in cell) == values])
+        for values in cells
+    ]
+    write(name, {"cells": summaries, "plays": rows})
+
+
+def write(name: str, found: object) -> None:
     """Into this folder."""
-    (HERE / name).write_text(json.dumps(rows, indent=1) + "\n")
+    (HERE / name).write_text(json.dumps(found, indent=1) + "\n")

@@ -1,15 +1,12 @@
 """HYBRID's table 2: minutes a batch of ALBERT-xxlarge on 16 devices in four cases. See README.md. ``python table2.py
-[--cases 3 4] [--draws 2]`` writes table2.json."""
+[--cases 3 4] [--draws 2] [--strategies hub swarm pipeline]`` adds to table2.json."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 
-from plays import MODEL, Draw, compared, means, write
-
-from muletrain.papers.hybrid import PUBLISHED_MIN
+from plays import EVEN, LAST, MODEL, STRATEGIES, Draw, compared, cut, keep
 
 CASES = {
     1: Draw(16, 0, 0, (100_000, 100_000), (0.05, 0.05)),
@@ -27,19 +24,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, nargs="*", default=[3, 4, 1, 2])
     parser.add_argument("--draws", type=int, default=2)
+    parser.add_argument("--strategies", nargs="*", default=[*STRATEGIES])
     parser.add_argument("--steps", type=float, default=5.0)
     parser.add_argument("--microbatch", type=int, default=8)
+    parser.add_argument("--cut", choices=(LAST, EVEN), default=LAST, help="of hub and swarm; 1F1B has its plan's")
     arguments = parser.parse_args()
-    rows = []
+    run = [*MODEL, f"train.microbatch={arguments.microbatch}", *cut(arguments.cut, 4)]
     for case in arguments.cases:
-        run = [*MODEL, f"train.microbatch={arguments.microbatch}", "fleet.stages=4"]
-        found = []
+        rate = DROP if case == 4 else 0.0
         for seed in range(arguments.draws):
-            found += compared(replace(CASES[case], seed=seed), run, DROP if case == 4 else 0.0, STEP_S, arguments.steps)
-        published = {name: PUBLISHED_MIN["xxlarge"][name][case - 1] for name in PUBLISHED_MIN["xxlarge"]}
-        rows.append({"case": case, "means": means(found), "played": found, "published_min": published})
-        print(json.dumps(rows[-1]["means"]), flush=True)
-        write("table2.json", rows)
+            draw = replace(CASES[case], seed=seed)
+            for row in compared(draw, run, rate, STEP_S, arguments.steps, tuple(arguments.strategies)):
+                keep("table2.json", {"cut": arguments.cut, "case": case} | row, "cut", "case")
 
 
 if __name__ == "__main__":

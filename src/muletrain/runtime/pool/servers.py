@@ -257,6 +257,8 @@ class Roaming:
         with contextlib.suppress(NoServer):  # then the client itself has none
             while not self._stays:
                 await self._clock.sleep(LOOK_EVERY_S)
+                if client.version < 2:  # in the first step a stage of long parts looks slow until some have come back
+                    continue
                 helpers, before = await self._helpers(await self._home.servers()), unmeasured
                 unmeasured = {s for s, h in enumerate(helpers) if h.clients and h.speed < IDLE}
                 if unmeasured - before:  # they may still fetch the weights
