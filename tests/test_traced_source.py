@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
@@ -17,6 +18,7 @@ from muletrain.data.samples import SampleData
 from muletrain.model.dropout import Masks
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.source import source_of
+from muletrain.model.traced.statements import Writer
 from tests.test_factory import loop_model, named, of
 from tests.traced_models import (
     EACH,
@@ -109,12 +111,14 @@ def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path
             {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_dropout": 0.1},
         ),
         ("qwen3-moe", {"mlp_only_layers": [1]}),
+        ("qwen2", {"tie_word_embeddings": True}),
     ],
 )
 def test_the_written_source_draws_each_dropout_and_mask_of_the_run(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its header's code computes the loss and gradients of a stage: with dropout, tables and classes that differ by layer."""
+    """Its header's code computes the loss and gradients of a stage: with dropout, tables and classes that differ by layer,
+    and tied parameters."""
     model = new_model(name, **changes)
     chain = chain_of(model)
     module = written(chain, tmp_path)
@@ -136,6 +140,41 @@ def test_the_written_source_of_a_users_module_trains_to_the_same_numbers(kind: s
         assert isinstance(data, SampleData)
         inputs, targets = map(torch.from_numpy, data.batch(data.train, np.arange(3), chain.vocab))
     check_training(module, chain, model, inputs=inputs, targets=targets)
+
+
+def test_the_written_source_names_values_by_their_roles() -> None:
+    """After the module that makes them, and what attention takes; a plainly causal mask is written so."""
+    text = source_of(chain_of(new_model("qwen3")))
+    for line in (
+        "# self_attn",
+        "q_norm = self.q_norm_weight * (q_proj_view * ((q_proj_view ** 2).mean(-1, keepdim=True) + 1e-06).rsqrt())",
+        "q = q_norm_transpose * cos_unsqueeze + mul",
+        "attention = operators.attention(q, k_reshape, v, attention_mask, 0.0, None, 0, scale=0.25)",
+        "residual = x + o_proj",
+        "# mlp",
+        "down_proj = F.linear(F.silu(gate_proj) * up_proj, self.down_proj_weight)",
+        "attention_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(sequences, 1, -1, -1)",
+    ):
+        assert f" {line}\n" in text
+    assert text.count("\n") <= 145
+    assert ".tril()" not in source_of(chain_of(new_model("mistral")))  # its window is shorter than the context
+
+
+def test_operands_keep_their_order_where_one_line_has_several_operators() -> None:
+    """Python binds ``**`` before a sign, signs before products, and from left to right."""
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        a = x - (y - (x - y)) * (-(x + y)) ** 2 - -((y * 3) ** 2)
+        return (a / (x / (y + 5))) / (a.abs() + 1) * ((x < y) == (y < a))
+
+    graph = make_fx(compute)(torch.ones(3), torch.ones(3)).graph
+    graph.output_node().args = ((graph.output_node().args[0],),)
+    lines = Writer(graph).body(["x", "y"])
+    assert len(lines) <= 3
+    given: dict[str, Any] = {"torch": torch}
+    exec("\n".join(["def again(x, y):", *(f"    {line}" for line in lines)]), given)
+    x, y = torch.randn(2, 3, dtype=torch.float64)
+    assert torch.equal(given["again"](x, y), compute(x, y))
 
 
 def test_trace_writes_a_models_blocks_without_its_weights(tmp_path: Path) -> None:

@@ -170,6 +170,11 @@ class TracedModel(Described):
         """What the tables follow from, in their function's order."""
         return {name: self._made.constants[name] for name in self._chain.constants}
 
+    @property
+    def causal_masks(self) -> set[str]:
+        """Tables that are causal masks in every sequence of at most ``context`` tokens."""
+        return self._made.tables.causal(self.context)
+
     # Stages -------------------------------------------------------------------------------------------------------
 
     @functools.cached_property

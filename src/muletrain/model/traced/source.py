@@ -44,6 +44,9 @@ _DROPOUT = """``dropout_key`` is the identity of the microbatch whose dropout is
 _PARAMETERS = """Parameters are empty until you load them: a comment names each as the {maker} (N: the layer){older}. A block takes
 the values of the block before, and tables: values that follow from the shape of the microbatch alone."""
 _TOKENS = "``input_ids`` and ``targets`` (the tokens that follow) are int64\n[sequences, tokens]"
+_CONSTANTS = """``constants`` maps names to buffers, as dict(module.named_buffers()) of the {maker} does: they follow from
+its configuration, and are not trained."""
+_CAUSAL = "torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(sequences, 1, -1, -1)"
 _HEADER = '''"""The blocks of {kind}, written by 'muletrain trace', as they compute in float32.
 
 {names}
@@ -51,7 +54,7 @@ _HEADER = '''"""The blocks of {kind}, written by 'muletrain trace', as they comp
 {parameters}
 {dropout}
 
-The parts make a chain. Of one microbatch, {given}, and ``constants`` are buffers of the model by name:
+The parts make a chain. Of one microbatch, {given}.{constants}
 
 {chain}
 
@@ -92,6 +95,7 @@ def source_of(model: TracedModel) -> str:
         kind=model.factory or f"a {model.config.get('model_type')} model",
         parameters=textwrap.fill(_parameters(model), 120),
         given=_given(model),
+        constants=_said_of_constants(model),
         names="\n".join(f"{name}: {_of(names, name)}" for name in classes),
         dropout=textwrap.fill(dropout, 120),
         chain="\n".join(f"    {line}" for line in _chain(model, names, classes)),
@@ -107,6 +111,13 @@ def _parameters(model: TracedModel) -> str:
         return _PARAMETERS.format(maker="module does", older="")
     older = ", and old checkpoints may name or split it otherwise"
     return _PARAMETERS.format(maker="model of transformers does", older=older)
+
+
+def _said_of_constants(model: TracedModel) -> str:
+    if not any(node.users for _, _, node in _constants(model)):
+        return ""
+    maker = "module" if model.own_loss else "model of transformers"
+    return "\n" + textwrap.fill(_CONSTANTS.format(maker=maker), 120)
 
 
 def _given(model: TracedModel) -> str:
@@ -168,6 +179,7 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
     buffers = {name: f'{name} = constants["{full}"]' for name, full, node in _constants(model) if node.users}
     return [
         f"embedding, blocks, head = {names[0]}(), [kind() for kind in {runs}], {names[-1]}()",
+        *_ties(model),
         "# load the parameters here",
         *buffers.values(),
         f"sequences, tokens = {first}.shape" if model.inputs.shape is None else f"sequences, tokens = len({first}), 1",
@@ -182,6 +194,18 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
         call(len(parts) - 1, "head"),
         *([] if own else ["loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())"]),
     ]
+
+
+def _ties(model: TracedModel) -> Iterator[str]:
+    """Code that makes parts share their tied parameters."""
+    parts, last = model.parts, len(model.parts) - 1
+    for name, tied in model.tied.items():
+        where = [
+            f"{'embedding' if k == 0 else 'head' if k == last else f'blocks[{k - 1}]'}."
+            f"{short_names(list(parts[k].weights))[parts[k].weights.index(name)]}"
+            for k in tied.parts
+        ]
+        yield from (f"{other} = {where[0]}  # tied" for other in where[1:])
 
 
 def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
@@ -290,9 +314,14 @@ def _constants(model: TracedModel) -> list[tuple[str, str, fx.Node]]:
 def _tables(model: TracedModel) -> str:
     graph, called, constants = model.table_function.graph, _called_tables(model), _constants(model)
     sizes = ["sequences", "tokens", "device"]
-    body = Writer(graph).body([*(name for name, _, _ in constants), *sizes], called)
+    causal = model.causal_masks
+    plain = {n: _CAUSAL for n, name in zip(outputs_of(graph), model.tables, strict=True) if name in causal}
+    body = Writer(graph, plain).body([*(name for name, _, _ in constants), *sizes], called)
     taken = {name: f"{name}: {_type(model, node)}, {full}" for name, full, node in constants if node.users}
-    says = [f"{name}: {_type(model, node)}" for name, node in zip(called, outputs_of(graph), strict=True)]
+    says = [
+        f"{name}: {_type(model, node)}{f', causal up to {model.context} tokens' if node in plain else ''}"
+        for name, node in zip(called, outputs_of(graph), strict=True)
+    ]
     if taken:
         says = [*says, "", "It takes buffers of the model:", *taken.values()]
     lines = ['"""Returns in this order:', "", *says, '"""', *body]

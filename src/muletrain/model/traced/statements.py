@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
+import itertools
+import keyword
 import math
 import operator
 import re
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from muletrain.model.traced import operators
 from muletrain.model.traced.export import path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _END = 2**63 - 1
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "__and__": "&", "matmul": "@", "mm": "@"}
@@ -33,60 +36,157 @@ _LOSSES = {"cross_entropy_loss": "F.cross_entropy", "mse_loss": "F.mse_loss", "s
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 
 
-class Writer:
-    """Writes the lines of one graph."""
+_MOVES = {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "contiguous", "flatten"}
+"""They change how numbers lie, so the result is named after the value that they are called on."""
+_BINDS = {"+": 2, "-": 2, "*": 3, "/": 3, "//": 3, "@": 3, "**": 6}
+"""How strongly Python binds the operands; comparisons and & come last."""
+_COMPARED, _NEGATED, _ATOM = 1, 4, 9
+_WIDTH = 104
+"""Of the longest expression that has others inside."""
+_RESERVED = {*keyword.kwlist, *dir(builtins), "F", "nn", "torch", "math", "operator", "operators", "transformers"}
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph, self._names = graph, dict[fx.Node, str]()
-        self._used: Counter[str] = Counter()
-        self._taken: set[str] = set()
+
+class Writer:
+    """Writes the lines of one graph. A value that only one statement of the same module uses is written inside it, while
+    the line stays short; all others get a name. Where an operator writes into its input, every value has its own line."""
+
+    def __init__(self, graph: fx.Graph, instead: Mapping[fx.Node, str] | None = None) -> None:
+        """``instead``: expressions for nodes that are not written as the graph computes them."""
         self._copies = any(_writes(n) and not _alone(n) for n in graph.nodes)
         """Must a value that equals another one be a copy of it? Where something is written into, it may be."""
+        self._origins: dict[fx.Node, fx.Node] = {}
+        """Node -> the node that has its value, unchanged."""
+        for node in graph.nodes:
+            same = self._unchanged(node)
+            self._origins[node] = node if same is None else self._origins[same]
+        self._instead = {self._origins[node]: text for node, text in (instead or {}).items()}
+        self._nodes = self._needed(graph)
+        self._users: dict[fx.Node, list[fx.Node]] = {node: [] for node in self._nodes}
+        """Node -> who takes its value, once for each time."""
+        for user in self._nodes:
+            for node in self._inputs(user):
+                self._users[node].append(user)
+        modules = {_module(n) for n in self._nodes}
+        self._holders = {m[: k.start()] for m in modules for k in re.finditer(r"\.", m)}
+        """Modules that have others inside."""
+        self._weighted = {
+            _module(u) for n in graph.find_nodes(op="placeholder") for u in n.users if n.name.startswith("weight_")
+        }
+        self._names: dict[fx.Node, str] = {}
+        self._inside: dict[fx.Node, int] = {}
+        """Values that are written inside others, where ``_names`` has the expression -> how strongly it binds."""
+        self._bases: dict[fx.Node, str] = {}
+        self._taken = set(_RESERVED)
+        self._lines, self._header = list[str](), ""
         self.read: set[str] = set()
         """Arguments and values that the lines use."""
 
     def body(self, arguments: list[str], results: Sequence[str] | None = None) -> list[str]:
         """Statements, with a comment where a module begins. ``results``: what the outputs are called (else there may be a
         single one, which is returned as it is)."""
-        lines, before = list[str](), ""
-        given, stream = iter(arguments), set[str]()
-        self._taken = {*arguments, *(results or ())}
-        wanted = self._wanted(results or ())
-        for node in self._graph.nodes:
-            module = re.sub(r"^.*?\.\d+(\.|$)", "", path_of(node))
+        given, stream = iter(arguments), set[fx.Node]()
+        self._taken |= {*arguments, *(results or ())}
+        wanted, roles = self._wanted(results or ()), self._roles()
+        for node in self._nodes:
             if node.op == "placeholder":
                 self._names[node] = next(given)
-                stream |= {self._names[node]} if node.name.startswith("x_") else set()
+                stream |= {node} if node.name.startswith("x_") else set()
             elif node.op == "output":
-                values = [self._text(v) for v in node.args[0]]
+                values = [self._text(v) for v in list[Any](node.args[0])]  # type: ignore[arg-type]
                 named = list(zip(results or values, values, strict=True))
-                lines += [f"{name} = {value}" for name, value in named if name != value]
+                self._lines += [f"{name} = {value}" for name, value in named if name != value]
                 single = results is None and len(values) == 1
-                lines.append(f"return {values[0] if single else listed([name for name, _ in named])}")
-            elif (same := self._unchanged(node)) is not None:
-                self._names[node] = self._names[same]
+                self._lines.append(f"return {values[0] if single else listed([name for name, _ in named])}")
             elif node.target is operator.add and getattr(node.args[0], "name", "") == "site":
                 self._names[node] = f"site + {node.args[1]}"  # the number of a dropout
+            elif node in wanted:
+                self._state(node, wanted[node])
+            elif node in roles:
+                self._state(node, self._free(roles[node]))
+            elif not _module(node) and operator_of(node) == "add" and stream.intersection(self._inputs(node)):
+                stream.add(node)
+                self._state(node, self._free("residual"), "residual")
             elif node not in self._names:
-                text, known = self._expression(node), {self._names[n] for n in node.all_input_nodes}
-                self._names[node] = wanted.get(node) or self._name(node)
-                if not module and operator_of(node) == "add" and known & stream:
-                    stream.add(self._names[node])
-                    module = "residual"
-                if module not in (before, "the model", ""):
-                    lines.append(f"# {module}")
-                    before = module
-                lines.append(f"{self._unpacked(node)} = {text}")
-        return lines
+                text, strength = self._expression(node)
+                if len(text) <= _WIDTH and self._fits_inside(node):
+                    self._names[node], self._inside[node] = text, strength
+                else:
+                    self._state(node, self._name(node))
+        return self._lines
+
+    def _needed(self, graph: fx.Graph) -> list[fx.Node]:
+        """Nodes that the outputs follow from, and all arguments."""
+        needed = {n for n in graph.nodes if n.op in ("placeholder", "output")}
+        for node in reversed(graph.nodes):
+            if node in needed:
+                needed.update(self._inputs(node))
+        return [n for n in graph.nodes if n in needed]
+
+    def _inputs(self, node: fx.Node) -> list[fx.Node]:
+        leaves = [] if node in self._instead else tree_leaves((node.args, node.kwargs))
+        return [self._origins[n] for n in leaves if isinstance(n, fx.Node)]
 
     def _wanted(self, results: Sequence[str]) -> dict[fx.Node, str]:
         """What makes the outputs -> their names."""
+        output = self._nodes[-1]
         found: dict[fx.Node, str] = {}
-        for node, name in zip(outputs_of(self._graph), results, strict=False):
-            while (same := self._unchanged(node)) is not None:
-                node = same
-            found.setdefault(node, name)
+        for node, name in zip(self._inputs(output), results, strict=False):
+            if node.op != "placeholder":
+                found.setdefault(node, name)
         return found
+
+    def _roles(self) -> dict[fx.Node, str]:
+        """Attention, and what it takes, before that was moved: else a name that says less."""
+        found: dict[fx.Node, str] = {}
+        for call in self._nodes:
+            if call.target is operators.attention:
+                found[call] = "attention"
+                for node, role in zip(self._inputs(call), "qkv", strict=False):
+                    made = node
+                    while operator_of(made) in _MOVES:
+                        made = self._inputs(made)[0]
+                    known = made.op == "placeholder" or made.target is operator.getitem or self._named(made)
+                    found[node if known else made] = role
+        return {n: role for n, role in found.items() if n.op != "placeholder" and n.target is not operator.getitem}
+
+    def _fits_inside(self, node: fx.Node) -> bool:
+        """Does one statement alone use a value, which has no name of its own?"""
+        if self._copies or isinstance(node.meta.get("val"), list | tuple) or len(self._users[node]) != 1:
+            return False
+        (user,), module = self._users[node], _module(node)
+        near = _within(module, _module(user)) or _within(_module(user), module)
+        return near and not self._named(node) and user.op != "output" and user.target is not operator.getitem
+
+    def _named(self, node: fx.Node) -> bool:
+        """Is a node what a module with weights makes of them?"""
+        return self._made_by_module(node) and _module(node) in self._weighted
+
+    def _made_by_module(self, node: fx.Node) -> bool:
+        """Is a node what its module returns?"""
+        return any(u.op == "output" or not _within(_module(u), _module(node)) for u in self._users[node])
+
+    def _state(self, node: fx.Node, name: str, header: str | None = None) -> None:
+        """Write a statement for ``node``; before it, what makes it too long."""
+        while True:
+            text, _ = self._expression(node)
+            inside = [n for n in self._inputs(node) if n in self._inside]
+            if len(text) <= _WIDTH or not inside:
+                break
+            longest = max(inside, key=lambda n: len(self._names[n]))
+            del self._inside[longest]
+            self._state(longest, self._name(longest))
+        header = self._section(node) if header is None else header
+        if header not in (self._header, "the model", ""):
+            self._lines.append(f"# {header}")
+            self._header = header
+        self._names[node] = name
+        self._lines.append(f"{self._unpacked(node)} = {text}")
+
+    def _section(self, node: fx.Node) -> str:
+        """The module of a block in whose code a node is: a layer without others inside is written in its holder's."""
+        module = _module(node)
+        simple = module in self._weighted - self._holders and module != path_of(node)
+        return module.rpartition(".")[0] or module if simple else module
 
     def _unpacked(self, node: fx.Node) -> str:
         """The target of an assignment; of an operator with several results one for each."""
@@ -95,9 +195,10 @@ class Writer:
             return name
         returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else []
         ends = [r.name for r in returns] if len(returns) == len(values) else [str(k) for k in range(len(values))]
-        self._names |= {user: f"{name}_{ends[int(str(user.args[1]))]}" for user in node.users}
-        found = {self._names[user] for user in node.users}
-        return listed([f"{name}_{end}" if f"{name}_{end}" in found else "_" for end in ends])
+        used = {int(str(user.args[1])) for user in node.users}
+        names = [self._free(f"{name}_{end}") if k in used else "_" for k, end in enumerate(ends)]
+        self._names |= {user: names[int(str(user.args[1]))] for user in node.users}
+        return listed(names)
 
     def _unchanged(self, node: fx.Node) -> fx.Node | None:
         """The input of a node that gives it on as it is."""
@@ -118,16 +219,39 @@ class Writer:
         return first if exact and neutral and not self._copies else None
 
     def _name(self, node: fx.Node) -> str:
-        """After the innermost module, or the operator."""
-        module = path_of(node).rpartition(".")[2]
-        kind = operator_of(node).strip("_") or "value"
-        stem = module if kind in ("linear", "addmm") and not module.isdigit() else kind
-        stem = re.sub(r"\W", "_", stem)
-        self._used[stem] += 1
-        name = f"{stem}_{self._used[stem]}"
-        return self._name(node) if name in self._taken else name
+        """After the module that returns it, the value whose numbers it moves, or the operator."""
+        module, kind = _module(node).rpartition(".")[2], operator_of(node).strip("_") or "value"
+        made = kind in ("linear", "addmm") or (kind not in _MOVES and self._made_by_module(node))
+        if made and module.isidentifier():
+            base = stem = module
+        elif kind in _MOVES:
+            base = self._base(node)
+            stem = f"{base}_{kind}"
+        else:
+            base = stem = kind
+        self._bases[node] = base
+        return self._free(re.sub(r"\W", "_", stem))
 
-    def _expression(self, node: fx.Node) -> str:
+    def _base(self, node: fx.Node) -> str:
+        """The name of the value that a node moves, without what moved it before."""
+        source = self._inputs(node)[0]
+        while source in self._inside and operator_of(source) in _MOVES:
+            source = self._inputs(source)[0]
+        if source in self._inside:
+            return operator_of(source).strip("_")
+        return self._bases.get(source) or self._names[source].removeprefix("self.")
+
+    def _free(self, stem: str) -> str:
+        """``stem``, with a number if another value has this name."""
+        names = itertools.chain([stem], (f"{stem}_{k}" for k in itertools.count(1 if stem in _RESERVED else 2)))
+        name = next(n for n in names if n not in self._taken)
+        self._taken.add(name)
+        return name
+
+    def _expression(self, node: fx.Node) -> tuple[str, int]:
+        """The expression for a node, and how strongly its last operator binds."""
+        if node in self._instead:
+            return self._instead[node], _ATOM
         name, given = operator_of(node), list[Any](node.args)
         if _writes(node) and _alone(node):
             name = name.removesuffix("_")
@@ -139,35 +263,59 @@ class Writer:
             named |= {a.name: v for a, v in zip(node.target._schema.arguments[first:], given[first:], strict=False)}
         skipped = ("pin_memory", "layout", "cudnn_enable", "cudnn_enabled")
         keywords = [f"{k}={self._text(v)}" for k, v in named.items() if v is not None and k not in skipped]
-        if node.target is operator.getitem:
-            return f"{arguments[0]}[{arguments[1]}]"
-        if name == "index":
-            return f"{arguments[0]}[{', '.join(':' if i is None else self._text(i) for i in given[1])}]"
-        if name in _INFIX and len(arguments) == 2 and not keywords and not arguments[0].startswith("-"):
-            return f"{arguments[0]} {_INFIX[name]} {arguments[1]}"
+        if name in _INFIX and len(arguments) == 2 and not keywords:
+            sign = _INFIX[name]
+            binds = _BINDS.get(sign, _COMPARED)
+            left = self._text(given[0], binds if sign in "+-*/@" else binds + 1)
+            if not (sign == "**" and left.startswith("-")):  # a negative number
+                return f"{left} {sign} {self._text(given[1], binds + 1)}", binds
         if name == "neg":
-            return f"-{arguments[0]}"
+            return f"-{self._text(given[0], _NEGATED)}", _NEGATED
+        return self._called(node, name, given, arguments, keywords), _ATOM
+
+    def _called(self, node: fx.Node, name: str, given: list[Any], arguments: list[str], keywords: list[str]) -> str:
+        x = self._text(given[0], _ATOM) if given else ""
+        if node.target is operator.getitem:
+            return f"{x}[{arguments[1]}]"
+        if name == "index":
+            return f"{x}[{', '.join(':' if i is None else self._text(i) for i in given[1])}]"
         if name == "slice" and len(arguments) == 4:
-            x, axis, begin, end = arguments
+            _, axis, begin, end = arguments
             if axis.isdigit():
-                return f"{x}[{':, ' * int(axis)}{begin if begin != '0' else ''}:{end if end != str(_END) else ''}]"
+                last = int(axis) > 1 and int(axis) == given[0].meta["val"].dim() - 1
+                before = "..., " if last else ":, " * int(axis)
+                return f"{x}[{before}{begin if begin != '0' else ''}:{end if end != str(_END) else ''}]"
         if name == "embedding" and not keywords:
             return f"F.embedding({', '.join([arguments[1], arguments[0], *(a for a in arguments[2:3] if a != '-1')])})"
         if name in ("mean", "sum") and len(arguments) == 2 and isinstance(given[1], list) and len(given[1]) == 1:
             arguments[1] = self._text(given[1][0])
         if name in _METHODS:
-            return f"{arguments[0]}.{name}({', '.join([*arguments[1:], *keywords])})"
+            return f"{x}.{name}({', '.join([*arguments[1:], *keywords])})"
         if name in _LOSSES and len(node.args) == 2 and not keywords:
             return f"{_LOSSES[name]}({', '.join(arguments)})"
         return f"{_FUNCTIONS.get(name) or _called(node)}({', '.join([*arguments, *keywords])})"
 
-    def _text(self, value: Any) -> str:
+    def _text(self, value: Any, binds: int = 0) -> str:
+        """``value`` as an operand of what binds so strongly."""
         if isinstance(value, fx.Node):
-            self.read.add(self._names[value].partition(" ")[0])  # 'site' of 'site + 1'
-            return self._names[value]
+            node = self._origins[value]
+            name = self._names[node]
+            if node in self._inside:
+                return f"({name})" if self._inside[node] < binds else name
+            self.read.add(name.partition(" ")[0])  # 'site' of 'site + 1'
+            return name
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(self._text, value))}]"
         return f"float('{value}')" if isinstance(value, float) and not math.isfinite(value) else repr(value)
+
+
+def _module(node: fx.Node) -> str:
+    """The module that a node belongs to, from its block on; "" for the block itself."""
+    return re.sub(r"^.*?\.\d+(\.|$)", "", path_of(node))
+
+
+def _within(module: str, other: str) -> bool:
+    return other in ("", "the model") or f"{module}.".startswith(f"{other}.")
 
 
 def _writes(node: fx.Node) -> bool:
