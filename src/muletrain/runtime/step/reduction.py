@@ -224,7 +224,12 @@ class Reduction:
 
     async def _ask_progress(self) -> None:
         """A wait takes long, or a peer died: ask who is there and which microbatches are through."""
-        await asyncio.gather(self._ask_what_is_through(), self._reruns.rerun_lost())
+        both = [asyncio.ensure_future(work) for work in (self._ask_what_is_through(), self._reruns.rerun_lost())]
+        try:
+            await asyncio.gather(*both)
+        finally:  # if one fails, nobody waits for the other
+            for work in both:
+                work.cancel()
 
     async def _ask_what_is_through(self) -> None:
         """Ask which microbatches are through, and take over those of dead trainers; if the step is late, also those of
