@@ -62,6 +62,7 @@ ALONE: tuple[Nap, ...] = (
 """``peer-1a`` goes on alone, since its replicas are silent, and lacks what they hold; one comes back and waits for it."""
 STEP_S = 32 * 3 * 3 / (6 + 10 / 1.55)
 MANY = ("2g", "1f", "0c", "1e", "1d", "1c", "0b", "2f", "2e", "2d")
+"""Who comes and goes, and seconds of a step, as with 'benchmarks/hub/processes.py --machines 16'."""
 WORLDS = {
     "one with a seat is ignored": IGNORED,
     "one is two steps behind": BEHIND,
@@ -80,9 +81,9 @@ def test_a_planned_pipeline_goes_on_soon_after_its_peers_wake_up(naps: tuple[Nap
 
 
 def test_many_replicas_that_come_and_go_agree() -> None:
-    """Stages of six and seven, of which two and three stay; the others leave 0.9 times in 23 s, for half of that on average. Who
-    stands aside for others is counted on all the same: else each counts on those that do not at that moment, no two on the
-    same, and all stand aside in turn. A peer gave up after 40 attempts, and a run of 16 processes stood still."""
+    """Stages of six and seven, of which two and three stay; the others leave 0.9 times in 23 s, for half of that on average.
+    When replicas left out those that stood aside at that moment, no two named the same members, and each stood aside again.
+    A peer gave up after 40 attempts, and a run of 16 processes stood still."""
     faults = []
     for number, who in enumerate(MANY):
         rng, at_s = random.Random(f"absences/{number}"), 0.0

@@ -34,8 +34,6 @@ _FUNCTIONS |= {"conv1d": "F.conv1d", "conv2d": "F.conv2d", "group_norm": "F.grou
 _LOSSES = {"cross_entropy_loss": "F.cross_entropy", "mse_loss": "F.mse_loss", "smooth_l1_loss": "F.smooth_l1_loss"}
 """Written so if they have no other arguments than these two, prediction and target."""
 _NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
-
-
 _MOVES = {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "contiguous", "flatten"}
 """They change how numbers lie, so the result is named after the value that they are called on."""
 _BINDS = {"+": 2, "-": 2, "*": 3, "/": 3, "//": 3, "@": 3, "**": 6}

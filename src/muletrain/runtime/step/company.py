@@ -72,8 +72,9 @@ class Company:
 
     def members(self) -> tuple[PeerId, ...]:
         """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
-        microbatches, we count on one that hurries: it may not be the one that lies. Those that stand aside come back when
-        they are counted on; without them, the views of many replicas would tell who stood aside when, and no two agree."""
+        microbatches, we count on one that hurries: it may not be the one that lies. We count on those that stand aside, and
+        they come back then. If we left them out, each replica would name those that it saw at that moment: many replicas
+        would never name the same members."""
         state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
         sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
         able = [m for m in sound if not state.is_committed(m)]

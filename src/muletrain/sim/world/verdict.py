@@ -93,7 +93,7 @@ def _survival(outcome: Outcome, states: dict[str, dict[str, Tensor]]) -> None:
         alone = "no peer of stages" in end or "no trainer can" in end or "no server of stage" in end
         if name in stateless or (
             alone and (states or stateless)
-        ):  # clients end sooner than a server that asks for a state
+        ):  # a client gives up before a server that asks for a state
             outcome.left_behind.append(name)
         else:
             outcome.violations.append(f"{name} did not survive: {outcome.ends.get(name, 'no end')}")
