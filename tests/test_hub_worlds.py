@@ -103,6 +103,12 @@ def test_a_microbatch_that_is_given_up_while_the_server_computes_it() -> None:
     assert play(draws.draw(209, "hub")).violations == []
 
 
+@pytest.mark.slow
+def test_nothing_waits_for_a_hanging_device_after_its_server_has_ended() -> None:
+    """It had asked for two things at once, and one of them failed."""
+    assert play(draws.draw(160004, "hub")).violations == []
+
+
 @pytest.mark.parametrize("sequences", [1, 5])
 def test_microbatches_of_any_size_are_cut(sequences: int) -> None:
     assert play(world(sequences=sequences)).violations == []
