@@ -92,6 +92,15 @@ def test_a_trainer_has_some_under_way_and_a_peer_admits_more(listed: Listed) -> 
     assert strategy.order(1, "c").most_between is None, "the last stage does both at once"
 
 
+@pytest.mark.parametrize("name", ["swarm", "hub"])
+def test_a_stage_of_few_peers_does_not_leave_the_others_idle(name: str) -> None:
+    strategy = made(find(name))
+    capacity = strategy.capacity(3)
+    assert strategy.window(capacity, (4, 4, 4), 2) == 4 * capacity // 4
+    assert strategy.window(capacity, (2, 4, 6), 2) == 4 * capacity // 4, "as if all stages had the average"
+    assert strategy.window(capacity, (1, 1, 10), 2) == capacity // 2, "and never more than the smallest one admits"
+
+
 @RUNNING
 def test_shards_have_owners_among_the_members(listed: Listed) -> None:
     owners = made(listed).shard_owners(("a", "b", "c"))

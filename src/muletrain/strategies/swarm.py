@@ -39,8 +39,10 @@ class Swarm:
         return 0
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Returns half of what the smallest stage admits, shared among the trainers."""
-        return max(2, min(serving) * capacity // (2 * trainers))
+        """Returns half of what the stages admit on average, but at most what the smallest one admits, shared among the
+        trainers. A stage with little work has few peers: half of what these admit leaves many others idle."""
+        under_way = min(sum(serving) * capacity // (2 * len(serving)), min(serving) * capacity)
+        return max(2, under_way // trainers)
 
     def capacity(self, stages: int) -> int:
         return capacity(stages)

@@ -122,8 +122,8 @@ class Accumulators:
         self._numbers = 0
         self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
         """Seconds between two chunks of a transfer."""
-        self.took_s = 0.0
-        """Seconds that the last transfer took; 0: there was none."""
+        self.each_s = 0.0
+        """Seconds in which another accumulator comes, as long as some do; 0: none has come."""
         self.news = asyncio.Event()
         """Set when ``gather`` may have something to do."""
         self._generation = 0
@@ -227,10 +227,10 @@ class Accumulators:
             )
             self._transfers[client] = transfer
             try:
-                begin = self._clock.now()
+                begin, together = self._clock.now(), len(self._transfers)
                 await self._net.send(client, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
                 await self._arrival(client, step, transfer)
-                self.took_s = self._clock.now() - begin
+                self.each_s = (self._clock.now() - begin) / max(together, len(self._transfers))
             except NetworkError as e:
                 raise Unreached(str(e)) from e
             finally:

@@ -213,7 +213,7 @@ class Clients:
             clients=len(self._clients),
             speed=self._desk.pool.speed(),
             own=self._desk.pool.own_speed(),
-            helpers=self._desk.pool.helpers(self._desk.accumulators.took_s),
+            helpers=self._desk.pool.helpers(self._desk.accumulators.each_s),
         )
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.planning.cost import all_reduce_s, averages_at, circulating, makespan_s, steady_shares
 from muletrain.sim.steps.endings import ended_s
-from muletrain.strategies.base import capacity
+from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,8 +83,8 @@ class Rates:
             before_s += stage.service_s
         slowest, carries = min([stage.computes for stage in stages]), min([stage.carries for stage in stages])
         ending_s = ended_s(self.setting, [stage.ending_s for stage in stages], serving)
-        admitted = min([stage.peers for stage in stages]) * capacity(len(stages))
-        window = self._trainers * max(2, admitted // (2 * self._trainers))
+        peers = [stage.peers for stage in stages]
+        window = self._trainers * SWARM.window(SWARM.capacity(len(stages)), peers, self._trainers)
         linked = min(slowest, carries)
         windowed = min(linked, window / before_s)
         if window <= FEW * len(stages):
