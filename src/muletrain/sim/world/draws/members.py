@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from muletrain.sim.world.draws.common import Kind, calm, replicas, span, spare, with_faults
 from muletrain.sim.world.lying import LIES
 from muletrain.sim.world.scenario import FOR_EVER_S, SIDES, Fault, Scenario, planned, stage_of
 
-if TYPE_CHECKING:
-    import random
+MANY = 0.3
+"""Share of the worlds with naps in which a stage has five to seven replicas."""
 
 
 def _last_trainer(s: Scenario, rng: random.Random) -> Scenario | None:
@@ -98,10 +98,14 @@ def _lie(s: Scenario, rng: random.Random) -> Scenario | None:
 
 def _naps(s: Scenario, rng: random.Random) -> Scenario | None:
     """All but one of each stage stand still again and again, while microbatches take seconds: machines whose owners use
-    them. In most such worlds the pipelines are planned."""
+    them. In most such worlds the pipelines are planned; in some a stage has so many replicas that one or the other is
+    always away."""
     if s.clients or len(s.stages) > 3 or any(f.kind in SIDES for f in s.faults):
         return None
     slower, stages = rng.uniform(5.0, 30.0), tuple(max(n, rng.choice([2, 3, 3])) for n in s.stages)
+    if (many := random.Random(f"many/{s.seed}")).random() < MANY:
+        crowded = many.randrange(len(stages))
+        stages = tuple(many.randint(5, 7) if stage == crowded else n for stage, n in enumerate(stages))
     schedule = rng.choice([None, "gpipe", "1f1b", "1f1b", "1f1b"])
     others = [o for o in s.overrides if not o.startswith("pipeline")]
     s = replace(
