@@ -190,7 +190,7 @@ def test_who_computes_again_dies_and_nobody_else_serves_the_stage(how: str) -> N
 
 def test_who_computes_again_freezes_and_the_member_goes_on_without_it() -> None:
     """It comes back with a second result that nobody waits for any more, and holds nobody up."""
-    faults = (Fault(0.0, "corrupt", ("peer-1a",), 0.8, how="nan"), Fault(1.6, "freeze", ("peer-1b",), 6.0))
+    faults = (Fault(0.0, "corrupt", ("peer-1a",), 0.8, how="nan"), Fault(1.76, "freeze", ("peer-1b",), 6.0))
     outcome = play(Scenario(1, (1, 2), 1, 3, 8, 0.01, faults))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.virtual_s < 20.0

@@ -46,10 +46,10 @@ class Deadline:
             self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
             self._mean_s += (seconds - self._mean_s) / 8
 
-    def seconds(self, attempt: int = 0) -> float:
-        """Returns the deadline of try number ``attempt``, from 0."""
+    def seconds(self, attempt: int = 0, longest_s: float = CEILING_S) -> float:
+        """Returns the deadline of try number ``attempt``, from 0; at most ``longest_s``."""
         base = self._unmeasured_s if self._mean_s is None else self._mean_s + self._deviations * self._deviation_s
-        return min(CEILING_S, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
+        return min(longest_s, max(self._floor_s, base) * 2.0 ** min(attempt, 10))
 
 
 class Usual:

@@ -6,6 +6,7 @@ word must neither make it look fast, so that it is given everything, nor stretch
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ class Trips:
         self._deadline = Deadline()
         self._mean_s: dict[str, float] = {}
         """By peer."""
+        self._doubted = 0
+        """Requests that were out for long before any answer was measured."""
 
     def serve(self, peers: Collection[str]) -> None:
         """``peers`` serve the stage now: forget the others."""
@@ -59,4 +62,14 @@ class Trips:
 
     def long_s(self) -> float:
         """Returns the seconds after which a request has been out for long, whatever its peer says."""
-        return (LONG if self._deadline.known else LONG_UNMEASURED) * self._deadline.seconds()
+        if self._deadline.known:
+            return LONG * self._deadline.seconds(longest_s=math.inf)
+        return LONG_UNMEASURED * self._deadline.seconds() * 2.0**self._doubted
+
+    def is_long(self, waited_s: float) -> bool:
+        """Has a request been out for long after ``waited_s``? Before any answer was measured it may be that all peers are
+        slow, so one request at a time is doubted, each after twice as long as the one before."""
+        if waited_s < self.long_s():
+            return False
+        self._doubted += not self._deadline.known
+        return True

@@ -24,7 +24,8 @@ LOOKS = 4
 """Questions within the patience, at least, however long the doubled deadlines are: otherwise nobody could tell us of
 progress."""
 ENDLESS = 12
-"""Times the patience, after which a wait is hopeless even if others report progress."""
+"""Times the patience in which nothing came of what is waited for, after which a wait is hopeless even if others report
+progress."""
 
 
 async def _nothing() -> None:
@@ -89,12 +90,13 @@ class Waits:
         Raises MuletrainError when the wait is hopeless, and what ``ask`` and ``look_around`` raise.
         """
         begin = self._clock.now()
-        attempt, due, count, came_s = 0, begin + deadline.seconds(), so_far(), math.inf
+        attempt, due, count, came_s, grew_s = 0, begin + deadline.seconds(), so_far(), math.inf, begin
 
         def met() -> bool:
-            nonlocal count, came_s
-            if attempt < 2 and (now_count := so_far()) != count:
-                count, came_s = now_count, self._clock.now()
+            nonlocal count, came_s, grew_s
+            if (now_count := so_far()) != count:
+                count, grew_s = now_count, self._clock.now()
+                came_s = grew_s if attempt < 2 else came_s
             return condition()
 
         self._signals.hurried = False
@@ -127,7 +129,7 @@ class Waits:
                         continue
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
-                    if attempt >= MAX_SILENCE and self.hopeless(begin):
+                    if attempt >= MAX_SILENCE and self.hopeless(begin, grew_s):
                         raise MuletrainError(f"gave up waiting for {what}; {self._waiter.who_is_there()}") from None
                     self._signals.hurried = True
         finally:
@@ -146,10 +148,11 @@ class Waits:
         next one is no shorter: it is three times what a first measure says."""
         return min(took_s, max(came_s, deadline.seconds() / 3))
 
-    def hopeless(self, begin: float, times: int = 1) -> bool:
-        """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""
-        now, patience_s = self._clock.now(), self._signals.patience_s
-        return now - max(begin, self._came_on_s) > times * patience_s or now - begin > ENDLESS * patience_s
+    def hopeless(self, begin: float, grew_s: float = -math.inf, times: int = 1) -> bool:
+        """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?
+        ``grew_s``: when something came of what is waited for."""
+        now, patience_s, last_s = self._clock.now(), self._signals.patience_s, max(begin, grew_s)
+        return now - max(last_s, self._came_on_s) > times * patience_s or now - last_s > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[object] | None) -> None:
         """Return when there is a question to ask, or its end to look at. Until then only look around: something changes

@@ -367,7 +367,7 @@ class Dispatcher:
         """Have another peer compute a copy of what was ``pending`` for long, whatever its peer says: it may lie. Returns
         True if nobody can, but the stage has other peers: then it has to be given up, and tried anew."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
-        if alone or pending.copy is not None or waited_s < self.trips.long_s():
+        if alone or pending.copy is not None or not self.trips.is_long(waited_s):
             return False
         self._wiring.takes_at_least(pending.peer, waited_s)
         others = set(self._wiring.peers()) - pending.tried - self._ctx.detector.suspected

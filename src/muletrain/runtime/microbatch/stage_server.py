@@ -20,7 +20,7 @@ from muletrain.compute.checks import check_sample_values, is_finite
 from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
-from muletrain.policy.deadline import UNMEASURED_S, Usual
+from muletrain.policy.deadline import CEILING_S, Usual
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Frame, PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Request
+    from muletrain.runtime.core.waiting import News
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
@@ -95,7 +96,7 @@ class StageServer:
 
     def __post_init__(self) -> None:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
-        self._usual = Usual(unmeasured_s=UNMEASURED_S, floor_s=0.0, times=1.0)
+        self._usual = Usual(unmeasured_s=CEILING_S, floor_s=0.0, times=1.0)
         """Service time of a microbatch here."""
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
@@ -285,7 +286,7 @@ class StageServer:
         assert self._cross_check is not None  # not on the last stage
         gradient, trusted = await self._cross_check.gradient(job.message, sent, answer)
         job.excused |= not trusted
-        with _Accumulation(job) as accumulation:
+        with _Accumulation(job, ctx.news) as accumulation:
             accumulation.loss = loss
             turn = self._turn(self._backward, job, "backward")
             inputs_gradient = await ctx.compute.backward(
@@ -297,7 +298,7 @@ class StageServer:
 
     async def _last_stage(self, job: _Job, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
         ctx = self.ctx
-        with _Accumulation(job) as accumulation:
+        with _Accumulation(job, ctx.news) as accumulation:
             turn = self._turn(self._forward, job, "forward", "backward")
             loss, inputs_gradient = await ctx.compute.loss_backward(
                 job.microbatch, inputs, targets, turn, accumulate=accumulation.granted
@@ -359,8 +360,10 @@ class _UnfiniteInputs(Unfinite, ProtocolError):
 class _Accumulation:
     """Reserves a microbatch in the ledger; commits it if its gradient was accumulated, releases it otherwise."""
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _Job, news: News) -> None:
+        """``news``: wakes who waits until nothing is being accumulated."""
         job.work.check()
+        self._news = news
         self._ledger, self._message = job.work.ledger, job.message
         self.granted = False
         self.done = False
@@ -376,3 +379,4 @@ class _Accumulation:
             self._ledger.commit(self._message.index, self.loss)
         elif self.granted:
             self._ledger.abort(self._message.index)
+        self._news.touched()

@@ -72,8 +72,8 @@ class Trainer:
         self._turn = 0
         """How often we have moved on to the next trainer in line (``claimant``), because microbatches were missing and no
         peer worked on them."""
-        self._held_back = 0
-        """How often in a row we have not moved on, because peers worked on some."""
+        self._held_back, self._held_back_at = 0, 0.0
+        """How often in a row we have not moved on, because peers worked on some; and since when."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to others in this way."""
         self._refilling: set[tuple[int, int]] = set()
@@ -126,8 +126,10 @@ class Trainer:
         theirs = self._claims(self._work.missing(), turn)
         current = await self._survey.everyone(self._lineage, self._step) if theirs else {}
         at_work = any(progress.in_flight or progress.answering for progress in current.values())
-        self._held_back = self._held_back + 1 if at_work else 0
-        if 0 < self._held_back < MOST_HELD_BACK:  # later it may be a lie
+        self._held_back, now = self._held_back + 1 if at_work else 0, self._ctx.clock.now()
+        self._held_back_at = now if self._held_back <= 1 else self._held_back_at
+        for_long = now - self._held_back_at >= self._dispatcher.trips.long_s()
+        if self._held_back and not (self._held_back >= MOST_HELD_BACK and for_long):  # then it may be a lie
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):

@@ -187,8 +187,9 @@ class Exchange:
         if progress is None:
             return None
         moved, round_ = self._observed.moved.get(peer, (0, b""))
-        # averaging over slow links takes long; a peer whose device is late soon leaves the step to the others
-        if progress.moved > moved or progress.round != round_ or progress.late:
+        # averaging over slow links takes long, and so does a microbatch on a slow device; a peer whose device is late soon
+        # leaves the step to the others
+        if progress.moved > moved or progress.round != round_ or progress.late or progress.in_flight:
             self._waits.came_on()
         self._observed.moved[peer] = progress.moved, progress.round
         if progress.rival:

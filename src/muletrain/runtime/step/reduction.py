@@ -113,7 +113,7 @@ class Reduction:
                     "microbatches to go through",
                     self._ask_progress,
                     self._ctx.meter.pulse,
-                    lambda: len(self._work.losses),
+                    lambda: len(self._work.losses) + len(self._work.ledger.accumulated),
                 )
                 await self._begin_ahead()
                 gradient = await self._reduce(weights)
