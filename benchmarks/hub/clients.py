@@ -1,5 +1,5 @@
-"""Do clients of 1, 2 and 4 times the speed do work in that proportion, and does one behind 20 Mb/s slow a step down? See
-README.md. ``python clients.py`` writes clients.json."""
+"""Do clients of 1, 2 and 4 times the speed do work in that proportion, does one behind 20 Mb/s slow a step down, and how
+soon does one that joins work? See README.md. ``python clients.py`` writes clients.json."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from counting import counted
+from counting import counted, joining
 from plays import played, write
 
 from muletrain.config.fleet_file import Fleet, load_fleet
@@ -46,6 +47,20 @@ def measured(text: str) -> dict[str, Any]:
     return row | {"forward passes": dict(by_kind)}
 
 
+def joined(text: str) -> dict[str, Any]:
+    """Of clients that come back, in milliseconds: until they ask for the weights, and from these to the first part. Links
+    have a round trip of 20 ms."""
+    with joining() as found:
+        played(fleet(text + LINKS), "hub", RUN, seconds=SECONDS, leave_per_s=1 / 200, away_s=20.0)
+    before_ms, after_ms = ([1000 * seconds for seconds in each] for each in zip(*found, strict=True))
+    return {
+        "clients": len(found),
+        "before": round(median(before_ms), 1),
+        "after": round(median(after_ms), 1),
+        "at once": sum(a + b < 40 for a, b in zip(before_ms, after_ms, strict=True)),
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     of_speed = "".join(CLIENT.format(f"x{x}", 2, x, 1000, 1000) for x in (1, 2, 4))
@@ -54,6 +69,7 @@ def main() -> None:
         "1x, 2x, 4x": measured(SERVERS + of_speed),
         "four clients": measured(SERVERS + four),
         "and one behind 20 Mb/s": measured(SERVERS + four + CLIENT.format("slow", 1, 1, 20, 20)),
+        "join": joined(SERVERS + four),
     }
     for name, row in rows.items():
         print(name, json.dumps(row), flush=True)

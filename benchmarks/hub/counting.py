@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from muletrain.policy.pool import Pool
+from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.messages import Finished, Output
+from muletrain.runtime.pool.weights import WeightsDownload
+from muletrain.runtime.pool.work import PartWork
 from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
 
@@ -51,6 +54,39 @@ def counted() -> Iterator[Counts]:
         yield counts
     finally:
         FleetLinks.weight, Pool.done = weight, done  # type: ignore[method-assign]
+
+
+@contextmanager
+def joining() -> Iterator[list[tuple[float, float]]]:
+    """Collect of each client that came: seconds from its first question until it took the weights, and from these to its
+    first part; together all but the time of the weights."""
+    found, run, fetch, compute = list[tuple[float, float]](), Client.run, WeightsDownload.fetch, PartWork.compute
+    begun, came, clients = dict[int, float](), dict[int, tuple[float, float]](), dict[int, Client]()
+
+    async def began(client: Client) -> None:
+        clients[id(client._weights)] = clients[id(client._work)] = client
+        begun[id(client)] = client._clock.now()
+        await run(client)
+
+    async def fetched(weights: WeightsDownload, *args: Any) -> Any:
+        client = clients[id(weights)]
+        asked = client._clock.now()
+        values = await fetch(weights, *args)
+        came.setdefault(id(client), (asked, client._clock.now()))
+        return values
+
+    async def computes(work: PartWork, *args: Any) -> Any:
+        client = clients[id(work)]
+        if (begin := begun.pop(id(client), None)) is not None:
+            asked, there = came[id(client)]
+            found.append((asked - begin, client._clock.now() - there))
+        return await compute(work, *args)
+
+    Client.run, WeightsDownload.fetch, PartWork.compute = began, fetched, computes  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Client.run, WeightsDownload.fetch, PartWork.compute = run, fetch, compute  # type: ignore[method-assign]
 
 
 @contextmanager
