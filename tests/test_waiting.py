@@ -237,6 +237,36 @@ def test_a_long_wait_is_not_given_up_while_those_we_ask_say_that_they_come_on() 
     assert len(asked) < 60, "a question now and then is no load"
 
 
+def test_who_stood_still_itself_asks_before_it_gives_up() -> None:
+    """A laptop that slept for ten minutes."""
+
+    async def scenario() -> None:
+        clock, done = _Jumping(), asyncio.Event()
+        news = News()
+        waits = Waits(clock, news, _Waiter())
+
+        async def ask() -> None:
+            if clock.slept_s:
+                done.set()
+                news.touched()
+            waits.came_on()
+
+        asyncio.get_running_loop().call_later(300.0, clock.sleeps, 600.0)
+        await waits.until(done.is_set, Deadline(unmeasured_s=5.0, floor_s=5.0), "it", ask)
+
+    virtually(scenario(), 1000.0)
+
+
+class _Jumping(LoopClock):
+    slept_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.slept_s
+
+    def sleeps(self, seconds: float) -> None:
+        self.slept_s += seconds
+
+
 def test_who_is_asked_for_because_somebody_died_is_asked_at_once() -> None:
     pulse, asked = Pulse(16.0), list[float]()
 

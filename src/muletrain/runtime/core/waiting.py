@@ -127,6 +127,8 @@ class Waits:
                         self.came_on()
                         due = self._clock.now() + more_s
                         continue
+                    if self._clock.now() - due > self._signals.patience_s / LOOKS:  # we stood still, and heard nobody
+                        self.came_on()
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
                     if attempt >= MAX_SILENCE and self.hopeless(begin, grew_s):

@@ -126,6 +126,25 @@ def _naps(s: Scenario, rng: random.Random) -> Scenario | None:
     return with_faults(s, faults)
 
 
+def _minutes(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Machines that need a minute or more for a microbatch; one of them stands still for some minutes, or dies."""
+    if s.clients or s.swapped or len(s.stages) > 3 or any(f.kind in SIDES for f in s.faults):
+        return None
+    slower = rng.uniform(200.0, 800.0)
+    others = [o for o in s.overrides if not o.startswith("pipeline")]
+    stages = tuple(max(n, 2) for n in s.stages)
+    s = replace(
+        calm(s),
+        stages=stages,
+        longer=max(slower, s.longer),
+        slower=slower,
+        steps=2,
+        overrides=(*others, *planned(stages, rng.choice([None, "gpipe", "1f1b"]), shared=rng.random() < 0.5)),
+    )
+    at_s = rng.uniform(0.0, 0.8 * span(s))
+    return with_faults(s, [Fault(at_s, rng.choice(["freeze", "kill"]), (rng.choice(spare(s)),), 250.0 * rng.random())])
+
+
 def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
     return replace(s, keep=rng.randint(2, 3), checkpoint_every=1)
 
@@ -140,6 +159,7 @@ KINDS: dict[str, Kind] = {
     "resume": _resume,
     "keep": _keep,
     "naps": _naps,
+    "minutes": _minutes,
     "lie": _lie,
     "shared data": _shared_data,
 }
