@@ -137,7 +137,7 @@ def test_clients_with_nothing_to_do_help_a_server_that_lost_one(monkeypatch: pyt
     right = Pool.helpers
     monkeypatch.setattr("muletrain.runtime.pool.servers.IDLE_S", 0.1)
     monkeypatch.setattr(Pool, "helpers", lambda self, seconds: right(self, 0.01))
-    helped = play(with_a_loss(1, 96, "hub.accumulator"))
+    helped = play(with_a_loss(5, 96, "hub.accumulator"))
     assert helped.violations == []
     lost = next(e for e in helped.events if isinstance(e, ClientLost) and e.parts)
     ended = next(e.t for e in helped.events if isinstance(e, StepApplied) and e.peer == lost.peer)
