@@ -175,6 +175,8 @@ class Wrong(nn.Module):
             x = x + targets[:, :1]
         if self.kind == "shape":
             x = images
+        if self.kind == "loop":
+            x = torch.stack([image * 2 for image in x])
         x = self.layers(x)
         if self.kind == "batchnorm":
             x = self.norm(x)

@@ -48,6 +48,10 @@ def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> Non
         ("taken", "bind.weight begins with a name that muletrain uses; rename bind"),
         ("early", "uses the targets before the last block has computed"),
         ("shape", r"cannot be traced \(in forward, tests/own_models.py:\d+\).*inputs float32\[3, 8, 8\]"),
+        (
+            "loop",
+            r"cannot be traced \(in .*, tests/own_models.py:\d+\): unbind makes the number of samples a constant",
+        ),
         ("value", "cannot be traced .*data-dependent.*shapes must not depend on data"),
         ("sizes", "whose shape depends on data, so microbatches would not add up"),
         ("random", "rand_like.*draws random numbers"),
