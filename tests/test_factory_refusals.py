@@ -65,6 +65,21 @@ def test_a_module_that_cannot_be_trained_says_why(kind: str, message: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("words", ["model.vocab=301"], "embed looks up 300 rows, and .* integers up to 300; set model.vocab = 300"),
+        ("vit", ["data.factory=tests.own_models:images_with_classes", "model.vocab=9"], "compares 5 classes"),
+        ("windowed", ["model.vocab=300", "model.context=33"], "takes at most 32 tokens, and model.context = 33"),
+        ("placed", ["model.vocab=300", "model.context=33"], "place looks up 32 rows, and in 33 tokens .* go to 32"),
+    ],
+)
+def test_a_module_with_too_small_a_table_is_refused(model: str, settings: list[str], message: str) -> None:
+    """Before a peer looks up what is not there."""
+    with pytest.raises(ConfigError, match=f"^model.factory: .*{message}"):
+        resolve_start(load_config(None, [f"model.factory=tests.own_models:{model}", *settings]))
+
+
+@pytest.mark.parametrize(
     ("data", "message"),
     [
         ("nowhere", "cannot be imported"),
@@ -91,7 +106,10 @@ def test_samples_that_cannot_be_used_say_why(data: str, message: str) -> None:
         (["data.factory=a.b:c"], "set model.factory too"),
         (["model.factory=a.b:c", "data.factory=a.b:d", "data.share=true"], "data.share: only the tokens of a text"),
         (["model.factory=tests.own_models:words", "model.from=x"], "comes from model.from as well"),
-        (["model.factory=tests.own_models:words", "model.layers=7"], "model.layers: 7 beside model.factory"),
+        (
+            ["model.factory=tests.own_models:words", "model.vocab=300", "model.layers=7"],
+            "model.layers: 7 beside model.factory",
+        ),
         (["model.factory=tests.own_models:words", "model.arguments.height=1"], "unexpected keyword argument 'height'"),
     ],
 )

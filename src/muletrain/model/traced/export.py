@@ -119,7 +119,13 @@ def trace(
             f"the model changes its buffer {name} while it computes, so a microbatch could not be computed "
             f"twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
         )
-    return _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
+    traced = _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
+    longest = [program.range_constraints[size.node.expr].upper for size in traced.sizes[1:]]
+    if longest and longest[0] < context:
+        raise ConfigError(
+            f"the model takes at most {longest[0]} tokens, and model.context = {context}; set that to {longest[0]} or less"
+        )
+    return traced
 
 
 class _Constants(TorchFunctionMode):
