@@ -176,6 +176,8 @@ class Wrong(nn.Module):
         super().__init__()
         self.kind = kind
         self.layers = nn.Sequential(*(nn.Linear(3 * SIDE * SIDE if k == 0 else 4, 4) for k in range(3)))
+        if kind == "gaps":
+            self.layers = nn.Sequential(*(layer for linear in self.layers for layer in (linear, nn.ReLU())))
         if kind == "batchnorm":
             self.norm = nn.BatchNorm1d(4)
         if kind == "unused":
