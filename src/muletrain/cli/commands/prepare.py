@@ -139,7 +139,10 @@ ProfiledModel = Annotated[
 ]
 DeviceName = Annotated[str, typer.Option(help="'cuda', 'cuda:1', 'mps', 'cpu', or 'auto': the best one that is here.")]
 PrecisionName = Annotated[Arithmetic, typer.Option(help="'auto': what a run would choose on the device.")]
-ProfiledContext = Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence. Default: the model's longest.")]
+ProfiledContext = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens of a sequence. Default: as in a run, the model's longest, at most 1024."),
+]
 Sequences = Annotated[int, typer.Option(min=1, help="Sequences (or samples) of the microbatch, as train.microbatch.")]
 Memory = Annotated[
     float | None,

@@ -23,7 +23,7 @@ from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.folder import traced_in
+from muletrain.model.traced.folder import run_context, traced_in
 from muletrain.runs.assemble import RunFacts, resolve_start
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def model_named(name: str, *, context: int | None, untie: bool) -> Model:
         sizes = {"preset": name} if context is None else {"preset": name, "context": context}
         return make_model(ModelConfig.model_validate(sizes))
     folder = local_folder(name, weights=False)
+    context = run_context(folder, context)
     if is_native(folder):
         return spec_in(folder, context=context)
     return traced_in(folder, context=context, untie=untie)
