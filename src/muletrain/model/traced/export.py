@@ -106,7 +106,7 @@ def trace(
         raise
     except Exception as e:  # whatever the model's own code, or torch's tracer, raises
         if first_line(e).startswith("Constraints violated"):
-            _look_for_fixed_sizes(module, examples, dynamic)
+            _look_for_fixed_sizes(module, examples, dynamic, own=own)
         remedy = (
             f"it got inputs {given[0]} and targets {given[1]} (of data.factory, else of text), and shapes must not depend on data"
             if own
@@ -138,15 +138,21 @@ class _Constants(TorchFunctionMode):
         return func(*args, **{**given, "device": "cpu"}).to("meta")
 
 
-def _look_for_fixed_sizes(module: nn.Module, examples: tuple[Tensor, ...], dynamic: tuple[Any, ...]) -> None:
+def _look_for_fixed_sizes(
+    module: nn.Module, examples: tuple[Tensor, ...], dynamic: tuple[Any, ...], *, own: bool
+) -> None:
     """Raises ConfigError for the line of the model's code with which it takes one number of samples or of tokens only."""
     try:
         with torch.device("meta"), _Constants(), _silenced():
             torch.export.export(_Watched(module), examples, dynamic_shapes=(dynamic,), strict=False)
     except _FixedError as e:
+        remedy = (
+            "write that part for any number of them, without a loop over them (nn.LSTM has one)"
+            if own
+            else "take another model"
+        )
         raise ConfigError(
-            f"the model cannot be traced{where(e)}: {e.operator} makes the number of {e.what} a constant; write that part for "
-            f"any number of them, without a loop over them (nn.LSTM has one)"
+            f"the model cannot be traced{where(e)}: {e.operator} makes the number of {e.what} a constant; {remedy}"
         ) from e
 
 

@@ -128,8 +128,8 @@ def check_positions(parts: Parts, tables: Tables, context: int) -> None:
             last = int(tables.of(1, context, torch.device("cpu"))[name].max())
             if last >= count:
                 raise ConfigError(
-                    f"{path_of(node)} looks up {count} rows, and in {context} tokens positions go to {last}; set model.context = "
-                    f"{count}, or give the module more"
+                    f"model.factory: {path_of(node)} looks up {count} rows, and in {context} tokens positions go to {last}; set "
+                    f"model.context = {count}, or give the module more"
                 )
 
 

@@ -113,13 +113,13 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
             )
         if used == parts.frozen:
             raise ConfigError("no parameter is trained, since all have requires_grad=False; leave it on for some")
-        constants = {**buffers(), **traced.values}
-        tables = Tables(parts, constants)
-        if spec.own_loss:
-            check_positions(parts, tables, spec.context)
     except ConfigError as e:
         raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
     width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
+    constants = {**buffers(), **traced.values}
+    tables = Tables(parts, constants)
+    if spec.own_loss:
+        check_positions(parts, tables, spec.context)
     own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
     found = Outline(
         digest=_digest(traced, parts, own) if blocks is None else None,
