@@ -140,6 +140,24 @@ def windowed(window: int = 9, longest: int = 32) -> nn.Module:
     return Windowed(window, longest)
 
 
+class Placed(Words):
+    """Knows ``longest`` positions."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(vocab=300)
+        self.place = nn.Embedding(longest, 16)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override] # it writes no text
+        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def placed(longest: int = 32) -> nn.Module:
+    return Placed(longest)
+
+
 # Wrong ones -----------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +176,8 @@ class Wrong(nn.Module):
         super().__init__()
         self.kind = kind
         self.layers = nn.Sequential(*(nn.Linear(3 * SIDE * SIDE if k == 0 else 4, 4) for k in range(3)))
+        if kind == "gaps":
+            self.layers = nn.Sequential(*(layer for linear in self.layers for layer in (linear, nn.ReLU())))
         if kind == "batchnorm":
             self.norm = nn.BatchNorm1d(4)
         if kind == "unused":
@@ -175,6 +195,8 @@ class Wrong(nn.Module):
             x = x + targets[:, :1]
         if self.kind == "shape":
             x = images
+        if self.kind == "loop":
+            x = torch.stack([image * 2 for image in x])
         x = self.layers(x)
         if self.kind == "batchnorm":
             x = self.norm(x)

@@ -36,7 +36,7 @@ TWO = ["--set", "fleet.peers=2"]
 
 
 def start(*arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "muletrain.cli.main", *arguments]
+    command = [sys.executable, "-m", "muletrain", *arguments]
     out = subprocess.PIPE
     return subprocess.Popen(command, cwd=cwd, stdout=out, stderr=out, text=True, env={**os.environ, **env})
 

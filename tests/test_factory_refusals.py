@@ -48,6 +48,10 @@ def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> Non
         ("taken", "bind.weight begins with a name that muletrain uses; rename bind"),
         ("early", "uses the targets before the last block has computed"),
         ("shape", r"cannot be traced \(in forward, tests/own_models.py:\d+\).*inputs float32\[3, 8, 8\]"),
+        (
+            "loop",
+            r"cannot be traced \(in .*, tests/own_models.py:\d+\): unbind makes the number of samples a constant",
+        ),
         ("value", "cannot be traced .*data-dependent.*shapes must not depend on data"),
         ("sizes", "whose shape depends on data, so microbatches would not add up"),
         ("random", "rand_like.*draws random numbers"),
@@ -58,6 +62,21 @@ def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> Non
 def test_a_module_that_cannot_be_trained_says_why(kind: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^model.factory: .*{message}"):
         named("wrong", "images_with_numbers", f"model.arguments.kind={kind}")
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("words", ["model.vocab=301"], "embed looks up 300 rows, and .* integers up to 300; set model.vocab = 300"),
+        ("vit", ["data.factory=tests.own_models:images_with_classes", "model.vocab=9"], "compares 5 classes"),
+        ("windowed", ["model.vocab=300", "model.context=33"], "takes at most 32 tokens, and model.context = 33"),
+        ("placed", ["model.vocab=300", "model.context=33"], "place looks up 32 rows, and in 33 tokens .* go to 32"),
+    ],
+)
+def test_a_module_with_too_small_a_table_is_refused(model: str, settings: list[str], message: str) -> None:
+    """Before a peer looks up what is not there."""
+    with pytest.raises(ConfigError, match=f"^model.factory: .*{message}"):
+        resolve_start(load_config(None, [f"model.factory=tests.own_models:{model}", *settings]))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +106,10 @@ def test_samples_that_cannot_be_used_say_why(data: str, message: str) -> None:
         (["data.factory=a.b:c"], "set model.factory too"),
         (["model.factory=a.b:c", "data.factory=a.b:d", "data.share=true"], "data.share: only the tokens of a text"),
         (["model.factory=tests.own_models:words", "model.from=x"], "comes from model.from as well"),
-        (["model.factory=tests.own_models:words", "model.layers=7"], "model.layers: 7 beside model.factory"),
+        (
+            ["model.factory=tests.own_models:words", "model.vocab=300", "model.layers=7"],
+            "model.layers: 7 beside model.factory",
+        ),
         (["model.factory=tests.own_models:words", "model.arguments.height=1"], "unexpected keyword argument 'height'"),
     ],
 )

@@ -71,6 +71,26 @@ def test_every_distinct_block_is_measured_once(kind: str, tmp_path: Path) -> Non
     assert all(b.forward_s > 0 and b.backward_s > 0 and b.load_s > 0 for b in blocks)
 
 
+@pytest.mark.parametrize(
+    ("model", "data"), [("wrong", "images_with_numbers"), ("partly_frozen", "images_with_numbers"), ("words", None)]
+)
+def test_a_users_module_is_profiled_from_its_configuration(tmp_path: Path, model: str, data: str | None) -> None:
+    """Also where nothing is trained before the first block, or in a block."""
+    lines = ["[model]", f'factory = "tests.own_models:{model}"']
+    lines += ['arguments = {kind = "fine"}'] if model == "wrong" else []
+    lines += ["vocab = 300", "context = 32"] if data is None else ["[data]", f'factory = "tests.own_models:{data}"']
+    (tmp_path / "mine.toml").write_text("\n".join(lines))
+    found = model_named(str(tmp_path / "mine.toml"), context=None, untie=False)
+    for precision in (Precision.FP32, Precision.BF16):
+        at = Conditions(3, CPU.device, precision)
+        profile = measured_profile(found, "mine.toml", at, lambda what, share: None)
+        parts = profile.by_part()
+        assert sum(part.parameter_bytes for part in parts) == at.dtype.itemsize * found.params
+        assert len(parts) == found.layers + 2
+        assert (parts[0].parameter_bytes == 0) == (model == "wrong")
+        assert all(math.isfinite(MeasuredModel(found, profile).flops_of(k, 1)) for k in range(found.layers))
+
+
 def test_layers_that_differ_are_measured_each(tmp_path: Path) -> None:
     """Attention over a window takes a mask, over all earlier tokens none."""
     full, window = "full_attention", "sliding_attention"

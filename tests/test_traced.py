@@ -338,6 +338,20 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "has no readable model.safetensors" in refused("model.context=32")
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_run_takes_1024_tokens_of_models_made_for_more(tmp_path: Path, kind: str) -> None:
+    """An attention over 40,960 tokens takes minutes and gigabytes even of a tiny model."""
+    config = config_of("qwen2", max_position_embeddings=40960) | {"model_type": kind}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def context(*settings: str) -> int:
+        asked = load_config(None, [f"model.from={tmp_path}", *settings])
+        return resolve_start(asked, weights=False).model.context
+
+    assert context() == 1024
+    assert context("model.context=2048") == 2048
+
+
 def test_another_chain_than_the_founders_is_refused() -> None:
     architecture = json.dumps(config_of("qwen2"))
     model = ModelConfig.model_validate({"architecture": architecture, "context": CONTEXT, "chain": "0123 (torch 1)"})

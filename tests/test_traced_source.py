@@ -32,7 +32,6 @@ from tests.traced_models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -49,30 +48,20 @@ def written(chain: TracedModel, folder: Path) -> Any:
     return module
 
 
-def filled(blocks: list[Any], chain: TracedModel, state: Mapping[str, Tensor]) -> list[tuple[Tensor, str]]:
-    """All parameters of the ``blocks`` of a chain with their names, after they were given values."""
-    found = []
-    for block, part in zip(blocks, chain.parts, strict=True):
-        for parameter, name in zip(block.parameters(), part.weights, strict=True):
-            parameter.data.copy_(state[name].detach())
-            found.append((parameter, name))
-    return found
-
-
-def header_of(module: Any) -> tuple[str, str]:
-    """The code in a written module's docstring, before and after parameters are loaded."""
+def computed(module: Any, chain: TracedModel, **given: Any) -> tuple[dict[str, Any], list[tuple[Tensor, str]]]:
+    """Runs the code in a written module's docstring. Returns its variables, and all parameters with their names."""
     lines = [line for line in module.__doc__.splitlines() if line.startswith("    ")]
-    first, _, rest = textwrap.dedent("\n".join(lines)).partition("# load the parameters here\n")
-    return first, rest
+    found = {**vars(module), **given, "constants": chain.constants}
+    exec(textwrap.dedent("\n".join(lines)), found)
+    blocks = [found["embedding"], *found["blocks"], found["head"]]
+    pairs = [zip(b.parameters(), part.weights, strict=True) for b, part in zip(blocks, chain.parts, strict=True)]
+    return found, [pair for part in pairs for pair in part]
 
 
 def check_training(module: Any, chain: TracedModel, model: torch.nn.Module, **samples: torch.Tensor) -> None:
     """The code in the header of ``module`` computes the loss and gradients of a stage, with dropout."""
-    first, rest = header_of(module)
-    given = {**vars(module), **samples, "constants": chain.constants, "dropout_key": Masks(1, 2, 3)}
-    exec(first, given)
-    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, dict(model.named_parameters()))
-    exec(rest, given)
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    given, used = computed(module, chain, **samples, state=state, dropout_key=Masks(1, 2, 3))
     (stage,) = bound(chain, model, 1)
     expected = stage.loss(*samples.values(), given["dropout_key"])
     assert off(given["loss"], expected) <= 1e-6
@@ -88,13 +77,9 @@ def test_the_written_source_trains_to_the_same_numbers(name: str, tmp_path: Path
     model = new_model(name, **(NO_DROPOUT if name == "gpt2" else {}))
     chain = chain_of(model)
     module = written(chain, tmp_path)
-    first, rest = header_of(module)
     tokens, targets = torch.randint(0, VOCAB, (2, 2, 12))
-    given = {**vars(module), "input_ids": tokens, "targets": targets, "constants": chain.constants}
-    exec(first, given)
+    given, used = computed(module, chain, input_ids=tokens, targets=targets, state=model.state_dict())
     state = dict(model.named_parameters())
-    used = filled([given["embedding"], *given["blocks"], given["head"]], chain, state)
-    exec(rest, given)
     expected = model(input_ids=tokens, use_cache=False).logits
     assert off(given["logits"], expected) <= 1e-6
     theirs = torch.autograd.grad(expected.square().mean(), [state[n] for _, n in used])
@@ -126,10 +111,16 @@ def test_the_written_source_draws_each_dropout_and_mask_of_the_run(
     check_training(module, chain, model, input_ids=tokens, targets=targets)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "vit", "words"])
+@pytest.mark.parametrize("kind", ["frozen", "vit", "words", "gaps"])
 def test_the_written_source_of_a_users_module_trains_to_the_same_numbers(kind: str, tmp_path: Path) -> None:
-    """Its header's code computes loss and gradients of a stage: samples, text, frozen parameters, dropout."""
-    facts = named("words", None, "model.vocab=300", "model.context=16") if kind == "words" else of(kind)
+    """Its header's code computes loss and gradients of a stage: samples, text, frozen parameters, dropout; and where
+    nothing comes before the first block, and the numbers of layers have gaps."""
+    if kind == "words":
+        facts = named("words", None, "model.vocab=300", "model.context=16")
+    elif kind == "gaps":
+        facts = named("wrong", "images_with_numbers", "model.arguments.kind=gaps")
+    else:
+        facts = of(kind)
     chain, model = facts.spec, loop_model(facts)
     assert isinstance(chain, TracedModel)
     module = written(chain, tmp_path)
@@ -148,15 +139,17 @@ def test_the_written_source_names_values_by_their_roles() -> None:
     for line in (
         "# self_attn",
         "q_norm = self.q_norm_weight * (q_proj_view * ((q_proj_view ** 2).mean(-1, keepdim=True) + 1e-06).rsqrt())",
-        "q = q_norm_transpose * cos_unsqueeze + mul",
-        "attention = operators.attention(q, k_reshape, v, attention_mask, 0.0, None, 0, scale=0.25)",
+        "q = q_norm_transpose * cos_unsqueeze + rotated",
+        "k = rotary.unsqueeze(2).expand([sequences, 2, 2, tokens, 16]).reshape([sequences, 4, tokens, 16])",
+        "attention = operators.attention(q, k, v, attention_mask, scale=0.25)",
         "residual = x + o_proj",
         "# mlp",
         "down_proj = F.linear(F.silu(gate_proj) * up_proj, self.down_proj_weight)",
         "attention_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(sequences, 1, -1, -1)",
     ):
         assert f" {line}\n" in text
-    assert text.count("\n") <= 145
+    assert text.count("\n") <= 175
+    assert max(map(len, text.splitlines())) <= 120
     assert ".tril()" not in source_of(chain_of(new_model("mistral")))  # its window is shorter than the context
 
 

@@ -3,7 +3,9 @@ code, too."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
+from muletrain.model.traced.chain import TracedModel
 from muletrain.planning.groups import Work, beginnings, counts_of_pipelines, pipelines, search
 from muletrain.planning.splits import Station, pipeline_shares
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -22,6 +25,7 @@ from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import played_step_s
 from muletrain.sim.setting import takes_s
+from tests.traced_models import CONTEXT, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,10 +195,15 @@ def asked(tmp_path: Path, text: str, stages: int | None, *settings: str) -> Ques
     return Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages, 1)
 
 
-@pytest.mark.parametrize("checkpointing", ["auto", "never"])
-def test_what_stages_of_any_length_take_is_what_the_simulator_has(tmp_path: Path, checkpointing: str) -> None:
+@pytest.mark.parametrize(("checkpointing", "tied"), [("auto", False), ("never", False), ("auto", True)])
+def test_what_stages_of_any_length_take_is_what_the_simulator_has(
+    tmp_path: Path, checkpointing: str, tied: bool
+) -> None:
     text = machines("big", 2, 0.03, 1.0) + machines("small", 2, 0.02, 0.075)
     question = asked(tmp_path, text, 3, f"compute.checkpointing={checkpointing}", "train.batch=4")
+    if tied:  # the first and the last stage have the embedding
+        config = config_of("qwen2", tie_word_embeddings=True, num_hidden_layers=question.spec.layers)
+        question = dataclasses.replace(question, spec=TracedModel(json.dumps(config), CONTEXT))
     table = takes_s(question.fleet, question.run, question.spec, 3)
     for cut in (((0, 1), (1, 3), (3, 8)), ((0, 4), (4, 7), (7, 8))):
         setting = question.scene(3, 1, cut).setting

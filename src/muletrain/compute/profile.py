@@ -13,7 +13,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,13 +26,13 @@ from muletrain.model.dropout import Masks
 from muletrain.model.make import make_block
 from muletrain.model.stage import INIT_STD
 from muletrain.model.traced.chain import TracedModel
-from muletrain.units import format_memory
+from muletrain.units import format_memory, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from muletrain.config.schema import Precision
-    from muletrain.model.chain import Model
+    from muletrain.model.chain import Model, TensorType
     from muletrain.model.module import StageModule
 
 PASSES, LOADS = (3, 50), 5
@@ -80,13 +79,15 @@ def alike(model: Model) -> list[list[int]]:
 def profiled(model: Model, at: Conditions) -> Iterator[BlockCost]:
     """Measure the distinct blocks in order. Raises CapacityError with the numbers for one that does not fit."""
     hidden = torch.randn(at.sequences, model.context, model.width).to(at.dtype)
+    samples = model.inputs.shape is not None
+    size = plural(at.sequences, "sample") if samples else f"{at.sequences} x {model.context} tokens"
     for parts in alike(model):
         name = name_of(model, parts[0])
         need, has = needed(model, parts[0], at), at.room()
         too_large = (
             f"{name} of the model needs about {format_memory(need)} for its weights, their gradients and the activations "
-            f"of {at.sequences} x {model.context} tokens, and {format_memory(has)} may be used on {at.device}: take fewer "
-            f"--sequences, a shorter --context, or a device with more memory"
+            f"of {size}, and {format_memory(has)} may be used on {at.device}: take fewer --sequences, a shorter --context, or "
+            f"a device with more memory"
         )
         if need > has:
             raise CapacityError(too_large)
@@ -118,9 +119,8 @@ class Block:
         self._module: StageModule = make_block(model, part, runs)
         self._device, self._last = at.device, part == model.layers + 1
         self._host = {name: _drawn(shape, at) for name, shape in self._module.shapes().items()}
-        ids = torch.randint(0, model.vocab, (at.sequences, model.context))
-        self._inputs = (ids if part == 0 else hidden).to(at.device)
-        self._targets = ids.to(at.device)
+        self._inputs = _samples(model.inputs, model, at) if part == 0 else hidden.to(at.device)
+        self._targets = _samples(model.targets, model, at)
 
     @property
     def parameter_bytes(self) -> int:
@@ -138,17 +138,18 @@ class Block:
         """Returns seconds of forward and of backward."""
         inputs = self._inputs.detach()
         wanted: list[Tensor] = list(self._module.parameters())
-        if inputs.is_floating_point():
+        if not self._module.is_first:
             wanted.append(inputs.requires_grad_())
         begin = now(self._device)
-        output = self._module(inputs, Masks(0, 0, 0))
-        seed = None
+        masks, seed = Masks(0, 0, 0), None
         if self._last:
-            output = F.cross_entropy(output.float().flatten(0, 1), self._targets.flatten())
+            output = self._module.loss(inputs, self._targets, masks)
         else:
+            output = self._module(inputs, masks)
             seed = torch.ones_like(output)
         between = now(self._device)
-        torch.autograd.grad(output, wanted, seed)
+        if wanted:
+            torch.autograd.grad(output, wanted, seed)
         return between - begin, now(self._device) - between
 
     def memory(self) -> tuple[int, int]:
@@ -206,6 +207,13 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
     def _gone(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self._now -= nbytes
+
+
+def _samples(kind: TensorType, model: Model, at: Conditions) -> Tensor:
+    """A microbatch of ``kind``."""
+    shape = kind.batch(at.sequences, model.context)
+    drawn = torch.randint(0, model.vocab, shape) if kind.dtype == "int64" else torch.rand(shape)
+    return drawn.to(at.device)
 
 
 def _drawn(shape: tuple[int, ...], at: Conditions) -> Tensor:

@@ -53,7 +53,10 @@ class ModelConfig(Section):
     vocab: PositiveInt = Field(
         default=1024, description="size of the vocabulary, and of a tokenizer that the run trains [tokens]"
     )
-    context: PositiveInt = Field(default=128, description="longest sequence [tokens]")
+    context: PositiveInt = Field(
+        default=128,
+        description="longest sequence; with model.from what its config.json declares, at most 1024 [tokens]",
+    )
     activation: Literal["gelu", "silu"] = Field(
         default="gelu", description="gate of the feed-forward: gelu = GeGLU, silu = Llama"
     )

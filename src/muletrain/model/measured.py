@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.config.profile_file import Profile
-    from muletrain.model.chain import TiedParameter
+    from muletrain.model.chain import TensorType, TiedParameter
 
 
 class MeasuredModel(Model):
@@ -32,6 +32,18 @@ class MeasuredModel(Model):
         speed = speed_of(inner, profile)
         self._flops = [block.both_s * speed / (3 * tokens) for block in blocks]
 
+    @property
+    def own_loss(self) -> bool:
+        return self.inner.own_loss
+
+    @property
+    def inputs(self) -> TensorType:
+        return self.inner.inputs
+
+    @property
+    def targets(self) -> TensorType:
+        return self.inner.targets
+
     def to_json(self) -> str:
         return self.inner.to_json()
 
@@ -51,7 +63,8 @@ class MeasuredModel(Model):
         return self.inner.head_params
 
     def flops_of(self, layer: int, tokens: int | None = None) -> float:
-        return self._flops[1 + layer] * self.inner.flops_of(layer, tokens) / self.inner.flops_of(layer)
+        counted = self.inner.flops_of(layer)
+        return self._flops[1 + layer] * (self.inner.flops_of(layer, tokens) / counted if counted else 1.0)
 
     @property
     def embedding_flops(self) -> float:
@@ -69,6 +82,9 @@ class MeasuredModel(Model):
 
     def head_kept_bytes(self, size: int) -> float:
         return self.inner.head_kept_bytes(size)
+
+    def tables_bytes(self, sequences: int) -> int:
+        return self.inner.tables_bytes(sequences)
 
     @property
     def tied(self) -> Mapping[str, TiedParameter]:

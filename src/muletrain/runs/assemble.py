@@ -34,7 +34,7 @@ from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
-from muletrain.model.traced.folder import check_config, import_traced, load_traced, traced_in
+from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in
 from muletrain.optim.schedule import learning_rate
 from muletrain.policy.shards import CHUNK, lone_chunk
 from muletrain.runs.checkpoint import FORMAT
@@ -367,10 +367,11 @@ _SIZES = ("layers", "width", "vocab", "context", "architecture")
 def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str, object]:
     """Fields of ``ModelConfig`` that describe the model in ``folder``, whose ``weights`` must fit if they count. Raises
     CheckpointError or ConfigError."""
+    context = run_context(folder, given.get("context"))
     if is_native(folder):
-        spec = spec_in(folder, context=given.get("context"))
+        spec = spec_in(folder, context=context)
         if weights:
-            import_hf(folder, context=given.get("context"))
+            import_hf(folder, context=context)
         own = {
             "dropout": given.get("dropout", 0.0),
             "share_layers": given.get("share_layers", False),
@@ -378,7 +379,7 @@ def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str
         }
         return {**json.loads(spec.to_json()), **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
-    model = (import_traced if weights else traced_in)(folder, context=given.get("context"), **own)
+    model = (import_traced if weights else traced_in)(folder, context=context, **own)
     chain = {"chain": model.chain_name} if weights or "chain" in given else {}
     return {**{name: getattr(model, name) for name in _SIZES}, **chain, **own}
 

@@ -337,7 +337,9 @@ def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArra
     for (begins, closes), s in ends.items():
         alike = [t for t in range(stages) if (t == 0, t == stages - 1) == (begins, closes)]
         for layers in range(spec.layers if begins and closes else 1, longest + 1):
-            cut = tuple((0, layers) if t == s else (0, 1) for t in range(stages))
+            sizes = [layers if t == s else 1 for t in range(stages)]
+            sizes[0 if s else -1] += spec.layers - sum(sizes)
+            cut = spec.cut(stages, sizes)
             need, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
             for n, (peer, offer) in enumerate(zip(machines, offers, strict=True)):
                 if need.resident(offer):

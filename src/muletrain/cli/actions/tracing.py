@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json as jsonlib
-import re
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.tables import new_table
-from muletrain.config.load import load_config
-from muletrain.config.model_sections import FACTORY
 from muletrain.errors import MuletrainError
 from muletrain.model.traced.chain import TracedModel
 from muletrain.units import format_count, format_memory
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SOURCE, TABLE = "blocks.py", "blocks.json"
 
@@ -24,18 +23,17 @@ def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> Non
     from muletrain.model.hf_hub import local_folder
     from muletrain.model.traced.folder import traced_in
     from muletrain.model.traced.source import source_of, table_rows
+    from muletrain.runs.measure.profile import configured_model
 
-    if re.fullmatch(FACTORY, name):
-        raise MuletrainError(
-            f"{name}: of a factory, 'trace' needs its arguments and its data, too; write them into a configuration, as for "
-            f"'muletrain run', and give that file: muletrain trace FILE.toml"
-        )
     console = make_console(sys.stderr)
     with console.status("tracing the model"):
-        if name.endswith(".toml"):
-            model = _configured(Path(name), context)
-        else:
+        model = configured_model(name, "trace", context=context)
+        if model is None:
             model = traced_in(local_folder(name, weights=False), context=context)
+        if not isinstance(model, TracedModel):
+            raise MuletrainError(
+                f"{name}: it trains muletrain's own decoder, which is not traced; give one with model.factory or model.from"
+            )
         rows = list(table_rows(model))
         source = source_of(model)
     about = {"context": model.context, "parameters": model.params, "chain": model.chain_name, "parts": rows}
@@ -50,19 +48,6 @@ def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> Non
         return
     _show(rows)
     print(f"wrote {out / SOURCE} and {out / TABLE}: {format_count(model.params)} parameters, context {model.context}")
-
-
-def _configured(file: Path, context: int | None) -> TracedModel:
-    """The model of a run's configuration. Raises MuletrainError."""
-    from muletrain.runs.assemble import RunFacts, resolve_start
-
-    settings = [] if context is None else [f"model.context={context}"]
-    model = RunFacts.of(resolve_start(load_config(file, settings))).spec
-    if not isinstance(model, TracedModel):
-        raise MuletrainError(
-            f"{file}: it trains muletrain's own decoder, which is not traced; give one with model.factory or model.from"
-        )
-    return model
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -133,13 +133,17 @@ ProfiledModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="Hugging Face folder (config.json is enough), its name on the Hub, or a preset, e.g. 'llama-7b'.",
+        help="Hugging Face folder (config.json is enough), its name on the Hub, a preset, e.g. 'llama-7b', or the "
+        "configuration (.toml) of a run, for a module of yours.",
     ),
 ]
 DeviceName = Annotated[str, typer.Option(help="'cuda', 'cuda:1', 'mps', 'cpu', or 'auto': the best one that is here.")]
 PrecisionName = Annotated[Arithmetic, typer.Option(help="'auto': what a run would choose on the device.")]
-ProfiledContext = Annotated[int | None, typer.Option(min=2, help="Tokens of a sequence. Default: the model's longest.")]
-Sequences = Annotated[int, typer.Option(min=1, help="Sequences of the microbatch, as train.microbatch.")]
+ProfiledContext = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens of a sequence. Default: as in a run, the model's longest, at most 1024."),
+]
+Sequences = Annotated[int, typer.Option(min=1, help="Sequences (or samples) of the microbatch, as train.microbatch.")]
 Memory = Annotated[
     float | None,
     typer.Option(min=0.0, metavar="GIB", help="Memory of the device that may be used. Default: all that is free."),

@@ -62,7 +62,7 @@ def _summary(view: RunView) -> str:
 def quality_table(q: Quality) -> RenderableType:
     part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
     if q.own_loss:
-        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples (of text: tokens){part}")
+        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples or tokens{part}")
     title = f"On {q.tokens:,} held-out tokens{part}"
     table = new_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
     table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
@@ -89,7 +89,7 @@ def _validations(view: RunView) -> RenderableType:
     shown = sorted({steps[last * k // (MEASURED - 1)] for k in range(MEASURED)})
     latest = view.validated[steps[-1]]
     own = latest.perplexity is None
-    what, numbers = ("samples (of text: tokens)", ["loss"]) if own else ("tokens", ["loss [nats/token]", "perplexity"])
+    what, numbers = ("samples or tokens", ["loss"]) if own else ("tokens", ["loss [nats/token]", "perplexity"])
     table = new_table(f"During training, on {latest.tokens:,} held-out {what}", ["after step"], numbers)
     for step in shown:
         loss = view.validated[step].loss

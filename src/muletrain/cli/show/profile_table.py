@@ -22,23 +22,28 @@ NAMED = 24
 
 def table_of(profile: Profile) -> RenderableType:
     """The blocks, and what the whole model takes."""
-    title = (
-        f"{escape(profile.title)} on {escape(profile.device)} {profile.precision}, "
-        f"{plural(profile.sequences, 'sequence')} of {profile.context:,} tokens"
-    )
+    text = profile.context > 1
+    microbatch = plural(profile.sequences, "sequence" if text else "sample")
+    if text:
+        microbatch += f" of {profile.context:,} tokens"
+    title = f"{escape(profile.title)} on {escape(profile.device)} {profile.precision}, {microbatch}"
     right = ["times", "forward", "backward", "load", "weights", "activations", "workspace"]
     table = new_table(title, ["part"], right)
     for block in profile.blocks:
         seconds = (block.forward_s, block.backward_s, block.load_s)
         sizes = (block.parameter_bytes, block.activation_bytes, block.workspace_bytes)
-        cells = (*map(format_duration, seconds), *map(format_memory, sizes))
+        cells = (*map(_short, seconds), *map(format_memory, sizes))
         table.add_row(block.name, str(len(block.parts)), *cells)
-    tokens = profile.sequences * profile.context / profile.total_s
+    speed = f"{profile.sequences * profile.context / profile.total_s:,.0f} {'tokens' if text else 'samples'}/s"
     sums = (
-        f"all parts together: {format_duration(profile.total_s)} for forward and backward, {tokens:,.0f} tokens/s, "
+        f"all parts together: {format_duration(profile.total_s)} for forward and backward, {speed}, "
         f"{format_count(profile.params)} parameters"
     )
     return Group(table, Text(sums, style="dim"))
+
+
+def _short(seconds: float) -> str:
+    return format_duration(seconds) if seconds >= 0.01 else f"{1000 * seconds:.2f} ms"
 
 
 def draw(profile: Profile, path: Path) -> None:

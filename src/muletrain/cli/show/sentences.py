@@ -118,7 +118,7 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return f"step {event.step}: validation loss {event.loss:.3f}{before}{more}"
         case ev.Validated():
             when = f"step {event.step}" if event.step else "before the first step"
-            more, what = "", "samples (of text: tokens)"
+            more, what = "", "samples or tokens"
             if event.perplexity is not None:
                 more, what = f", perplexity {event.perplexity:,.1f}", "tokens"
             return f"{when}: held-out loss {event.loss:.3f}{more} ({event.tokens:,} {what})"

@@ -105,6 +105,8 @@ def trace(
     except ConfigError:
         raise
     except Exception as e:  # whatever the model's own code, or torch's tracer, raises
+        if first_line(e).startswith("Constraints violated"):
+            _look_for_fixed_sizes(module, examples, dynamic, own=own)
         remedy = (
             f"it got inputs {given[0]} and targets {given[1]} (of data.factory, else of text), and shapes must not depend on data"
             if own
@@ -117,7 +119,13 @@ def trace(
             f"the model changes its buffer {name} while it computes, so a microbatch could not be computed "
             f"twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
         )
-    return _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
+    traced = _Flattening(program, module, 2 if given[0].shape is None else 1, own=own).run()
+    longest = [program.range_constraints[size.node.expr].upper for size in traced.sizes[1:]]
+    if longest and longest[0] < context:
+        raise ConfigError(
+            f"the model takes at most {longest[0]} tokens, and model.context = {context}; set that to {longest[0]} or less"
+        )
+    return traced
 
 
 class _Constants(TorchFunctionMode):
@@ -128,6 +136,59 @@ class _Constants(TorchFunctionMode):
         if func is not torch.tensor or given.get("device") not in (None, "meta", torch.device("meta")):
             return func(*args, **given)
         return func(*args, **{**given, "device": "cpu"}).to("meta")
+
+
+def _look_for_fixed_sizes(
+    module: nn.Module, examples: tuple[Tensor, ...], dynamic: tuple[Any, ...], *, own: bool
+) -> None:
+    """Raises ConfigError for the line of the model's code with which it takes one number of samples or of tokens only."""
+    try:
+        with torch.device("meta"), _Constants(), _silenced():
+            torch.export.export(_Watched(module), examples, dynamic_shapes=(dynamic,), strict=False)
+    except _FixedError as e:
+        remedy = (
+            "write that part for any number of them, without a loop over them (nn.LSTM has one)"
+            if own
+            else "take another model"
+        )
+        raise ConfigError(
+            f"the model cannot be traced{where(e)}: {e.operator} makes the number of {e.what} a constant; {remedy}"
+        ) from e
+
+
+class _FixedError(Exception):
+    def __init__(self, operator: str, what: str) -> None:
+        super().__init__()
+        self.operator, self.what = operator, what
+
+
+class _Watched(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Tensor) -> Any:
+        with _Sizes(given[0].shape):
+            return self.module(*given)
+
+
+class _Sizes(TorchFunctionMode):
+    """Raises _FixedError after the first function that makes one of the sizes of the inputs, symbols until then, a number."""
+
+    def __init__(self, sizes: Sequence[Any]) -> None:
+        super().__init__()
+        self._open = [pair for pair in zip(sizes, ("samples", "tokens"), strict=False) if _is_open(pair[0])]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for size, what in self._open:
+            if not _is_open(size):
+                raise _FixedError(getattr(func, "__name__", str(func)), what)
+        return found
+
+
+def _is_open(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
 class _Flattening:

@@ -18,16 +18,36 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from muletrain.config.trusted import imported
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
-from muletrain.model.traced.export import first_line, first_names, where
+from muletrain.model.traced.export import first_line, first_names, path_of, where
+from muletrain.model.traced.statements import operator_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
+    from muletrain.model.traced.cutting import Parts
+    from muletrain.model.traced.export import Traced
+    from muletrain.model.traced.stage import Tables
+
+aten = torch.ops.aten
 
 _TAKEN = {"spec", "is_first", "is_last"}
 """Attributes of a stage, whose parameters have the module's names."""
+_MOVES = {
+    "view",
+    "reshape",
+    "flatten",
+    "transpose",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "contiguous",
+    "to",
+    "_to_copy",
+    "clone",
+}
+"""Operators that keep integers as they are."""
 
 
 class Loss(nn.Module):
@@ -75,6 +95,42 @@ def state_dict(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[
     first = first_names(module)
     found = {name: weights.get(first.get(name, name), value) for name, value in module.state_dict().items()}
     return {name: value.detach().clone().contiguous() for name, value in found.items()}
+
+
+def check_vocabulary(traced: Traced, vocab: int) -> None:
+    """Raises ConfigError if an embedding or a loss of the module takes fewer integers than ``vocab`` admits."""
+    for node in traced.graph.nodes:
+        given: Any = node.args
+        if node.target is aten.embedding.default:
+            numbers, count, takes = given[1], given[0].meta["val"].shape[0], "looks up {} rows"
+        elif node.target is aten.cross_entropy_loss.default:
+            scores = given[0].meta["val"]
+            numbers, count, takes = given[1], scores.shape[min(1, scores.dim() - 1)], "compares {} classes"
+            if len(given) > 4 and given[4] >= count:  # a number that does not count
+                continue
+        else:
+            continue
+        while operator_of(numbers) in _MOVES:
+            numbers = numbers.args[0]
+        if numbers in (traced.inputs, traced.targets) and count < vocab:
+            raise ConfigError(
+                f"{path_of(node)} {takes.format(count)}, and inputs and targets may be integers up to {vocab - 1}; set model.vocab = "
+                f"{count}, or give the module more"
+            )
+
+
+def check_positions(parts: Parts, tables: Tables, context: int) -> None:
+    """Raises ConfigError if a module looks up positions that its table does not have, in sequences of ``context``."""
+    for node in (n for part in parts.parts for n in part.nodes if n.target is aten.embedding.default):
+        given: Any = node.args
+        count, name = given[0].meta["val"].shape[0], given[1].name
+        if name in parts.table_names:
+            last = int(tables.of(1, context, torch.device("cpu"))[name].max())
+            if last >= count:
+                raise ConfigError(
+                    f"model.factory: {path_of(node)} looks up {count} rows, and in {context} tokens positions go to {last}; set "
+                    f"model.context = {count}, or give the module more"
+                )
 
 
 class Writes(StageModule):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import is_native, read_json, rope_of, weight_files
+from muletrain.model.hf import is_native, read_json, rope_of, spec_in, weight_files
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """What architectures call the longest sequence."""
+USUAL_CONTEXT = 1024
+"""Longest sequences that a run takes unless its user says so [tokens]."""
 
 
 def import_traced(
@@ -39,7 +41,15 @@ def check_config(
 ) -> None:
     """Raises ConfigError if ``config.json`` in ``folder`` describes a model that is neither native nor can be traced."""
     if not is_native(folder):
-        _ = traced_in(folder, context=context, dropout=dropout, untie=untie).layers
+        _ = traced_in(folder, context=run_context(folder, context), dropout=dropout, untie=untie).layers
+
+
+def run_context(folder: Path, context: int | None) -> int:
+    """The sequence length of a run [tokens]: ``context``, or the longest that the model in ``folder`` declares, up to
+    ``USUAL_CONTEXT``."""
+    if context is not None:
+        return context
+    return min(USUAL_CONTEXT, (spec_in if is_native(folder) else traced_in)(folder).context)
 
 
 def traced_in(

@@ -92,7 +92,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
     from muletrain.model.traced.costs import costs
     from muletrain.model.traced.cutting import cut
     from muletrain.model.traced.export import trace
-    from muletrain.model.traced.factory import fingerprint
+    from muletrain.model.traced.factory import check_positions, check_vocabulary, fingerprint
     from muletrain.model.traced.stage import Tables, numbers
 
     dtype = getattr(torch, precision)
@@ -102,6 +102,8 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
     try:
         given = (spec.inputs, spec.targets) if spec.own_loss else (spec.inputs,)
         traced = trace(module, spec.context, given, dtype, repeats=blocks is None)
+        if spec.own_loss:
+            check_vocabulary(traced, spec.vocab)
         parts = cut(traced, module)
         used = {name for part in parts.parts for name in part.weights}
         if unused := sorted(traced.shapes.keys() - used):
@@ -115,8 +117,10 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
         raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
     width = max(sum(numbers(node, parts.lead) for node in nodes) for nodes in parts.passed)
     constants = {**buffers(), **traced.values}
-    own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
     tables = Tables(parts, constants)
+    if spec.own_loss:
+        check_positions(parts, tables, spec.context)
+    own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
     found = Outline(
         digest=_digest(traced, parts, own) if blocks is None else None,
         width=width,

@@ -7,45 +7,65 @@ own. Nothing here is ever imported by a run: it is for reading, changing and com
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 import re
 import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, fx
-
 from muletrain.model.traced import operators
-from muletrain.model.traced.statements import Writer, listed, operator_of, outputs_of
+from muletrain.model.traced.names import (
+    NUMBER,
+    SIZES,
+    argument_for,
+    called_tables,
+    class_names,
+    computes,
+    constants_of,
+    short_names,
+    type_of,
+)
+from muletrain.model.traced.statements import Writer, listed, outputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from muletrain.model.traced.chain import TracedModel
     from muletrain.model.traced.cutting import Part
 
-_KEEPS_VALUES = {"add", "mul", "to", "type_as", "expand", "unsqueeze", "detach", "slice", "view", "reshape"}
 _DROPS = {"dropout_key": "None", "site": "0", "sequences": "1"}
 """What dropouts take, and its default."""
 _SAYS = {
     "operators.attention": "(q [B, H, T, E], k, v, mask, probability, dropout_key, site, scale) -> [B, H, T, E]\n"
-    "  softmax(q @ k^T * scale) @ v. True in the mask [B, 1, T, T]: the row's token attends to the column's.",
-    "operators.dropout": "(x, probability, dropout_key, site, sequences) -> like x",
-    "operators.histogram": "(x, bins, low, high) -> float32 [bins]: how many numbers of x lie in each bin",
+    "  softmax(q @ k^T * scale) @ v, with dropout of the softmax if a probability is given. True in the mask [B, 1, T, T]:\n"
+    "  the row's token attends to the column's.",
+    "operators.dropout": "(x, probability, dropout_key, site, sequences) -> like x; x holds so many sequences, in order",
+    "operators.histogram": "(x, bins, low, high) -> float32 [bins]: how many numbers of x lie in each bin. With\n"
+    "  high = bins - 1, how many integers are 0, 1, ...",
     "operators.unchanged": "(x, *weights) -> x. The weights are frozen: their gradients are zeros.",
-    "torch.ops.transformers.grouped_mm_fallback.default": "(x [N, E], w [G, E, F], ends [G]) -> [N, F]\n"
-    "  Rows ends[g - 1] to ends[g] of x, times w[g].",
+    "grouped_mm_fallback": "(x [N, E], w [G, E, F], ends [G]) -> [N, F]: an operator of transformers, with gradients\n"
+    "  Rows ends[g - 1] (for g = 0: the first row) to ends[g] of x, times w[g].",
 }
-_NO_DROPOUT = "It has no dropout."
-_DROPOUT = """``dropout_key`` is the identity of the microbatch whose dropout is drawn, a muletrain.model.dropout.Masks
-(None: no dropout). ``site`` numbers a part's first dropout, and no two dropouts have one number. Dropouts: {counts}."""
-_PARAMETERS = """Parameters are empty until you load them: a comment names each as the {maker} (N: the layer){older}. A block takes
-the values of the block before, and tables: values that follow from the shape of the microbatch alone."""
+_LOAD = '''
+def load(part, state, number=None):
+    """Copy a part's parameters from a state_dict. ``number``: what stands for N in the names of a layer's."""
+    with torch.no_grad():
+        for name, parameter in part.named_parameters():
+            parameter.copy_(state[part.NAMES[name].replace(".N.", f".{number}.")])
+'''
+_NO_DROPOUT = "The model has no dropout."
+_DROPOUT = """``dropout_key`` says which dropout is drawn: muletrain.model.dropout.Masks(seed, step, microbatch), another one for
+each microbatch (None: no dropout, as in evaluation; train() and eval() change nothing). ``site`` is the number of a part's
+first dropout; each dropout of the model has its own. Dropouts: {counts}."""
+_PARAMETERS = """Parameters are empty until they are loaded: NAMES has their names in the {maker}. {tied}A block takes
+the values of the block before, and what follows from the shape of the microbatch alone, which ``tables`` makes. In other precisions
+than float32 a model may compute parts of itself in float32; such casts are not here."""
+_UNTIED = "No two parts share a parameter. "
 _TOKENS = "``input_ids`` and ``targets`` (the tokens that follow) are int64\n[sequences, tokens]"
-_CONSTANTS = """``constants`` maps names to buffers, as dict(module.named_buffers()) of the {maker} does: they follow from
-its configuration, and are not trained."""
+_LOADED = """``state`` is model.state_dict(){constants} of {maker}."""
+_CONSTANTS = (
+    """, and ``constants`` are dict(model.named_buffers()), which follow from its configuration and are not trained,"""
+)
+_LOSS = """The loss is the cross-entropy alone, as in a run of muletrain: no auxiliary loss of a router, for example."""
 _CAUSAL = "torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril().expand(sequences, 1, -1, -1)"
 _HEADER = '''"""The blocks of {kind}, written by 'muletrain trace', as they compute in float32.
 
@@ -54,7 +74,8 @@ _HEADER = '''"""The blocks of {kind}, written by 'muletrain trace', as they comp
 {parameters}
 {dropout}
 
-The parts make a chain. Of one microbatch, {given}.{constants}
+The parts make a chain. Of one microbatch, {given}.
+{loaded}
 
 {chain}
 
@@ -63,6 +84,9 @@ The parts make a chain. Of one microbatch, {given}.{constants}
 {first}import torch
 import torch.nn.functional as F
 {last}
+
+{load}
+
 
 '''
 
@@ -84,40 +108,45 @@ def source_of(model: TracedModel) -> str:
     """The Python source of all distinct parts of ``model``, and of its tables."""
     names = class_names(model)
     parts = {name: part for name, part in reversed(list(zip(names, model.parts, strict=True)))}
-    classes = {name: _class(model, name, parts[name], names.count(name)) for name in dict.fromkeys(names)}
+    distinct = [name for name in dict.fromkeys(names) if parts[name].outputs]  # nothing may come before the first block
+    classes = {name: _class(model, name, parts[name], names.count(name)) for name in distinct}
     body = "\n\n".join([*(c.text for c in classes.values()), *([_tables(model)] if model.tables else [])])
     counts = ", ".join(f"{c.count} in {name}" for name, c in classes.items())
     dropout = _DROPOUT.format(counts=counts) if any(c.count for c in classes.values()) else _NO_DROPOUT
-    last = "import transformers.integrations.moe  # has torch.ops.transformers\n" * ("ops.transformers" in body)
+    theirs = sorted(
+        {f"{n.target}" for part in model.parts for n in part.nodes if f"{n.target}".startswith("transformers.")}
+    )
+    last = "import transformers.integrations.moe  # registers torch.ops.transformers\n" * bool(theirs)
     last += "from torch import nn\n"
     last += "\nfrom muletrain.model.traced import operators\n" * ("operators." in body)
+    last += "".join(f"\n{name.split('.')[1]} = torch.ops.{name}\n" for name in theirs)
     text = _HEADER.format(
         kind=model.factory or f"a {model.config.get('model_type')} model",
         parameters=textwrap.fill(_parameters(model), 120),
         given=_given(model),
-        constants=_said_of_constants(model),
+        loaded=textwrap.fill(_loaded(model), 120),
         names="\n".join(f"{name}: {_of(names, name)}" for name in classes),
         dropout=textwrap.fill(dropout, 120),
         chain="\n".join(f"    {line}" for line in _chain(model, names, classes)),
         operators="".join(f"{name}{text}\n" for name, text in _SAYS.items() if name in body),
         first="".join(f"import {m}\n" for m in ("math", "operator") if re.search(rf"(?<![.\w]){m}\.", body)),
         last=last,
+        load=_LOAD.strip("\n"),
     )
     return text + body
 
 
 def _parameters(model: TracedModel) -> str:
-    if model.own_loss:
-        return _PARAMETERS.format(maker="module does", older="")
-    older = ", and old checkpoints may name or split it otherwise"
-    return _PARAMETERS.format(maker="model of transformers does", older=older)
-
-
-def _said_of_constants(model: TracedModel) -> str:
-    if not any(node.users for _, _, node in _constants(model)):
-        return ""
     maker = "module" if model.own_loss else "model of transformers"
-    return "\n" + textwrap.fill(_CONSTANTS.format(maker=maker), 120)
+    return _PARAMETERS.format(maker=maker, tied="" if model.tied else _UNTIED)
+
+
+def _loaded(model: TracedModel) -> str:
+    said = _CONSTANTS if any(node.users for _, _, node in constants_of(model)) else ""
+    if model.own_loss:
+        return _LOADED.format(constants=said, maker=f"the model that {model.factory} makes")
+    maker = "transformers.AutoModelForCausalLM.from_pretrained(FOLDER)"
+    return f"{_LOADED.format(constants=said, maker=f'model = {maker}')} {_LOSS}"
 
 
 def _given(model: TracedModel) -> str:
@@ -129,18 +158,6 @@ def _given(model: TracedModel) -> str:
     return f"``inputs`` are {of[0]} and ``targets`` {of[1]}{said}"
 
 
-def class_names(model: TracedModel) -> list[str]:
-    """The name of each part's class: equal parts have one."""
-    known: dict[int, str] = {}
-    for number, part in enumerate(model.parts):
-        if number in (0, len(model.parts) - 1):
-            name = "Embedding" if number == 0 else "Head"
-        else:
-            name = f"Block{len([n for n in known.values() if n.startswith('Block')]) or ''}"
-        known.setdefault(id(part.function), name)
-    return [known[id(part.function)] for part in model.parts]
-
-
 def _of(names: list[str], name: str) -> str:
     layers = [k - 1 for k, n in enumerate(names) if n == name]
     if name in ("Embedding", "Head"):
@@ -150,13 +167,15 @@ def _of(names: list[str], name: str) -> str:
 
 def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) -> list[str]:
     """Code that runs all parts one after the other."""
-    parts, tables = model.parts, _called_tables(model)
+    parts, tables = model.parts, called_tables(model)
     called, kinds = dict(zip(model.tables, tables, strict=True)), names[1:-1]
     made = {name for part in parts[:-1] for name in part.outputs}
     taken = [tuple(n for n in part.inputs if n in made) for part in parts[1:]]
-    plain = all(a.outputs == b and len(b) == 1 for a, b in zip(parts, taken, strict=False))
+    begin = 0 if names[0] in classes else 1
+    plain = all(a.outputs == b and len(b) == 1 for a, b in zip(parts[begin:], taken[begin:], strict=False))
     own, first = model.own_loss, "inputs" if model.own_loss else "input_ids"
-    values: dict[str, str] = dict.fromkeys(parts[-1].inputs, "targets") | dict.fromkeys(parts[0].inputs, first)
+    begins = next(part for part in parts if part.inputs)
+    values: dict[str, str] = dict.fromkeys(parts[-1].inputs, "targets") | dict.fromkeys(begins.inputs, first)
     for number, name in enumerate(name for part in parts[:-1] for name in part.outputs):
         values[name] = "x" if plain else f"x_{number + 1}"
     values[parts[-1].outputs[0]] = "loss" if own else "logits"
@@ -169,6 +188,8 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
         layer = f"{sites[1]} + {step} * layer" if even and function == "block" else str(sites[number])
         given = {"dropout_key": "dropout_key", "site": layer, "sequences": "sequences"}
         arguments = [values[n] for n in part.inputs] + [called[part.tables[k]] for k in written.tables]
+        if function == "block":
+            arguments = [_of_layer(text, number - 1) for text in arguments]
         made = ", ".join(values[n] for n in part.outputs)
         return f"{made} = {function}({', '.join([*arguments, *(f'{n}={given[n]}' for n in written.drops)])})"
 
@@ -176,24 +197,39 @@ def _chain(model: TracedModel, names: list[str], classes: Mapping[str, _Class]) 
     for layer in range(len(kinds)):
         layers.setdefault(call(1 + layer, "block"), []).append(layer)
     runs = " + ".join(f"[{kind}] * {len(list(run))}" for kind, run in itertools.groupby(kinds))
-    buffers = {name: f'{name} = constants["{full}"]' for name, full, node in _constants(model) if node.users}
+    each = f"{kinds[0]}() for _ in range({len(kinds)})" if len({*kinds}) == 1 else f"kind() for kind in {runs}"
+    buffers = {name: f'{name} = constants["{full}"]' for name, full, node in constants_of(model) if computes(node)}
+    results = [name for name in tables if name.isidentifier() and name not in SIZES]
+    numbers = [_number(part.weights, k) for k, part in enumerate(parts[1:-1])]
+    loop = "for layer, block in enumerate(blocks):"
     return [
-        f"embedding, blocks, head = {names[0]}(), [kind() for kind in {runs}], {names[-1]}()",
+        f"embedding, blocks, head = {'nn.Identity' if begin else names[0]}(), nn.ModuleList({each}), {names[-1]}()",
         *_ties(model),
-        "# load the parameters here",
+        *([] if begin else ["load(embedding, state)"]),
+        loop if numbers == [*range(len(kinds))] else f"for layer, block in zip({numbers}, blocks):",
+        "    load(block, state, layer)",
+        "load(head, state)",
         *buffers.values(),
         f"sequences, tokens = {first}.shape" if model.inputs.shape is None else f"sequences, tokens = len({first}), 1",
-        *(
-            [f"{listed(tables)} = tables({', '.join([*buffers, 'sequences', 'tokens', f'{first}.device'])})"]
-            if tables
-            else []
-        ),
-        call(0, "embedding"),
-        "for layer, block in enumerate(blocks):",
+        *([f"{listed(results)} = tables({', '.join([*buffers, *SIZES, f'{first}.device'])})"] if results else []),
+        *([] if begin else [call(0, "embedding")]),
+        loop if len(layers) > 1 or any("layer" in text for text in layers) else "for block in blocks:",
         *(f"    {text if len(layers) == 1 else f'if layer in {which}: {text}'}" for text, which in layers.items()),
         call(len(parts) - 1, "head"),
         *([] if own else ["loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())"]),
     ]
+
+
+def _of_layer(text: str, layer: int) -> str:
+    """An argument of a block, with the layer's number as a variable where it names a buffer of its own."""
+    own = text.replace(f".{layer}.", ".{layer}.", 1)
+    return text if own == text else own.replace("[", "[f", 1)
+
+
+def _number(weights: Sequence[str], layer: int) -> int:
+    """Which member of its list a layer is, by the names of its parameters."""
+    found = re.search(r"\.(\d+)\.", next(iter(weights), ""))
+    return int(found[1]) if found else layer
 
 
 def _ties(model: TracedModel) -> Iterator[str]:
@@ -217,8 +253,8 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
     known = {n for other in model.parts[:-1] for n in (*other.inputs, *other.outputs)}
     if name == "Head" and part.inputs and part.inputs[-1] not in known:
         inputs[-1] = "targets"
-    called = dict(zip(model.tables, _called_tables(model), strict=True))
-    tables = [called[table] for table in part.tables]
+    called = dict(zip(model.tables, called_tables(model), strict=True))
+    tables = [argument_for(called[table]) for table in part.tables]
     writer = Writer(graph)
     device = f"{inputs[0]}.device" if inputs else "None"
     body = writer.body([*(f"self.{w}" for w in weights), *inputs, *tables, device, *_DROPS])
@@ -229,15 +265,21 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
         n.target is operators.dropout or (n.target is operators.attention and n.args[4] != 0) for n in graph.nodes
     )
     values = [holders[f"x_{k}"] for k in range(len(inputs))]
-    says = [f"{n}: {_type(model, v)}" for n, v in zip(inputs, values, strict=True)]
-    made = ", ".join(_type(model, v) for v in outputs_of(graph))
+    says = [f"{n}: {type_of(model, v)}" for n, v in zip(inputs, values, strict=True)]
+    made = ", ".join(type_of(model, v) for v in outputs_of(graph))
     lines = [
         f"class {name}(nn.Module):",
+        "    NAMES = {" + "}" * (not weights),
+        *(
+            f'        "{w}": "{re.sub(NUMBER, ".N.", full, count=1) if layers > 1 else full}",'
+            for w, full in zip(weights, part.weights, strict=True)
+        ),
+        *(["    }"] if weights else []),
+        "",
         "    def __init__(self):",
         "        super().__init__()",
         *(
-            f"        self.{w} = nn.Parameter(torch.empty({', '.join(map(str, model.shapes[full]))}))  # "
-            + (re.sub(r"\.\d+\.", ".N.", full, count=1) if layers > 1 else full)
+            f"        self.{w} = nn.Parameter(torch.empty({', '.join(map(str, model.shapes[full]))}))"
             for w, full in zip(weights, part.weights, strict=True)
         ),
         "",
@@ -249,81 +291,19 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
     return _Class(used, drops, count, "\n".join(lines))
 
 
-def short_names(weights: list[str]) -> list[str]:
-    """The ends of dotted names, long enough to tell them apart."""
-    parts = [re.sub(r"^.*?\.\d+\.", "", name).split(".") for name in weights]
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        found = [_identifier(p[-length:]) for p in parts]
-        if len(set(found)) == len(found) and not {"weight", "bias"} & set(found):
-            return found
-    return [_identifier(name.split(".")) for name in weights]
-
-
-def _identifier(path: list[str]) -> str:
-    """Members of an ``nn.Sequential`` have numbers for names."""
-    name = "_".join(path)
-    return f"module_{name}" if name[0].isdigit() else name
-
-
-def _type(model: TracedModel, node: fx.Node) -> str:
-    """The dtype and shape of a value, whose symbols are those of the model's inputs."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return "int"
-    inputs = next(n for n in model.parts[0].function.graph.nodes if n.name == "x_0").meta["val"]
-    sizes = dict(zip(map(str, inputs.shape), ("sequences", "tokens"), strict=False))
-    shape = re.sub(r"\bs\d+\b", lambda m: sizes.get(m[0], m[0]), str(list(value.shape)))
-    return f"{str(value.dtype).removeprefix('torch.')} {shape}"
-
-
-def _called_tables(model: TracedModel) -> list[str]:
-    """Names of all tables, after what they hold."""
-    found = list[str]()
-    for number, node in enumerate(outputs_of(model.table_function.graph)):
-        name = node.name if node.op == "placeholder" else _held(node, number)
-        again = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in found)
-        found.append(f"{name}_{again + 1}" if again else name)
-    return found
-
-
-def _held(node: fx.Node, number: int) -> str:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        factors: list[Any] = [node]
-        while products := [f for f in factors if isinstance(f, fx.Node) and f.target is operator.mul]:
-            factors = [f for f in factors if f is not products[0]] + list(products[0].args)
-        times = math.prod(f for f in factors if isinstance(f, int))
-        if sorted(f.name for f in factors if isinstance(f, fx.Node)) == ["sequences", "tokens"]:
-            return "rows" if times == 1 else f"rows_times_{times}"
-        return f"number_{number}"
-    if value.dtype == torch.bool:
-        return "attention_mask"
-    if value.dtype == torch.int64 and value.dim() == 2 and value.shape[0] == 1:
-        return "positions"
-    while operator_of(node) in _KEEPS_VALUES and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return operator_of(node) if operator_of(node) in ("cos", "sin") else f"table_{number}"
-
-
-def _constants(model: TracedModel) -> list[tuple[str, str, fx.Node]]:
-    """What the tables follow from besides sizes: what each is called, its full name, and its placeholder."""
-    called = [re.sub(r"\W", "_", name) for name in short_names(list(model.constants))]
-    return list(zip(called, model.constants, model.table_function.graph.find_nodes(op="placeholder"), strict=False))
-
-
 def _tables(model: TracedModel) -> str:
-    graph, called, constants = model.table_function.graph, _called_tables(model), _constants(model)
-    sizes = ["sequences", "tokens", "device"]
+    graph, called, constants = model.table_function.graph, called_tables(model), constants_of(model)
+    sizes = [*SIZES, "device"]
     causal = model.causal_masks
     plain = {n: _CAUSAL for n, name in zip(outputs_of(graph), model.tables, strict=True) if name in causal}
-    body = Writer(graph, plain).body([*(name for name, _, _ in constants), *sizes], called)
-    taken = {name: f"{name}: {_type(model, node)}, {full}" for name, full, node in constants if node.users}
-    says = [
-        f"{name}: {_type(model, node)}{f', causal up to {model.context} tokens' if node in plain else ''}"
-        for name, node in zip(called, outputs_of(graph), strict=True)
-    ]
+    made = {name: node for name, node in zip(called, outputs_of(graph), strict=True) if node.op != "placeholder"}
+    results = [name if name in made else None for name in called]
+    body = Writer(graph, plain).body([*(name for name, _, _ in constants), *sizes], results)
+    taken = {name: f"{name}: {type_of(model, node)}, {full}" for name, full, node in constants if computes(node)}
+    far = f"; so is the model's own in sequences of at most {model.context} tokens"
+    says = [f"{name}: {type_of(model, node)}{f', causal{far}' if node in plain else ''}" for name, node in made.items()]
     if taken:
-        says = [*says, "", "It takes buffers of the model:", *taken.values()]
+        says = [*says, "", "Takes buffers of the model:", *taken.values()]
     lines = ['"""Returns in this order:', "", *says, '"""', *body]
     return "\n".join([f"def tables({', '.join([*taken, *sizes])}):", *(f"    {x}" if x else x for x in lines), ""])
 

@@ -98,13 +98,16 @@ class TracedStage(StageModule):
         chain = tables(torch.float32).chain
         super().__init__(spec, first=run[0] == 0, last=run[1] == len(chain.parts))
         self._tables_in, self._run, self.tables = tables, run, tables(torch.float32)
+        self._dtype = torch.float32
         names = dict.fromkeys(name for part in chain.parts[slice(*run)] for name in part.weights)
         for name in names:
             place(self, name, nn.Parameter(torch.empty(shapes[name], device="meta")))
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
+        """See ``StageModule.bind``. A part without parameters computes in the precision of any other ``weights``."""
         super().bind(weights)
-        self.tables = self._tables_in(next(iter(weights.values())).dtype)
+        self._dtype = next((weight.dtype for weight in weights.values()), self._dtype)
+        self.tables = self._tables_in(self._dtype)
         return self
 
     def layout(self) -> FlatLayout:
@@ -144,7 +147,7 @@ class TracedStage(StageModule):
 
     def _cast(self, samples: Tensor) -> Tensor:
         """Floats in the precision of the weights."""
-        return samples.to(next(self.parameters()).dtype) if samples.is_floating_point() else samples
+        return samples.to(self._dtype) if samples.is_floating_point() else samples
 
 
 def is_causal(mask: object, length: int) -> bool:

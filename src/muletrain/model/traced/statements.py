@@ -39,8 +39,8 @@ _MOVES = {"view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squ
 _BINDS = {"+": 2, "-": 2, "*": 3, "/": 3, "//": 3, "@": 3, "**": 6}
 """How strongly Python binds the operands; comparisons and & come last."""
 _COMPARED, _NEGATED, _ATOM = 1, 4, 9
-_WIDTH = 104
-"""Of the longest expression that has others inside."""
+_WIDTH, _LINE = 104, 109
+"""Of the longest expression that has others inside; and with the name of its value."""
 _RESERVED = {*keyword.kwlist, *dir(builtins), "F", "nn", "torch", "math", "operator", "operators", "transformers"}
 
 
@@ -79,11 +79,11 @@ class Writer:
         self.read: set[str] = set()
         """Arguments and values that the lines use."""
 
-    def body(self, arguments: list[str], results: Sequence[str] | None = None) -> list[str]:
-        """Statements, with a comment where a module begins. ``results``: what the outputs are called (else there may be a
-        single one, which is returned as it is)."""
+    def body(self, arguments: list[str], results: Sequence[str | None] | None = None) -> list[str]:
+        """Statements, with a comment where a module begins. ``results``: what the outputs are called, None for those that
+        are not returned (without, there may be a single output, which is returned as it is)."""
         given, stream = iter(arguments), set[fx.Node]()
-        self._taken |= {*arguments, *(results or ())}
+        self._taken |= {*arguments, *filter(None, results or ())}
         wanted, roles = self._wanted(results or ()), self._roles()
         for node in self._nodes:
             if node.op == "placeholder":
@@ -91,7 +91,7 @@ class Writer:
                 stream |= {node} if node.name.startswith("x_") else set()
             elif node.op == "output":
                 values = [self._text(v) for v in list[Any](node.args[0])]  # type: ignore[arg-type]
-                named = list(zip(results or values, values, strict=True))
+                named = [(n, value) for n, value in zip(results or values, values, strict=True) if n]
                 self._lines += [f"{name} = {value}" for name, value in named if name != value]
                 single = results is None and len(values) == 1
                 self._lines.append(f"return {values[0] if single else listed([name for name, _ in named])}")
@@ -124,27 +124,26 @@ class Writer:
         leaves = [] if node in self._instead else tree_leaves((node.args, node.kwargs))
         return [self._origins[n] for n in leaves if isinstance(n, fx.Node)]
 
-    def _wanted(self, results: Sequence[str]) -> dict[fx.Node, str]:
+    def _wanted(self, results: Sequence[str | None]) -> dict[fx.Node, str]:
         """What makes the outputs -> their names."""
         output = self._nodes[-1]
         found: dict[fx.Node, str] = {}
         for node, name in zip(self._inputs(output), results, strict=False):
-            if node.op != "placeholder":
+            if node.op != "placeholder" and name:
                 found.setdefault(node, name)
         return found
 
     def _roles(self) -> dict[fx.Node, str]:
-        """Attention, and what it takes, before that was moved: else a name that says less."""
+        """Attention, what it takes, and what goes to the experts of a mixture."""
         found: dict[fx.Node, str] = {}
         for call in self._nodes:
             if call.target is operators.attention:
                 found[call] = "attention"
-                for node, role in zip(self._inputs(call), "qkv", strict=False):
-                    made = node
-                    while operator_of(made) in _MOVES:
-                        made = self._inputs(made)[0]
-                    known = made.op == "placeholder" or made.target is operator.getitem or self._named(made)
-                    found[node if known else made] = role
+                found |= dict(zip(self._inputs(call), "qkv", strict=False))
+            elif operator_of(call).startswith("grouped_mm"):
+                found |= {call: "grouped_mm", self._inputs(call)[2]: "group_ends"}
+            elif operator_of(call).strip("_") == "index_put" and operator_of(self._inputs(call)[0]) == "empty_like":
+                found[call] = "inverse_order"
         return {n: role for n, role in found.items() if n.op != "placeholder" and n.target is not operator.getitem}
 
     def _fits_inside(self, node: fx.Node) -> bool:
@@ -168,7 +167,7 @@ class Writer:
         while True:
             text, _ = self._expression(node)
             inside = [n for n in self._inputs(node) if n in self._inside]
-            if len(text) <= _WIDTH or not inside:
+            if len(name) + len(text) <= _LINE or not inside:
                 break
             longest = max(inside, key=lambda n: len(self._names[n]))
             del self._inside[longest]
@@ -193,6 +192,11 @@ class Writer:
             return name
         returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else []
         ends = [r.name for r in returns] if len(returns) == len(values) else [str(k) for k in range(len(values))]
+        if operator_of(node) == "sort":
+            name, ends = "sorted", ["values", "order"]
+        first = [u for user in node.users if user.args[1] == 0 for u in user.users]
+        if len(ends) == 2 and any(operator_of(u) in ("silu", "gelu") for u in first):
+            ends = ["gate", "up"]
         used = {int(str(user.args[1])) for user in node.users}
         names = [self._free(f"{name}_{end}") if k in used else "_" for k, end in enumerate(ends)]
         self._names |= {user: names[int(str(user.args[1]))] for user in node.users}
@@ -219,6 +223,7 @@ class Writer:
     def _name(self, node: fx.Node) -> str:
         """After the module that returns it, the value whose numbers it moves, or the operator."""
         module, kind = _module(node).rpartition(".")[2], operator_of(node).strip("_") or "value"
+        kind = self._pattern(node) or kind
         made = kind in ("linear", "addmm") or (kind not in _MOVES and self._made_by_module(node))
         if made and module.isidentifier():
             base = stem = module
@@ -230,13 +235,32 @@ class Writer:
         self._bases[node] = base
         return self._free(re.sub(r"\W", "_", stem))
 
+    def _pattern(self, node: fx.Node) -> str | None:
+        """What several operators together are."""
+        kind, given, users = operator_of(node), self._inputs(node), {operator_of(u) for u in self._users.get(node, ())}
+        parts = [operator_of(n) for n in given]
+        if kind == "mul" and "rsqrt" in parts:
+            return "normed"
+        if kind == "mul" and any(operator_of(n) == "cat" and self._negates(n) for n in given):
+            return "rotated"
+        if kind == "mul" and {"silu", "gelu"} & {*parts}:
+            return "gated"
+        if kind == "add" and "rotated" in map(self._pattern, given):
+            return "rotary"
+        if kind == "cat" and {"cos", "sin"} <= users:
+            return "angles"
+        return "picked" if kind == "index" else None
+
+    def _negates(self, node: fx.Node) -> bool:
+        return any(operator_of(n) == "neg" for n in self._inputs(node))
+
     def _base(self, node: fx.Node) -> str:
         """The name of the value that a node moves, without what moved it before."""
         source = self._inputs(node)[0]
         while source in self._inside and operator_of(source) in _MOVES:
             source = self._inputs(source)[0]
         if source in self._inside:
-            return operator_of(source).strip("_")
+            return self._pattern(source) or operator_of(source).strip("_")
         return self._bases.get(source) or self._names[source].removeprefix("self.")
 
     def _free(self, stem: str) -> str:
@@ -254,7 +278,7 @@ class Writer:
         if _writes(node) and _alone(node):
             name = name.removesuffix("_")
         if node.target is operators.attention and not given[4]:
-            given[5:7] = None, 0  # what it does not draw with
+            del given[4:7]  # it draws nothing
         first = next((k for k, a in enumerate(given) if k and isinstance(a, bool)), len(given))
         arguments, named = [self._text(a) for a in given[:first]], dict(node.kwargs)
         if isinstance(node.target, torch._ops.OpOverload):
@@ -284,9 +308,14 @@ class Writer:
                 before = "..., " if last else ":, " * int(axis)
                 return f"{x}[{before}{begin if begin != '0' else ''}:{end if end != str(_END) else ''}]"
         if name == "embedding" and not keywords:
-            return f"F.embedding({', '.join([arguments[1], arguments[0], *(a for a in arguments[2:3] if a != '-1')])})"
+            padding = [f"padding_idx={a}" for a in arguments[2:3] if a != "-1"]
+            return f"F.embedding({', '.join([arguments[1], arguments[0], *padding])})"
         if name in ("mean", "sum") and len(arguments) == 2 and isinstance(given[1], list) and len(given[1]) == 1:
             arguments[1] = self._text(given[1][0])
+        if name in ("view", "reshape") and isinstance(given[1], list):  # torch finds out one size, readers should not
+            known = node.meta["val"].shape
+            sizes = [known[k] if s == -1 and isinstance(known[k], int) else s for k, s in enumerate(given[1])]
+            return f"{x}.{name}({self._text(sizes)})"
         if name in _METHODS:
             return f"{x}.{name}({', '.join([*arguments[1:], *keywords])})"
         if name in _LOSSES and len(node.args) == 2 and not keywords:
@@ -347,6 +376,8 @@ def operator_of(node: fx.Node) -> str:
 def _called(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
+        if target.namespace == "transformers":  # the file gives it this name
+            return operator_of(node)
         return f"torch.ops.{target.namespace}.{target._schema.name.partition('::')[2]}.{target._overloadname}"
     module = str(getattr(target, "__module__", "")).removeprefix("_").rpartition(".")[2]
     return f"{module}.{getattr(target, '__name__', '')}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +14,17 @@ import torch
 from muletrain.compute.probe import chip
 from muletrain.compute.profile import PASSES, alike, profiled
 from muletrain.config.cache import keep, kept
-from muletrain.config.model_sections import ModelConfig
+from muletrain.config.load import load_config
+from muletrain.config.model_sections import FACTORY, ModelConfig
 from muletrain.config.profile_file import VERSION, Profile
+from muletrain.errors import ConfigError
 from muletrain.model.hf import is_native, spec_in
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
 from muletrain.model.traced.chain import TracedModel
-from muletrain.model.traced.folder import traced_in
+from muletrain.model.traced.folder import run_context, traced_in
+from muletrain.runs.assemble import RunFacts, resolve_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,12 +33,30 @@ if TYPE_CHECKING:
     from muletrain.model.chain import Model
 
 
+def configured_model(name: str, command: str, *, context: int | None, untie: bool = False) -> Model | None:
+    """The model of the run's configuration in the file ``name``, without weights; None: it is no configuration. Raises
+    MuletrainError, and for a factory what to give ``command``."""
+    if re.fullmatch(FACTORY, name):
+        raise ConfigError(
+            f"{name}: of a factory, '{command}' needs its arguments and its data, too; write them into a configuration, as for "
+            f"'muletrain run', and give that file: muletrain {command} FILE.toml"
+        )
+    if not name.endswith(".toml"):
+        return None
+    settings = ([] if context is None else [f"model.context={context}"]) + ["model.untie=true"] * untie
+    return RunFacts.of(resolve_start(load_config(Path(name), settings), weights=False)).spec
+
+
 def model_named(name: str, *, context: int | None, untie: bool) -> Model:
-    """The model of a preset, of a folder, or of the Hub's ``name``, without weights. Raises MuletrainError."""
+    """The model of a preset, of a folder, of the Hub's ``name`` or of a run's configuration, without weights. Raises
+    MuletrainError."""
+    if (model := configured_model(name, "profile", context=context, untie=untie)) is not None:
+        return model
     if name in PRESETS:
         sizes = {"preset": name} if context is None else {"preset": name, "context": context}
         return make_model(ModelConfig.model_validate(sizes))
     folder = local_folder(name, weights=False)
+    context = run_context(folder, context)
     if is_native(folder):
         return spec_in(folder, context=context)
     return traced_in(folder, context=context, untie=untie)
