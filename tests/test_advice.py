@@ -57,16 +57,16 @@ def test_a_fleet_that_loses_nothing_is_told_nothing(tmp_path: Path) -> None:
 
 
 def test_stages_that_lose_their_last_peer_every_now_and_then_are_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """22 stages of two machines do more than 11 of four, but only as nobody leaves."""
-    monkeypatch.setattr(advice, "changes", lambda run, *, paced: [Change("fleet.stages", "22")])
+    """13 stages do more than 10 of more machines each, but only as nobody leaves."""
+    monkeypatch.setattr(advice, "changes", lambda run, *, paced: [Change("fleet.stages", "13")])
     fleet = load_fleet(EXAMPLE)
 
     def changed(change: Change | None) -> tuple[Setting, RunConfig]:
-        stages = "fleet.stages=11" if change is None else change.text
+        stages = "fleet.stages=10" if change is None else change.text
         config = load_config(None, ["model.preset=llama-7b", "train.batch=512", "train.microbatch=1", stages])
         return setting(fleet, config, ModelSpec.from_config(config.model)), config
 
-    assert [s.change.value for s in suggestions(changed, Weather())] == ["22"]
+    assert [s.change.value for s in suggestions(changed, Weather())] == ["13"]
     assert suggestions(changed, weather(fleet.churn, EXAMPLE.parent)) == []
 
 
