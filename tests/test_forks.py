@@ -168,29 +168,31 @@ def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch
         assert outcome.virtual_s < 60.0
 
 
-REPLICAS_APART = Scenario(
-    300,
-    (3, 2, 1),
-    steps=2,
-    trainers=2,
-    microbatches=8,
-    delay_s=0.1,
-    faults=(
-        Fault(0.882, "disk", ("peer-2a",), for_s=1e6, how="slow"),
-        Fault(0.968, "kill", ("peer-0b",), on="reduced", nth=3),
-        Fault(2.154, "join", ("peer-0j0",)),
-        Fault(2.706, "cut", ("peer-1a", "peer-1b"), for_s=18.46),
-    ),
-    clients=("client-0a", "client-2a", "client-2b", "client-2c", "client-2d"),
-    sequences=2,
-    skew=0.1,
-    disk_s=0.01,
-)
-"""Both replicas of stage 1 finish step 1, each alone; nobody of the other stages has."""
+def replicas_apart(cut_s: float) -> Scenario:
+    """Shortly before step 1 ends, both replicas of stage 1 lose sight of each other: each finishes it alone, and nobody of
+    the other stages does."""
+    return Scenario(
+        300,
+        (3, 2, 1),
+        steps=2,
+        trainers=2,
+        microbatches=8,
+        delay_s=0.1,
+        faults=(
+            Fault(0.882, "disk", ("peer-2a",), for_s=1e6, how="slow"),
+            Fault(0.968, "kill", ("peer-0b",), on="reduced", nth=3),
+            Fault(2.154, "join", ("peer-0j0",)),
+            Fault(cut_s, "cut", ("peer-1a", "peer-1b"), for_s=18.46),
+        ),
+        clients=("client-0a", "client-2a", "client-2b", "client-2c", "client-2d"),
+        sequences=2,
+        skew=0.1,
+        disk_s=0.01,
+    )
 
 
 def test_two_records_of_one_peer_each_are_no_sign_that_the_run_has_gone_on() -> None:
-    outcome = play(REPLICAS_APART)
+    outcome = play(replicas_apart(1.6))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert len(went_over(outcome)) == 1
     assert not [text for _, text in outcome.timeline if " state_missed " in text or " state_kept " in text]
@@ -204,6 +206,6 @@ def test_a_stage_that_takes_itself_to_be_behind_keeps_its_state_if_nobody_has_a_
         return True
 
     monkeypatch.setattr(Exchange, "went_on", lured)
-    outcome = play(REPLICAS_APART)
+    outcome = play(replicas_apart(1.87))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert [text for _, text in outcome.timeline if " state_kept " in text]

@@ -3,6 +3,7 @@ whoever comes and goes. In a pipeline, a peer that is too small for its stage sw
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -156,7 +157,9 @@ def test_alone_it_is_one_process(tmp_path: Path) -> None:
     children = set[str]()
     assert fleet.stdout is not None
     for row in fleet.stdout:
-        children |= {p.read_text() for p in Path(f"/proc/{fleet.pid}/task").glob("*/children")}
+        for thread in Path(f"/proc/{fleet.pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                children.add(thread.read_text())
         event = json.loads(row)
         if (event["kind"], event.get("step")) == ("step_done", 6):
             fleet.send_signal(signal.SIGINT)
