@@ -118,12 +118,12 @@ def in_two(tmp_path: Path, text: str, *sets: str) -> Question:
 
 
 def test_a_machine_with_a_third_of_the_memory_swaps_its_stage_and_is_worth_it(tmp_path: Path) -> None:
-    found = plan(in_two(tmp_path, SMALL), time_limit_s=1.0)
+    found = plan(in_two(tmp_path, SMALL))
     chosen = recommended(found)
     assert "small" in {name for stage in chosen.stages for name in stage.machines}
     assert found.swapping.startswith("small (stage ")
     told = float(found.swapping.split(": ")[1].split("x")[0])
     assert told >= 1.15
-    off = plan(in_two(tmp_path, SMALL, "swap.backing='off'"), time_limit_s=1.0)
+    off = plan(in_two(tmp_path, SMALL, "swap.backing='off'"))
     assert off.swapping == ""
     assert told == pytest.approx(chosen.tokens_per_s / recommended(off).tokens_per_s, rel=0.05)
