@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
+from muletrain.sim.world.play import play
+from muletrain.sim.world.scenario import Fault, Scenario
 from tests.tiny_fleets import run_of
 
 if TYPE_CHECKING:
@@ -25,3 +28,14 @@ def test_slowness_neither_ends_a_run_nor_causes_more_work(tmp_path: Path, forwar
     assert not outcome.failure
     assert outcome.steps >= 2
     assert outcome.repeated_microbatches < MICROBATCHES / 2, "of as many at each of two stages"
+
+
+@pytest.mark.parametrize("on", ["", "shard"])
+def test_what_a_replica_took_with_it_may_take_hours_to_be_run_again(on: str) -> None:
+    """It dies at the end of a step of 96 minutes, before or after all microbatches are through, and the other one has half of
+    them to run again. Nobody gives up meanwhile."""
+    slower = 1600.0
+    world = Scenario(1, (2, 2), 2, 1, 48, 0.02, (), slower=slower, longer=slower)
+    outcome = play(replace(world, faults=(Fault(0.97 * world.step_s, "kill", ("peer-0b",), on=on),)))
+    assert not outcome.violations
+    assert {*outcome.ends.values()} == {"finished"}

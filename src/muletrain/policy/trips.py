@@ -23,6 +23,9 @@ LONGEST = 16.0
 """Times that an answer may take longer than most peers', before deadlines learn less from it than it took."""
 LONG, LONG_UNMEASURED = 3, 7
 """Deadlines after which a request has been out for long, and before any answer was measured."""
+DOUBTS = 4
+"""Doubts before any answer was measured, at most, each of which doubles the time after which the next request is doubted:
+nobody holds everything for more than an hour."""
 
 
 class Trips:
@@ -53,8 +56,9 @@ class Trips:
         return busy_s, max(0.0, took_s - busy_s - away_s)
 
     def deadline_s(self, attempt: int = 0) -> float:
-        """Returns how long to wait for an answer, in try number ``attempt``."""
-        return self._deadline.seconds(attempt)
+        """Returns how long to wait for an answer, in try number ``attempt``. Before any was measured we look often, since
+        another request's answer may tell us that this one is late."""
+        return self._deadline.seconds(attempt if self._deadline.known else min(attempt, 1))
 
     def usual_s(self) -> float:
         """Returns the seconds within which an answer comes as a rule."""
@@ -64,7 +68,7 @@ class Trips:
         """Returns the seconds after which a request has been out for long, whatever its peer says."""
         if self._deadline.known:
             return LONG * self._deadline.seconds(longest_s=math.inf)
-        return LONG_UNMEASURED * self._deadline.seconds() * 2.0**self._doubted
+        return LONG_UNMEASURED * self._deadline.seconds() * 2.0 ** min(self._doubted, DOUBTS)
 
     def is_long(self, waited_s: float) -> bool:
         """Has a request been out for long after ``waited_s``? Before any answer was measured it may be that all peers are

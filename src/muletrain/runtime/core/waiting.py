@@ -68,11 +68,15 @@ class Waits:
 
     def __init__(self, clock: Clock, news: News, waiter: Waiter) -> None:
         self._clock, self._signals, self._waiter = clock, news, waiter
-        self._came_on_s = -math.inf
+        self._came_on_s = self._grew_s = -math.inf
 
     def came_on(self) -> None:
         """The peers that we wait for make progress, however slow."""
         self._came_on_s = self._clock.now()
+
+    def grew(self) -> None:
+        """Something came of what we wait for."""
+        self._grew_s = self._clock.now()
 
     async def until(
         self,
@@ -90,13 +94,14 @@ class Waits:
         Raises MuletrainError when the wait is hopeless, and what ``ask`` and ``look_around`` raise.
         """
         begin = self._clock.now()
-        attempt, due, count, came_s, grew_s = 0, begin + deadline.seconds(), so_far(), math.inf, begin
+        attempt, due, count, came_s = 0, begin + deadline.seconds(), so_far(), math.inf
 
         def met() -> bool:
-            nonlocal count, came_s, grew_s
+            nonlocal count, came_s
             if (now_count := so_far()) != count:
-                count, grew_s = now_count, self._clock.now()
-                came_s = grew_s if attempt < 2 else came_s
+                count = now_count
+                came_s = self._clock.now() if attempt < 2 else came_s
+                self.grew()
             return condition()
 
         self._signals.hurried = False
@@ -131,7 +136,7 @@ class Waits:
                         self.came_on()
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
-                    if attempt >= MAX_SILENCE and self.hopeless(begin, grew_s):
+                    if attempt >= MAX_SILENCE and self.hopeless(begin):
                         raise MuletrainError(f"gave up waiting for {what}; {self._waiter.who_is_there()}") from None
                     self._signals.hurried = True
         finally:
@@ -150,11 +155,10 @@ class Waits:
         next one is no shorter: it is three times what a first measure says."""
         return min(took_s, max(came_s, deadline.seconds() / 3))
 
-    def hopeless(self, begin: float, grew_s: float = -math.inf, times: int = 1) -> bool:
-        """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?
-        ``grew_s``: when something came of what is waited for."""
-        now, patience_s, last_s = self._clock.now(), self._signals.patience_s, max(begin, grew_s)
-        return now - max(last_s, self._came_on_s) > times * patience_s or now - last_s > ENDLESS * patience_s
+    def hopeless(self, begin: float, times: int = 1) -> bool:
+        """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""
+        now, patience_s, grew_s = self._clock.now(), self._signals.patience_s, max(begin, self._grew_s)
+        return now - max(grew_s, self._came_on_s) > times * patience_s or now - grew_s > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[object] | None) -> None:
         """Return when there is a question to ask, or its end to look at. Until then only look around: something changes

@@ -83,6 +83,8 @@ class Exchange:
         """Replicas asked for the seal of a round they attest to, with the attempt of the last seal we knew."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
+        self._most: dict[PeerId, int] = {}
+        """Microbatches that a peer said to have accumulated in this step, at most."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -191,6 +193,9 @@ class Exchange:
         # leaves the step to the others
         if progress.moved > moved or progress.round != round_ or progress.late or progress.in_flight:
             self._waits.came_on()
+        if progress.current and len(progress.accumulated) > self._most.get(peer, 0):
+            self._most[peer] = len(progress.accumulated)
+            self._waits.grew()
         self._observed.moved[peer] = progress.moved, progress.round
         if progress.rival:
             self._rivals.met(peer, progress.step)

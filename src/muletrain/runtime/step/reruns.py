@@ -58,6 +58,8 @@ class Reruns:
         self._waits, self._deadlines = waits, deadlines
         self._work, self._ledger = state.work, state.work.ledger
         self._known_down = self._down()
+        self._filled_most = 0
+        """Of the last gaps, as many were held by some replica."""
         self._claims: dict[PeerId, frozenset[int]] = {}
         """Which of the last gaps each replica said it now holds. We stopped waiting because of that; its next seal shows
         whether it was true."""
@@ -127,6 +129,9 @@ class Reruns:
                 counts = progress.current and peer in with_us
                 claims[peer] = gaps & set(progress.accumulated) if counts else frozenset()
                 union |= claims[peer]
+            if len(union & gaps) > self._filled_most:
+                self._filled_most = len(union & gaps)
+                self._waits.grew()
             alone = self._ledger.barred and not all(map(ctx.roster.is_alive, state.announced.members))
             later = state.latest_attempt({*state.announced.members, *with_us}) > attempt
             if alone or gaps <= union or later:
@@ -151,6 +156,7 @@ class Reruns:
         """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
         never are; Behind and LeftOut."""
         ctx, begin = self._ctx, self._ctx.clock.now()
+        self._filled_most = 0
         for turn in itertools.count():
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)

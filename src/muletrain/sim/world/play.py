@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Scenario
 
 LIMIT_S = 6000.0
-"""Virtual seconds after which a run counts as hung: several of the protocol's longest waits in a row."""
+"""Virtual seconds after which a run counts as hung: several of the protocol's longest waits in a row. Added to ``TIMES``
+times what it takes without faults."""
+TIMES = 3
 IN_MEMORY = Path("/dev/shm")
 """A folder in memory, on Linux."""
 SHORT = {
@@ -58,14 +60,14 @@ def _short_memory(*, short: bool) -> Iterator[None]:
 def play(scenario: Scenario) -> Outcome:
     """Run the scenario to its end and check the invariants."""
     outcome = Outcome(scenario)
-    history = reference.history(scenario)
+    history, limit_s = reference.history(scenario), LIMIT_S + TIMES * scenario.steps * scenario.step_s
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
         _short_memory(short=scenario.short),
     ):
         try:
-            states = run_virtually(_run(outcome, Path(folder), history), LIMIT_S, outcome.violations)
+            states = run_virtually(_run(outcome, Path(folder), history), limit_s, outcome.violations)
         except Hang as e:
             outcome.violations.append(f"hang: {e}")
             return outcome

@@ -127,10 +127,11 @@ def _naps(s: Scenario, rng: random.Random) -> Scenario | None:
 
 
 def _minutes(s: Scenario, rng: random.Random) -> Scenario | None:
-    """Machines that need a minute or more for a microbatch; one of them stands still for some minutes, or dies."""
+    """Machines that need minutes for a microbatch; one of them stands still for some minutes, or dies, and what it had done
+    may take more than an hour to be run again."""
     if s.clients or s.swapped or len(s.stages) > 3 or any(f.kind in SIDES for f in s.faults):
         return None
-    slower = rng.uniform(200.0, 800.0)
+    slower = rng.uniform(200.0, 1600.0)
     others = [o for o in s.overrides if not o.startswith("pipeline")]
     stages = tuple(max(n, 2) for n in s.stages)
     s = replace(
@@ -138,6 +139,7 @@ def _minutes(s: Scenario, rng: random.Random) -> Scenario | None:
         stages=stages,
         longer=max(slower, s.longer),
         slower=slower,
+        microbatches=s.microbatches * rng.choice([1, 1, 4]),
         steps=2,
         overrides=(*others, *planned(stages, rng.choice([None, "gpipe", "1f1b"]), shared=rng.random() < 0.5)),
     )
