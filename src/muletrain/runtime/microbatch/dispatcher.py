@@ -8,13 +8,15 @@ strategy says which peers may get the microbatch; each sender chooses among thes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 from typing import TYPE_CHECKING
 
 from muletrain.errors import DeadlineExceeded, Malformed, MuletrainError, PeerUnreachable, ProtocolError
 from muletrain.events import MicrobatchRerouted
-from muletrain.policy.deadline import RetryBudget, backoff_s
+from muletrain.policy.deadline import RetryBudget
+from muletrain.policy.rooms import Rooms
 from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import GAMMA, Wiring
 from muletrain.runtime.core.waiting import unless_done
@@ -34,10 +36,10 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
-BUSY_PAUSE_S, BUSY_PAUSE_MAX_S = 0.005, 0.5
-"""Seconds before a request is tried again when every peer of a stage is full, the first time and at most; doubles."""
-FULL_STEPS = 4
-"""Steps in which a peer that was full for long is asked last, the first time; doubles until it takes something."""
+LOOK_S = 0.5
+"""Longest time between two looks whether a peer of a full stage has room [s]."""
+FULL_PAUSE = 1 / 8
+"""Longest pause before another request is sent to a full peer, as a share of the usual time until an answer comes."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
@@ -75,8 +77,7 @@ class Dispatcher:
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.capacity)
-        self._never_room: dict[PeerId, tuple[int, int]] = {}
-        """Who said for long that it is full, while others were there: from which step on it is asked last, and in how many."""
+        self._rooms, self._room = Rooms(), asyncio.Event()
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
@@ -87,6 +88,7 @@ class Dispatcher:
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
         """Give up requests of steps that are not ``under_way`` any more: nobody should be banned for them."""
         self._current = {(work.step, work.lineage) for work in under_way}
+        self._rooms.forget()
         self.refresh()
         for pending in (p for owed in self._pending.values() for p in owed.values()):
             if not self._is_current(pending.request) and not pending.reply.done():
@@ -126,6 +128,9 @@ class Dispatcher:
         if any((t.shape, t.codec) != (pending.shape, self._ctx.plan.activations) for t in tensors):
             raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
         self._silence.heard(sender)
+        if not isinstance(reply, Busy):
+            self._rooms.answered(sender, self._ctx.clock.now(), took=not isinstance(reply, Lost))
+            self._room.set()
         pending.reply.set_result((reply, tensors))
 
     async def request(
@@ -148,22 +153,21 @@ class Dispatcher:
         begun_s = full_s = self._ctx.clock.now()
         # others may compute a copy, and compare what was computed, as well
         again = {*request.without} - {*tried} if self._stage in accumulate else set()
-        again |= {p for p in self._never_room if self._asked_last(p, request.step) and p not in tried}
+        again |= self._rooms.asked_last(request.step) - {*tried}
         failed = {*tried, *again}
-        full: set[PeerId] = set()
-        for tries in itertools.count():
+        while True:
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
+            full = self._full(failed)
             peer = self._choose(request, failed, full, self._ctx.clock.now() - begun_s)
             if peer is None and full:
-                await self._ctx.clock.sleep(backoff_s(tries, BUSY_PAUSE_S, BUSY_PAUSE_MAX_S))
+                await self._until_room(full)
                 if self._ctx.clock.now() - full_s >= self.trips.long_s():  # who says that it is full may lie
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
                     full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
-                    self._ask_last(failed, request.step)
+                    self._rooms.ask_last(failed, request.step)
                     self.refresh()
-                full.clear()
                 continue
             if peer is None and again:
                 failed, again = failed - again, set()
@@ -189,30 +193,29 @@ class Dispatcher:
             except _Over:
                 continue
             except _Full:
-                full.add(peer)
                 continue
             else:
-                self._never_room.pop(peer, None)
                 return answer
             failed.add(peer)
             accumulate = await self._missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked while that one failed
-        raise AssertionError  # itertools.count does not end
+
+    def _full(self, failed: Collection[PeerId]) -> set[PeerId]:
+        """Returns the peers that have no room, as far as we know."""
+        full = self._rooms.full(self._ctx.clock.now()) & {*self._wiring.peers()} - {*failed}
+        return {p for p in full if self._ctx.roster.is_alive(p)}
+
+    async def _until_room(self, full: set[PeerId]) -> None:
+        """Wait until one of the ``full`` peers may have room."""
+        wait_s = min(LOOK_S, self._rooms.wait_s(full, self._ctx.clock.now()))
+        self._room.clear()
+        with contextlib.suppress(DeadlineExceeded):
+            await self._ctx.clock.deadline(self._room.wait(), wait_s, "room at a full peer")
 
     def _instead_of(self, full: set[PeerId]) -> set[PeerId]:
         """Returns those of ``full`` peers that are not asked again: all, where there are others. Of a planned pipeline, only
         the peer of its seat was asked so far."""
         return {*full} if any(self._ctx.roster.is_alive(p) for p in {*self._wiring.peers()} - full) else set()
-
-    def _asked_last(self, peer: PeerId, step: int) -> bool:
-        since, steps = self._never_room.get(peer, (step, 0))
-        return since <= step < since + steps
-
-    def _ask_last(self, peers: Collection[PeerId], step: int) -> None:
-        """Each time for twice as many steps: to find out again costs minutes where nothing was measured yet."""
-        for peer in peers:
-            if not self._asked_last(peer, step):
-                self._never_room[peer] = step, 2 * self._never_room.get(peer, (step, FULL_STEPS // 2))[1]
 
     def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
         """Choose the next peer: the fastest that the strategy allows. A suspected peer is chosen only if all are
@@ -321,6 +324,7 @@ class Dispatcher:
             unfinite=pending.unfinite,
         )
         begin = clock.now()
+        self._rooms.sent(peer, begin)
         with self._ctx.detector.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold
             await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
@@ -329,6 +333,9 @@ class Dispatcher:
             return got
         reply, answer = got
         if isinstance(reply, Busy):
+            if peer in self._wiring.peers():
+                each_s, longest_s = self._wiring.expected_s(peer), FULL_PAUSE * self.trips.usual_s()
+                self._rooms.refused(peer, clock.now(), each_s=each_s, longest_s=longest_s)
             raise _Full
         if isinstance(reply, Lost):
             raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)

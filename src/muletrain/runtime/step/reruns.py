@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 AGAIN_S = 30.0
 """Longest time before trainers are told of missing microbatches again, since their view may have changed [s]."""
-PAUSE_S, FILLED_MAX_S = 0.05, 0.2
-"""Seconds between two questions to the replicas whether the gaps are filled, at first and at most: all wait for that."""
+PAUSE_S, FILLED_MAX_S, OF_WAIT = 0.05, 0.2, 0.02
+"""Seconds between two questions to the replicas whether the gaps are filled, at first and at most: all wait for that. Or a
+share of the time waited, if that is more: a slow stage is not asked thousands of times."""
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Reruns:
         ctx.emit(MicrobatchesRerun(step=state.step + 1, stage=ctx.roster.own.stage, microbatches=len(gaps)))
         await self._run(gaps, attempt, left_out)
 
-    async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
+    async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...], begin: float) -> None:
         """Wait until no replica misses the gaps, by each one's own ledger. A replica that announced another attempt
         found them filled, or its company has changed: then we try again, too."""
         ctx, state = self._ctx, self._state
@@ -137,7 +138,7 @@ class Reruns:
             if alone or gaps <= union or later:
                 self._claims = claims
                 return
-            await self._pause(pause)
+            await self._pause(pause, self._ctx.clock.now() - begin)
 
     async def _follow(self, answers: dict[PeerId, Progress]) -> None:
         """Raises Behind if a replica has gone on."""
@@ -147,10 +148,10 @@ class Reruns:
                     f"step {self._state.step + 1}: {self._ctx.roster.name(peer)} is at step {progress.step + 1}"
                 )
 
-    async def _pause(self, times: int) -> None:
+    async def _pause(self, times: int, waited_s: float) -> None:
         """Pause before the next question. Raises LeftOut: replicas that go on without us may hold the microbatches."""
         self._company.check()
-        await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, FILLED_MAX_S))
+        await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, max(FILLED_MAX_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
@@ -164,7 +165,7 @@ class Reruns:
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
             try:
                 return await ctx.clock.deadline(
-                    self._waits.watched(self._filled(gaps, attempt, left_out)), limit_s, "missing microbatches"
+                    self._waits.watched(self._filled(gaps, attempt, left_out, begin)), limit_s, "missing microbatches"
                 )
             except DeadlineExceeded:
                 # a device that hangs keeps them for up to 300 s before its peer is left out (``watchdog``)
