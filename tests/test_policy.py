@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
+from muletrain.policy.rooms import Rooms
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import WAYS, Wiring, claimant
@@ -68,6 +69,29 @@ def test_a_peers_word_neither_makes_it_fast_nor_stretches_deadlines() -> None:
     assert way_s == 0.0
     assert lied.deadline_s() < 100.0
     assert honest.deadline_s() < 3.0
+
+
+def test_before_any_answer_requests_are_looked_at_often_and_no_doubt_waits_for_hours() -> None:
+    trips = Trips(capacity=8)
+    assert trips.deadline_s(9) == trips.deadline_s(1) == 60.0
+    for _ in range(100):
+        trips.is_long(1e6)
+    assert trips.long_s() < 3600.0
+
+
+def test_a_full_peer_gets_one_for_each_that_it_answers_or_one_after_a_pause() -> None:
+    rooms = Rooms()
+    rooms.refused("a", 0.0, 4.0)
+    assert (rooms.full(1.9), rooms.full(2.0)) == ({"a"}, set())
+    rooms.sent("a", 2.0)
+    assert rooms.full(3.9) == {"a"}, "nothing more beside it"
+    rooms.answered("a", 3.9)
+    assert not rooms.full(3.9)
+    for seconds in (2.0, 4.0, 8.0, 8.0):
+        rooms.refused("a", 10.0, 4.0)
+        assert rooms.wait_s({"a"}, 10.0) == seconds
+    rooms.forget()
+    assert not rooms.full(10.0)
 
 
 def test_a_slow_peer_among_fast_ones_is_measured_as_it_is() -> None:

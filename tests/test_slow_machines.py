@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from muletrain.runtime.members.context import Context
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.world.play import play
@@ -15,6 +18,8 @@ from tests.tiny_fleets import run_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from muletrain.runtime.core.messages import Message
 
 MICROBATCHES, MACHINES = 32, 4
 
@@ -39,3 +44,17 @@ def test_what_a_replica_took_with_it_may_take_hours_to_be_run_again(on: str) -> 
     outcome = play(replace(world, faults=(Fault(0.97 * world.step_s, "kill", ("peer-0b",), on=on),)))
     assert not outcome.violations
     assert {*outcome.ends.values()} == {"finished"}
+
+
+def test_full_peers_are_not_sent_what_they_refuse_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four trainers have more under way than the peers hold. What is refused has crossed the network in vain."""
+    answers: Counter[str] = Counter()
+    right = Context.send
+
+    async def send(self: Context, peer: str, message: Message, *args: Any, **more: Any) -> None:
+        answers[message.KIND] += 1
+        await right(self, peer, message, *args, **more)
+
+    monkeypatch.setattr(Context, "send", send)
+    assert not play(Scenario(7, (2, 1, 2), 4, 2, 24, 0.01, (), capacity=4, slower=100.0, longer=100.0)).violations
+    assert 0 < answers[Busy.KIND] < answers[Backward.KIND] + answers[Done.KIND]

@@ -1,8 +1,7 @@
 """Which peers of a stage have no room for another microbatch, as one sender sees it.
 
 A microbatch that is refused has crossed the network in vain. So a full peer gets one for each that it answers, as
-acknowledgements clock what TCP sends, or one after a pause in which it does half of one. The pause doubles with each
-refusal that no answer came before.
+acknowledgements clock what TCP sends, or one after a pause, which doubles with each refusal until an answer comes.
 """
 
 from __future__ import annotations
@@ -15,6 +14,10 @@ from muletrain.policy.deadline import backoff_s
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+FIRST, LONGEST = 0.5, 2.0
+"""The pause, in times that the peer takes for a microbatch. With longer ones work goes to slower peers meanwhile."""
+UNMEASURED_S = 0.5, 30.0
+"""The first pause and the longest, before that is known [s]."""
 FULL_STEPS = 4
 """Steps in which a peer that was full for long is asked last, the first time; doubles until it takes something."""
 
@@ -40,10 +43,11 @@ class Rooms:
         """The senders and their work have changed: all peers may have room."""
         self._full = {}
 
-    def refused(self, peer: str, now_s: float, *, each_s: float, longest_s: float) -> None:
-        """``peer`` said that it is full. ``each_s``: what it takes for a microbatch; ``longest_s``: the pause, at most."""
+    def refused(self, peer: str, now_s: float, each_s: float | None) -> None:
+        """``peer`` said that it is full. ``each_s``: what it takes for a microbatch, if that is known."""
         full = self._full.setdefault(peer, _Full(now_s, 0.0))
-        full.pause_s = backoff_s(full.refused, each_s / 2, max(each_s / 2, longest_s))
+        first_s, longest_s = UNMEASURED_S if each_s is None else (FIRST * each_s, LONGEST * each_s)
+        full.pause_s = backoff_s(full.refused, first_s, longest_s)
         full.open_s = now_s + full.pause_s
         full.refused += 1
 

@@ -39,6 +39,11 @@ class Trips:
         self._doubted = 0
         """Requests that were out for long before any answer was measured."""
 
+    @property
+    def known(self) -> bool:
+        """Was any answer measured?"""
+        return self._deadline.known
+
     def serve(self, peers: Collection[str]) -> None:
         """``peers`` serve the stage now: forget the others."""
         self._mean_s = {peer: seconds for peer, seconds in self._mean_s.items() if peer in peers}

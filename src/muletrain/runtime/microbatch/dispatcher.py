@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5
 """Longest time between two looks whether a peer of a full stage has room [s]."""
-FULL_PAUSE = 1 / 8
-"""Longest pause before another request is sent to a full peer, as a share of the usual time until an answer comes."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
@@ -334,8 +332,8 @@ class Dispatcher:
         reply, answer = got
         if isinstance(reply, Busy):
             if peer in self._wiring.peers():
-                each_s, longest_s = self._wiring.expected_s(peer), FULL_PAUSE * self.trips.usual_s()
-                self._rooms.refused(peer, clock.now(), each_s=each_s, longest_s=longest_s)
+                each_s = self._wiring.expected_s(peer) if self.trips.known else None
+                self._rooms.refused(peer, clock.now(), each_s)
             raise _Full
         if isinstance(reply, Lost):
             raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
