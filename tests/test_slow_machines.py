@@ -10,6 +10,7 @@ import pytest
 
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done
+from muletrain.runtime.recovery.rollback import JOIN_S
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.world.play import play
@@ -58,3 +59,11 @@ def test_full_peers_are_not_sent_what_they_refuse_all_the_time(monkeypatch: pyte
     monkeypatch.setattr(Context, "send", send)
     assert not play(Scenario(7, (2, 1, 2), 4, 2, 24, 0.01, (), capacity=4, slower=100.0, longer=100.0)).violations
     assert 0 < answers[Busy.KIND] < answers[Backward.KIND] + answers[Done.KIND]
+
+
+def test_who_is_alone_gives_up_although_its_device_works() -> None:
+    """All peers of the next stage are gone, and it computes one forward of 50 s after the other for nobody."""
+    dead = tuple(Fault(2000.0, "kill", (who,)) for who in ("peer-1a", "peer-1b"))
+    outcome = play(Scenario(1, (1, 2), 1, 3, 8, 0.02, dead, slower=1000.0, longer=1000.0))
+    assert "no peer of stages [1] can be reached" in outcome.ends["peer-0a"]
+    assert outcome.virtual_s < 2000.0 + 30.0 + 1.5 * JOIN_S

@@ -40,6 +40,8 @@ class News:
         self.hurried = False
         self.patience_s = PATIENCE_S
         """Seconds that a wait goes on without any news."""
+        self.stuck = False
+        """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
 
     def touched(self) -> None:
         """Something changed that a wait may depend on: a message came, a microbatch is through."""
@@ -128,7 +130,10 @@ class Waits:
                     await self._clock.deadline(news, max(0.0, due - self._clock.now()), what)
                 except DeadlineExceeded:
                     longest_s = deadline.seconds() / 2
-                    if pulse is not None and (more_s := pulse.goes_on_s(self._clock.now(), longest_s)) > 0:
+                    more_s = (
+                        0.0 if pulse is None or self._signals.stuck else pulse.goes_on_s(self._clock.now(), longest_s)
+                    )
+                    if more_s > 0:
                         self.came_on()
                         due = self._clock.now() + more_s
                         continue
