@@ -35,7 +35,7 @@ from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
 from muletrain.runtime.members.roster import Genesis, Member, Roster
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.peer.peer import Peer
@@ -121,6 +121,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
         Done(**request, stage=stage, **answer).frame(),
         Busy(**request, stage=1).frame(),
+        Room(**request, stage=1).frame(),
         Lost(**request, stage=1, reason="no").frame(),
         TrainerDone(**at, indices=(index,), losses=(5.0,)).frame(),
         Gap(**at, stage=stage, indices=few).frame(),

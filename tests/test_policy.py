@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
-from muletrain.policy.rooms import Rooms
+from muletrain.policy.rooms import Rooms, Turns
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import WAYS, Wiring, claimant
@@ -79,19 +79,52 @@ def test_before_any_answer_requests_are_looked_at_often_and_no_doubt_waits_for_h
     assert trips.long_s() < 3600.0
 
 
-def test_a_full_peer_gets_one_for_each_that_it_answers_or_one_after_a_pause() -> None:
+def test_a_full_peer_is_sent_nothing_until_it_has_room_or_a_pause_is_over() -> None:
     rooms = Rooms()
-    rooms.refused("a", 0.0, 4.0)
-    assert (rooms.full(1.9), rooms.full(2.0)) == ({"a"}, set())
-    rooms.sent("a", 2.0)
-    assert rooms.full(3.9) == {"a"}, "nothing more beside it"
-    rooms.answered("a", 3.9)
-    assert not rooms.full(3.9)
-    for seconds in (2.0, 4.0, 8.0, 8.0):
-        rooms.refused("a", 10.0, 4.0)
+    rooms.refused("a", 0.0, 1.0)
+    assert (rooms.full(3.9), rooms.full(4.0)) == ({"a"}, set())
+    rooms.offered("a", 1.0)
+    assert not rooms.full(1.0)
+    rooms.sent("a", 1.0, more=True)
+    assert rooms.full(4.9) == {"a"}, "it tells us again"
+    rooms.sent("a", 5.0, more=False)
+    assert not rooms.full(5.0)
+    for seconds in (8.0, 16.0, 32.0, 32.0):
+        rooms.refused("a", 10.0, 1.0)
         assert rooms.wait_s({"a"}, 10.0) == seconds
+    rooms.answered("a", took=True)
+    rooms.refused("a", 10.0, 1.0)
+    assert rooms.wait_s({"a"}, 10.0) == 4.0
     rooms.forget()
     assert not rooms.full(10.0)
+
+
+def test_who_offers_room_that_it_does_not_have_is_not_believed_for_long() -> None:
+    rooms, sent = Rooms(), 0
+    rooms.refused("liar", 0.0, 1.0)
+    for _ in range(100):
+        rooms.offered("liar", 0.0)
+        if "liar" not in rooms.full(0.0):
+            sent += 1
+            rooms.sent("liar", 0.0, more=False)
+            rooms.refused("liar", 0.0, 1.0)
+    assert sent == 3
+    rooms.answered("liar", took=True)
+    rooms.offered("liar", 0.0)
+    assert not rooms.full(0.0)
+
+
+def test_those_that_a_full_peer_refused_have_their_turns_in_order() -> None:
+    turns = Turns[int](capacity=2)
+    for sender, request in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        turns.came(sender, request, more=False, refused=True)
+    assert turns.next(held=2) == []
+    assert turns.next(held=1) == [("a", 3)]
+    turns.came("d", 5, more=True, refused=False)  # it took the room
+    turns.came("a", 3, more=False, refused=True)
+    assert turns.next(held=0) == [("a", 3), ("b", 2)]
+    assert turns.next(held=0) == [("c", 4), ("d", 5)]
+    assert turns.next(held=0) == []
 
 
 def test_a_slow_peer_among_fast_ones_is_measured_as_it_is() -> None:

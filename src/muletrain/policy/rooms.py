@@ -1,75 +1,88 @@
-"""Which peers of a stage have no room for another microbatch, as one sender sees it.
+"""Room for microbatches at the peers of a stage: as one of their senders sees it, and as a peer deals it out.
 
-A microbatch that is refused has crossed the network in vain. So a full peer gets one for each that it answers, as
-acknowledgements clock what TCP sends, or one after a pause, which doubles with each refusal until an answer comes.
+A microbatch that is refused has crossed the network in vain. So a full peer tells those that it refused when it has room, in
+the order in which it refused them, and keeps a place for each for a while. Nobody has to try again and again, and who comes
+late gets as much as those that were there before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from muletrain.policy.deadline import backoff_s
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-FIRST, LONGEST = 0.5, 2.0
-"""The pause, in times that the peer takes for a microbatch. With longer ones work goes to slower peers meanwhile."""
-UNMEASURED_S = 0.5, 30.0
+FIRST, LONGEST = 4.0, 32.0
+"""Pause before a full peer that says nothing is tried again, in times that it takes for a microbatch; doubles."""
+UNMEASURED_S = 30.0, 300.0
 """The first pause and the longest, before that is known [s]."""
+UNTRUE = 3
+"""Refusals of what a peer said that it has room for, after which its word is worth nothing until it answers. Other senders may
+be faster."""
 FULL_STEPS = 4
 """Steps in which a peer that was full for long is asked last, the first time; doubles until it takes something."""
 
-
-@dataclass
-class _Full:
-    open_s: float
-    """When it is sent another one."""
-    pause_s: float
-    refused: int = 0
-    """Times, since its last answer."""
+R = TypeVar("R")
 
 
 class Rooms:
-    """Learns from each refusal and answer."""
+    """Which peers have no room, as one sender sees it."""
 
     def __init__(self) -> None:
-        self._full: dict[str, _Full] = {}
+        self._full: dict[str, tuple[float, float]] = {}
+        """When a full peer is tried again, if it says nothing before, and the pause until then."""
+        self._refused: Counter[str] = Counter()
+        """Times that each peer refused something since its last answer."""
+        self._offers: set[str] = set()
+        """Peers that said that they have room for what we sent last, or send next."""
+        self._untrue: Counter[str] = Counter()
+        """Times that they refused that, since their last answer."""
         self._never: dict[str, tuple[int, int]] = {}
         """Who said for long that it is full, while others were there: from which step on it is asked last, and in how many."""
 
     def forget(self) -> None:
         """The senders and their work have changed: all peers may have room."""
-        self._full = {}
+        self._full, self._offers = {}, set()
 
     def refused(self, peer: str, now_s: float, each_s: float | None) -> None:
         """``peer`` said that it is full. ``each_s``: what it takes for a microbatch, if that is known."""
-        full = self._full.setdefault(peer, _Full(now_s, 0.0))
         first_s, longest_s = UNMEASURED_S if each_s is None else (FIRST * each_s, LONGEST * each_s)
-        full.pause_s = backoff_s(full.refused, first_s, longest_s)
-        full.open_s = now_s + full.pause_s
-        full.refused += 1
+        pause_s = backoff_s(self._refused[peer], first_s, longest_s)
+        self._full[peer] = now_s + pause_s, pause_s
+        self._refused[peer] += 1
+        self._untrue[peer] += peer in self._offers
+        self._offers.discard(peer)
 
-    def sent(self, peer: str, now_s: float) -> None:
-        """``peer`` is sent a microbatch: if it was full, the next one waits."""
-        if (full := self._full.get(peer)) is not None:
-            full.open_s = now_s + full.pause_s
+    def sent(self, peer: str, now_s: float, *, more: bool) -> None:
+        """``peer`` is sent a microbatch. If there are ``more``, it will tell us when it has room again."""
+        if peer in self._full:
+            pause_s = self._full.pop(peer)[1]
+            if more:
+                self._full[peer] = now_s + pause_s, pause_s
 
-    def answered(self, peer: str, now_s: float, *, took: bool = True) -> None:
+    def offered(self, peer: str, now_s: float) -> None:
+        """``peer`` says that it has room for one."""
+        if peer in self._full and self._untrue[peer] < UNTRUE:
+            self._full[peer] = now_s, self._full[peer][1]
+            self._offers.add(peer)
+
+    def answered(self, peer: str, *, took: bool) -> None:
         """``peer`` is done with a microbatch of ours; it ``took`` that, or it failed."""
-        if (full := self._full.get(peer)) is not None:
-            full.open_s, full.refused = now_s, 0
+        self._refused.pop(peer, None)
+        self._untrue.pop(peer, None)
         if took:
             self._never.pop(peer, None)
 
     def full(self, now_s: float) -> set[str]:
         """Returns the peers to which nothing is sent now."""
-        return {peer for peer, full in self._full.items() if full.open_s > now_s}
+        return {peer for peer, (open_s, _) in self._full.items() if open_s > now_s}
 
     def wait_s(self, peers: Collection[str], now_s: float) -> float:
-        """Returns the seconds until one of these full ``peers`` is sent a microbatch, unless it answers before."""
-        return min(self._full[peer].open_s for peer in peers) - now_s
+        """Returns the seconds until one of these full ``peers`` is sent a microbatch, unless it has room before."""
+        return min(self._full[peer][0] for peer in peers) - now_s
 
     def asked_last(self, step: int) -> set[str]:
         """Returns the peers that are asked last in ``step``."""
@@ -80,3 +93,35 @@ class Rooms:
         minutes where nothing was measured yet."""
         for peer in {*peers} - self.asked_last(step):
             self._never[peer] = step, 2 * self._never.get(peer, (step, FULL_STEPS // 2))[1]
+
+
+class Turns(Generic[R]):
+    """Whose turn it is when a full peer has room. ``R``: a request."""
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity``: requests that the peer holds at once."""
+        self._capacity = capacity
+        self._waiting: dict[str, R] = {}
+        """By sender: the latest request of each that waits, in the order of their turns."""
+        self._told: set[str] = set()
+        """Had their turn, and sent nothing since."""
+
+    def clear(self) -> None:
+        """A step is over, and nobody waits any more."""
+        self._waiting, self._told = {}, set()
+
+    def came(self, sender: str, request: R, *, more: bool, refused: bool) -> None:
+        """``sender`` sent a ``request``. Does it have ``more``, or was it ``refused``? If another one took the room that it
+        was told of, it is the next again."""
+        if refused and sender in self._told:
+            self._waiting = {sender: request} | self._waiting
+        elif refused or more:
+            self._waiting[sender] = request
+        self._told.discard(sender)
+
+    def next(self, held: int) -> list[tuple[str, R]]:
+        """Returns the senders that may send now, where the peer holds ``held`` requests, with the latest of each."""
+        turns = list(self._waiting.items())[: max(0, self._capacity - held)]
+        self._waiting = dict(list(self._waiting.items())[len(turns) :])
+        self._told |= {sender for sender, _ in turns}
+        return turns

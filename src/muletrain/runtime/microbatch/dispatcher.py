@@ -8,7 +8,6 @@ strategy says which peers may get the microbatch; each sender chooses among thes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 from typing import TYPE_CHECKING
@@ -75,7 +74,7 @@ class Dispatcher:
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.capacity)
-        self._rooms, self._room = Rooms(), asyncio.Event()
+        self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
         self._silence = Silence(ctx, stage, self)
@@ -127,9 +126,13 @@ class Dispatcher:
             raise ProtocolError(f"a gradient that is not {self._ctx.plan.activations} {pending.shape}")
         self._silence.heard(sender)
         if not isinstance(reply, Busy):
-            self._rooms.answered(sender, self._ctx.clock.now(), took=not isinstance(reply, Lost))
-            self._room.set()
+            self._rooms.answered(sender, took=not isinstance(reply, Lost))
         pending.reply.set_result((reply, tensors))
+
+    def on_room(self, sender: PeerId) -> None:
+        """``sender`` was full, and has room now."""
+        self._rooms.offered(sender, self._ctx.clock.now())
+        self._room.set()
 
     async def request(
         self,
@@ -207,8 +210,13 @@ class Dispatcher:
         """Wait until one of the ``full`` peers may have room."""
         wait_s = min(LOOK_S, self._rooms.wait_s(full, self._ctx.clock.now()))
         self._room.clear()
-        with contextlib.suppress(DeadlineExceeded):
+        self._waiting += 1
+        try:
             await self._ctx.clock.deadline(self._room.wait(), wait_s, "room at a full peer")
+        except DeadlineExceeded:
+            pass
+        finally:
+            self._waiting -= 1
 
     def _instead_of(self, full: set[PeerId]) -> set[PeerId]:
         """Returns those of ``full`` peers that are not asked again: all, where there are others. Of a planned pipeline, only
@@ -320,9 +328,10 @@ class Dispatcher:
             gradient=pending.gradient,
             deadline_s=self.trips.deadline_s(),
             unfinite=pending.unfinite,
+            more=self._waiting > 0,
         )
         begin = clock.now()
-        self._rooms.sent(peer, begin)
+        self._rooms.sent(peer, begin, more=message.more)
         with self._ctx.detector.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold
             await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))

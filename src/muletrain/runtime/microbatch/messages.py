@@ -34,7 +34,7 @@ class Forward(Attempt):
     """Inputs and targets for one stage. ``accumulate``: the stages that add this microbatch to their gradient.
     ``gradient``: the sender needs d loss / d inputs, which it does not if the microbatch is run again for a later stage
     alone. ``unfinite``: a peer found that it does not stay finite, so inputs need not be finite, and outputs are passed
-    on even if they are not."""
+    on even if they are not. ``more``: others wait for room at the receiver."""
 
     KIND: ClassVar[str] = "forward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -44,6 +44,7 @@ class Forward(Attempt):
     gradient: bool
     deadline_s: Seconds
     unfinite: bool = False
+    more: bool = False
 
 
 class Backward(Request):
@@ -75,6 +76,13 @@ class Busy(Request):
     """A forward was not admitted, since the queue is full. The sender keeps it and tries elsewhere, or later."""
 
     KIND: ClassVar[str] = "busy"
+    stage: Natural
+
+
+class Room(Request):
+    """There is room again. ``index``: of the last forward of a sender that was refused, or has more."""
+
+    KIND: ClassVar[str] = "room"
     stage: Natural
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from muletrain.errors import ProtocolError
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
+from muletrain.runtime.microbatch.messages import Room
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.runtime.microbatch.trainer import Trainer
@@ -120,15 +121,19 @@ class Microbatches:
             raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was requested there")
         self._onwards.expects(sender, message, tensors)
 
-    def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost, frame: Frame) -> None:
+    def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost | Room, frame: Frame) -> None:
         """Answers from stage 0 are for the trainer, those from the next stage for the stage server. Raises
         ProtocolError."""
         if self._onwards is not None and message.stage == self._ctx.roster.own.stage + 1:
-            self._onwards.on_reply(sender, message, frame.tensors)
+            dispatcher = self._onwards
         elif message.stage == 0 and self.source is not None:
-            self._inwards.on_reply(sender, message, frame.tensors)
+            dispatcher = self._inwards
         else:
             raise ProtocolError(f"{frame.kind} from stage {message.stage}: nothing was sent there")
+        if isinstance(message, Room):
+            dispatcher.on_room(sender)
+        else:
+            dispatcher.on_reply(sender, message, frame.tensors)
 
     def _window(self) -> int:
         plan, roster = self._ctx.plan, self._ctx.roster

@@ -21,9 +21,10 @@ from muletrain.compute.slot import Turn
 from muletrain.errors import Malformed, MuletrainError, NetworkError, ProtocolError
 from muletrain.events import MicrobatchServed, MicrobatchTaken
 from muletrain.policy.deadline import CEILING_S, Usual
+from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost, Room
 from muletrain.wire.codec import decode, encode, sample_codecs
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class StageServer:
         self._cross_check = None if self.dispatcher is None else GradientCrossCheck(self.ctx, self.dispatcher)
         self._usual = Usual(unmeasured_s=CEILING_S, floor_s=0.0, times=1.0)
         """Service time of a microbatch here."""
+        self._turns = Turns[Forward](self.ctx.plan.capacity)
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
@@ -124,7 +126,9 @@ class StageServer:
                 f"microbatch {message.step}/{message.index}, attempt {message.attempt}: sent again after its answer"
             )
         key = (message.step, message.index)
-        if key in self._jobs or len(self._jobs) >= self.ctx.plan.capacity:
+        full = len(self._jobs) >= self.ctx.plan.capacity
+        self._turns.came(sender, message, more=message.more, refused=full)
+        if key in self._jobs or full:
             busy = Busy(**message.identity(), stage=message.stage)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
@@ -136,6 +140,13 @@ class StageServer:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         job.task = self.ctx.spawn(self._serve(job, frame.tensors), f"serve {key}")
         job.task.add_done_callback(lambda _: self._release(job))  # it may be cancelled before it begins
+        self._offer_room()
+
+    def _offer_room(self) -> None:
+        """Tell those that wait for room, in turn."""
+        for sender, latest in self._turns.next(len(self._jobs)):
+            room = Room(**latest.identity(), stage=latest.stage)
+            self.ctx.spawn(self._reply(sender, room, []), "room")
 
     def decline(self, sender: PeerId, message: Forward, reason: str) -> None:
         """Have ``sender`` choose another peer."""
@@ -144,6 +155,7 @@ class StageServer:
 
     def abandon(self) -> None:
         """Cancel requests of steps that are over: they must not count for steps that begin again."""
+        self._turns.clear()
         for job in self._jobs.values():
             if job.task is not None and job.work.over:
                 job.task.cancel()
@@ -154,6 +166,7 @@ class StageServer:
         if self._jobs.get(key) is job:
             del self._jobs[key]
             job.work.serving.discard(job.message.index)
+            self._offer_room()
 
     async def _serve(self, job: _Job, tensors: list[Encoded]) -> None:
         try:

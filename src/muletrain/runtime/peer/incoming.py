@@ -13,7 +13,7 @@ from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.peer.messages import Away, Back, Report
 from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
@@ -125,6 +125,7 @@ STEP_KINDS: dict[str, type[Message]] = {
         Backward,
         Done,
         Busy,
+        Room,
         Lost,
         TrainerDone,
         Gap,
@@ -244,7 +245,7 @@ class Incoming:
         match message:
             case Forward():
                 await self._microbatches.server.on_forward(sender, message, frame)
-            case Backward() | Done() | Busy() | Lost():
+            case Backward() | Done() | Busy() | Lost() | Room():
                 self._microbatches.on_reply(sender, message, frame)
             case TrainerDone():
                 self._microbatches.on_trainer_done(sender, message)

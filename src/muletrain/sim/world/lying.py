@@ -11,7 +11,7 @@ from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard, ShardFacts
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Seal
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
@@ -126,8 +126,9 @@ class Liar:
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
             if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
-                busy = Busy(**forward.identity(), stage=forward.stage).frame()
-                await self._network.send(sender, busy, channel=Busy.CHANNEL, timeout_s=10.0)
+                for answer in (Busy, Room):
+                    lie = answer(**forward.identity(), stage=forward.stage).frame()
+                    await self._network.send(sender, lie, channel=answer.CHANNEL, timeout_s=10.0)
                 return
             if self.how == "alone" and isinstance(frame.message, Forward):
                 return
