@@ -120,7 +120,7 @@ def frames(stage: int, index: int) -> list[Frame]:
         ),
         Backward(**request, stage=1, **answer).frame([encode(hidden, Codec.FP32)]),
         Done(**request, stage=stage, **answer).frame(),
-        Busy(**request, stage=1).frame(),
+        Busy(**request, stage=1, full=True).frame(),
         Room(**request, stage=1).frame(),
         Lost(**request, stage=1, reason="no").frame(),
         TrainerDone(**at, indices=(index,), losses=(5.0,)).frame(),

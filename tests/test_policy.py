@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from muletrain.policy.cover import resolve
 from muletrain.policy.deadline import CEILING_S, FLOOR_S, RECENT, Deadline, Usual, backoff_s
-from muletrain.policy.rooms import Rooms, Turns
+from muletrain.policy.rooms import KEPT_S, Rooms, Turns
 from muletrain.policy.shards import BLOCK, CHUNK, chunk_ranges, shard_ranges
 from muletrain.policy.trips import Trips
 from muletrain.policy.wiring import WAYS, Wiring, claimant
@@ -91,11 +91,11 @@ def test_a_full_peer_is_sent_nothing_until_it_has_room_or_a_pause_is_over() -> N
     assert not rooms.full(5.0)
     for seconds in (8.0, 16.0, 32.0, 32.0):
         rooms.refused("a", 10.0, 1.0)
-        assert rooms.wait_s({"a"}, 10.0) == seconds
+        assert (rooms.full(9.9 + seconds), rooms.full(10.0 + seconds)) == ({"a"}, set())
     rooms.answered("a", took=True)
     rooms.refused("a", 10.0, 1.0)
-    assert rooms.wait_s({"a"}, 10.0) == 4.0
-    rooms.forget()
+    assert not rooms.full(14.0)
+    rooms.forget({"a"})
     assert not rooms.full(10.0)
 
 
@@ -117,14 +117,14 @@ def test_who_offers_room_that_it_does_not_have_is_not_believed_for_long() -> Non
 def test_those_that_a_full_peer_refused_have_their_turns_in_order() -> None:
     turns = Turns[int](capacity=2)
     for sender, request in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
-        turns.came(sender, request, more=False, refused=True)
-    assert turns.next(held=2) == []
-    assert turns.next(held=1) == [("a", 3)]
-    turns.came("d", 5, more=True, refused=False)  # it took the room
-    turns.came("a", 3, more=False, refused=True)
-    assert turns.next(held=0) == [("a", 3), ("b", 2)]
-    assert turns.next(held=0) == [("c", 4), ("d", 5)]
-    assert turns.next(held=0) == []
+        assert not turns.admits(sender, request, held=2, now_s=0.0, more=False)
+    assert turns.next(held=2, now_s=0.0) == []
+    assert turns.next(held=1, now_s=0.0) == [("a", 3)]
+    assert turns.next(held=1, now_s=0.0) == [], "the place is kept"
+    assert not turns.admits("d", 5, held=1, now_s=1.0, more=False), "also from who is nearer"
+    assert turns.admits("a", 6, held=1, now_s=1.0, more=True)
+    assert turns.next(held=0, now_s=1.0) == [("b", 2), ("c", 4)]
+    assert turns.next(held=0, now_s=1.0 + KEPT_S) == [("d", 5), ("a", 6)], "who did not come has lost its place"
 
 
 def test_a_slow_peer_among_fast_ones_is_measured_as_it_is() -> None:

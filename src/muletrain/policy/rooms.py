@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 FIRST, LONGEST = 4.0, 32.0
 """Pause before a full peer that says nothing is tried again, in times that it takes for a microbatch; doubles."""
+LEAST_S = 0.005, 0.5
+"""The first pause and the longest, at least [s], whatever the peer says of its speed."""
 UNMEASURED_S = 30.0, 300.0
 """The first pause and the longest, before that is known [s]."""
+KEPT_S = 10.0
+"""Seconds for which a place is kept for who was told of it. It may need longer, or have nothing to send any more."""
 UNTRUE = 3
 """Refusals of what a peer said that it has room for, after which its word is worth nothing until it answers. Other senders may
 be faster."""
@@ -43,14 +47,17 @@ class Rooms:
         self._never: dict[str, tuple[int, int]] = {}
         """Who said for long that it is full, while others were there: from which step on it is asked last, and in how many."""
 
-    def forget(self) -> None:
-        """The senders and their work have changed: all peers may have room."""
+    def forget(self, peers: Collection[str]) -> None:
+        """``peers`` serve the stage now, and all may have room. Forget the others."""
         self._full, self._offers = {}, set()
+        for table in (self._refused, self._untrue, self._never):
+            for gone in table.keys() - {*peers}:
+                del table[gone]
 
     def refused(self, peer: str, now_s: float, each_s: float | None) -> None:
         """``peer`` said that it is full. ``each_s``: what it takes for a microbatch, if that is known."""
         first_s, longest_s = UNMEASURED_S if each_s is None else (FIRST * each_s, LONGEST * each_s)
-        pause_s = backoff_s(self._refused[peer], first_s, longest_s)
+        pause_s = backoff_s(self._refused[peer], max(LEAST_S[0], first_s), max(LEAST_S[1], longest_s))
         self._full[peer] = now_s + pause_s, pause_s
         self._refused[peer] += 1
         self._untrue[peer] += peer in self._offers
@@ -63,26 +70,25 @@ class Rooms:
             if more:
                 self._full[peer] = now_s + pause_s, pause_s
 
-    def offered(self, peer: str, now_s: float) -> None:
-        """``peer`` says that it has room for one."""
-        if peer in self._full and self._untrue[peer] < UNTRUE:
+    def offered(self, peer: str, now_s: float) -> bool:
+        """``peer`` says that it has room for one. Returns whether that is believed, and was not known."""
+        if believed := peer in self._full and self._untrue[peer] < UNTRUE:
             self._full[peer] = now_s, self._full[peer][1]
             self._offers.add(peer)
+        return believed
 
     def answered(self, peer: str, *, took: bool) -> None:
         """``peer`` is done with a microbatch of ours; it ``took`` that, or it failed."""
         self._refused.pop(peer, None)
         self._untrue.pop(peer, None)
-        if took:
+        if not took:
+            self._full.pop(peer, None)
+        else:
             self._never.pop(peer, None)
 
     def full(self, now_s: float) -> set[str]:
         """Returns the peers to which nothing is sent now."""
         return {peer for peer, (open_s, _) in self._full.items() if open_s > now_s}
-
-    def wait_s(self, peers: Collection[str], now_s: float) -> float:
-        """Returns the seconds until one of these full ``peers`` is sent a microbatch, unless it has room before."""
-        return min(self._full[peer][0] for peer in peers) - now_s
 
     def asked_last(self, step: int) -> set[str]:
         """Returns the peers that are asked last in ``step``."""
@@ -103,25 +109,31 @@ class Turns(Generic[R]):
         self._capacity = capacity
         self._waiting: dict[str, R] = {}
         """By sender: the latest request of each that waits, in the order of their turns."""
-        self._told: set[str] = set()
-        """Had their turn, and sent nothing since."""
+        self._kept_s: dict[str, float] = {}
+        """Until when a place is kept for a sender that was told of it."""
 
     def clear(self) -> None:
         """A step is over, and nobody waits any more."""
-        self._waiting, self._told = {}, set()
+        self._waiting, self._kept_s = {}, {}
 
-    def came(self, sender: str, request: R, *, more: bool, refused: bool) -> None:
-        """``sender`` sent a ``request``. Does it have ``more``, or was it ``refused``? If another one took the room that it
-        was told of, it is the next again."""
-        if refused and sender in self._told:
-            self._waiting = {sender: request} | self._waiting
-        elif refused or more:
+    def admits(self, sender: str, request: R, held: int, now_s: float, *, more: bool) -> bool:
+        """Is there room for this ``request`` beside the ``held`` ones? If not, or if ``sender`` has ``more``, it waits for its
+        turn."""
+        self._kept_s.pop(sender, None)
+        room = self._free(held, now_s) > 0
+        if more or not room:
             self._waiting[sender] = request
-        self._told.discard(sender)
+        return room
 
-    def next(self, held: int) -> list[tuple[str, R]]:
-        """Returns the senders that may send now, where the peer holds ``held`` requests, with the latest of each."""
-        turns = list(self._waiting.items())[: max(0, self._capacity - held)]
-        self._waiting = dict(list(self._waiting.items())[len(turns) :])
-        self._told |= {sender for sender, _ in turns}
+    def next(self, held: int, now_s: float) -> list[tuple[str, R]]:
+        """Returns the senders that may send now, beside the ``held`` requests, with the latest of each, and keeps a place for
+        them."""
+        turns = list(self._waiting.items())[: max(0, self._free(held, now_s))]
+        for sender, _ in turns:
+            del self._waiting[sender]
+            self._kept_s[sender] = now_s + KEPT_S
         return turns
+
+    def _free(self, held: int, now_s: float) -> int:
+        self._kept_s = {sender: until_s for sender, until_s in self._kept_s.items() if until_s > now_s}
+        return self._capacity - held - len(self._kept_s)

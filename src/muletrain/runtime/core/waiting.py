@@ -73,8 +73,9 @@ class Waits:
         self._came_on_s = self._grew_s = -math.inf
 
     def came_on(self) -> None:
-        """The peers that we wait for make progress, however slow."""
-        self._came_on_s = self._clock.now()
+        """The peers that we wait for make progress, however slow. If a stage has nobody, that leads nowhere."""
+        if not self._signals.stuck:
+            self._came_on_s = self._clock.now()
 
     def grew(self) -> None:
         """Something came of what we wait for."""

@@ -21,11 +21,11 @@ from muletrain.policy.wiring import GAMMA, Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
-from muletrain.runtime.microbatch.pending import Answer, Pending
+from muletrain.runtime.microbatch.pending import Answer, AtIt, FoundUnfinite, Full, Gone, Over, Pending
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -35,27 +35,14 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
-LOOK_S = 0.5
-"""Longest time between two looks whether a peer of a full stage has room [s]."""
+LOOK_S, LOOK_MAX_S = 0.5, 30.0
+"""Seconds between two looks whether a peer of a full stage has room, and between two tries of one that is at the microbatch
+already, at most."""
+PROBED = 5
+"""Times that the deadline of a probe doubles, at most: a peer may be looked at for hours before it has an answer."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
-
-
-class _Gone(MuletrainError):
-    """The peer lives, but the request will not be answered."""
-
-
-class _Over(MuletrainError):
-    """The step of the request has ended without it."""
-
-
-class _Full(MuletrainError):
-    """The peer has no room now."""
-
-
-class _FoundUnfinite(_Gone):
-    """The peer found that the microbatch does not stay finite."""
 
 
 class Unfinite(MuletrainError):
@@ -85,11 +72,10 @@ class Dispatcher:
     def begin(self, under_way: Iterable[InFlightStep]) -> None:
         """Give up requests of steps that are not ``under_way`` any more: nobody should be banned for them."""
         self._current = {(work.step, work.lineage) for work in under_way}
-        self._rooms.forget()
         self.refresh()
         for pending in (p for owed in self._pending.values() for p in owed.values()):
             if not self._is_current(pending.request) and not pending.reply.done():
-                pending.reply.set_exception(_Over(f"step {pending.request.step} has ended"))
+                pending.reply.set_exception(Over(f"step {pending.request.step} has ended"))
 
     def _is_current(self, request: Attempt) -> bool:
         return self._current is None or (request.step, request.lineage) in self._current
@@ -99,6 +85,8 @@ class Dispatcher:
         alive = {p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)}
         self._wiring.serve(alive)
         self.trips.serve(alive)
+        self._rooms.forget(alive)
+        self._room.set()
 
     def _device_s(self, peer: PeerId) -> float:
         """Returns the seconds for a microbatch, both ways, by what ``peer`` says of its device; 0 if it says nothing."""
@@ -127,12 +115,15 @@ class Dispatcher:
         self._silence.heard(sender)
         if not isinstance(reply, Busy):
             self._rooms.answered(sender, took=not isinstance(reply, Lost))
+        elif reply.full and sender in self._wiring.peers():
+            each_s = self._wiring.expected_s(sender) if self.trips.known else None
+            self._rooms.refused(sender, self._ctx.clock.now(), each_s)
         pending.reply.set_result((reply, tensors))
 
     def on_room(self, sender: PeerId) -> None:
         """``sender`` was full, and has room now."""
-        self._rooms.offered(sender, self._ctx.clock.now())
-        self._room.set()
+        if self._rooms.offered(sender, self._ctx.clock.now()):
+            self._room.set()
 
     async def request(
         self,
@@ -155,14 +146,14 @@ class Dispatcher:
         # others may compute a copy, and compare what was computed, as well
         again = {*request.without} - {*tried} if self._stage in accumulate else set()
         again |= self._rooms.asked_last(request.step) - {*tried}
-        failed = {*tried, *again}
+        failed, at_it = {*tried, *again}, dict["PeerId", float]()
         while True:
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
-            full = self._full(failed)
+            full = self._full(at_it) - failed
             peer = self._choose(request, failed, full, self._ctx.clock.now() - begun_s)
             if peer is None and full:
-                await self._until_room(full)
+                await self._until_room()
                 if self._ctx.clock.now() - full_s >= self.trips.long_s():  # who says that it is full may lie
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
@@ -184,16 +175,20 @@ class Dispatcher:
             except (PeerUnreachable, DeadlineExceeded) as e:
                 self._give_up(peer, request, e.why)
                 self._ctx.detector.mark_down(peer, e.why)
-            except _FoundUnfinite as e:
+            except FoundUnfinite as e:
                 if not unfinite and not await self._ctx.compute.offload(_finite, tensors[0]):
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
                 unfinite, again = True, again if unfinite else {*again, peer}
                 self._give_up(peer, request, str(e))
-            except _Gone as e:  # alive, but it does not have the request
+            except Gone as e:  # alive, but it does not have the request
                 self._give_up(peer, request, str(e))
-            except _Over:
+            except Over:
                 continue
-            except _Full:
+            except Full:
+                continue
+            except AtIt:
+                now_s = self._ctx.clock.now()
+                at_it[peer] = now_s + min(LOOK_MAX_S, max(LOOK_S, now_s - begun_s))
                 continue
             else:
                 return answer
@@ -201,18 +196,19 @@ class Dispatcher:
             accumulate = await self._missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked while that one failed
 
-    def _full(self, failed: Collection[PeerId]) -> set[PeerId]:
-        """Returns the peers that have no room, as far as we know."""
-        full = self._rooms.full(self._ctx.clock.now()) & {*self._wiring.peers()} - {*failed}
-        return {p for p in full if self._ctx.roster.is_alive(p)}
+    def _full(self, at_it: Mapping[PeerId, float]) -> set[PeerId]:
+        """Returns the peers that take nothing now, as far as we know. ``at_it``: until when those are not asked again that
+        are at the microbatch already."""
+        now_s = self._ctx.clock.now()
+        full = self._rooms.full(now_s) | {p for p, until_s in at_it.items() if until_s > now_s}
+        return {p for p in full & {*self._wiring.peers()} if self._ctx.roster.is_alive(p)}
 
-    async def _until_room(self, full: set[PeerId]) -> None:
-        """Wait until one of the ``full`` peers may have room."""
-        wait_s = min(LOOK_S, self._rooms.wait_s(full, self._ctx.clock.now()))
+    async def _until_room(self) -> None:
+        """Wait until a peer has room, or it is time to look again."""
         self._room.clear()
         self._waiting += 1
         try:
-            await self._ctx.clock.deadline(self._room.wait(), wait_s, "room at a full peer")
+            await self._ctx.clock.deadline(self._room.wait(), LOOK_S, "room at a full peer")
         except DeadlineExceeded:
             pass
         finally:
@@ -318,7 +314,7 @@ class Dispatcher:
         self.refresh()
 
     async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
-        """Send to one peer, then wait while it works on it. Raises _Full, _Gone, PeerUnreachable, DeadlineExceeded."""
+        """Send to one peer, then wait while it works on it. Raises Full, Gone, PeerUnreachable, DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(),
@@ -340,12 +336,9 @@ class Dispatcher:
             return got
         reply, answer = got
         if isinstance(reply, Busy):
-            if peer in self._wiring.peers():
-                each_s = self._wiring.expected_s(peer) if self.trips.known else None
-                self._rooms.refused(peer, clock.now(), each_s)
-            raise _Full
+            raise Full if reply.full else AtIt
         if isinstance(reply, Lost):
-            raise (_FoundUnfinite if reply.unfinite else _Gone)(reply.reason)
+            raise (FoundUnfinite if reply.unfinite else Gone)(reply.reason)
         took = clock.now() - begin
         if request.index < self._ctx.plan.microbatches:  # a held-out microbatch says nothing of what others take
             self._copies.succeeded()
@@ -361,7 +354,7 @@ class Dispatcher:
                     asyncio.shield(pending.reply), self.trips.deadline_s(attempt), what
                 )
             except DeadlineExceeded:
-                probe = self._ctx.detector.probe(peer, request.lineage, request.step, attempt)
+                probe = self._ctx.detector.probe(peer, request.lineage, request.step, min(attempt, PROBED))
                 progress = await unless_done(pending.reply, probe)
                 if pending.reply.done():
                     return pending.reply.result()
@@ -372,9 +365,9 @@ class Dispatcher:
                     attempt == 0 and request.index in progress.accumulated
                 )
                 if request.index not in progress.in_flight and not answered:
-                    raise _Gone(f"{what}: it is not working on it") from None
+                    raise Gone(f"{what}: it is not working on it") from None
                 if self._held_for_long(pending, self._ctx.clock.now() - begin_s):
-                    raise _Gone(f"{what}: it has had it for long") from None
+                    raise Gone(f"{what}: it has had it for long") from None
         raise AssertionError
 
     def _held_for_long(self, pending: Pending, waited_s: float) -> bool:

@@ -34,7 +34,7 @@ class Forward(Attempt):
     """Inputs and targets for one stage. ``accumulate``: the stages that add this microbatch to their gradient.
     ``gradient``: the sender needs d loss / d inputs, which it does not if the microbatch is run again for a later stage
     alone. ``unfinite``: a peer found that it does not stay finite, so inputs need not be finite, and outputs are passed
-    on even if they are not. ``more``: others wait for room at the receiver."""
+    on even if they are not. ``more``: its sender has others that wait for room in the stage."""
 
     KIND: ClassVar[str] = "forward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -73,10 +73,12 @@ class Done(Request):
 
 
 class Busy(Request):
-    """A forward was not admitted, since the queue is full. The sender keeps it and tries elsewhere, or later."""
+    """A forward was not admitted, since the queue is ``full``, or the receiver is at that microbatch already. The sender keeps
+    it and tries elsewhere, or later."""
 
     KIND: ClassVar[str] = "busy"
     stage: Natural
+    full: bool
 
 
 class Room(Request):

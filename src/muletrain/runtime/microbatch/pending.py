@@ -6,10 +6,32 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from muletrain.errors import MuletrainError
+
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.runtime.microbatch.messages import Attempt, Backward, Busy, Done, Lost
     from muletrain.wire.codec import Encoded
+
+
+class Gone(MuletrainError):
+    """The peer lives, but the request will not be answered."""
+
+
+class Over(MuletrainError):
+    """The step of the request has ended without it."""
+
+
+class Full(MuletrainError):
+    """The peer has no room now."""
+
+
+class AtIt(MuletrainError):
+    """The peer is at the microbatch already."""
+
+
+class FoundUnfinite(Gone):
+    """The peer found that the microbatch does not stay finite."""
 
 
 @dataclass

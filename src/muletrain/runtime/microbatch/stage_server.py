@@ -126,14 +126,14 @@ class StageServer:
                 f"microbatch {message.step}/{message.index}, attempt {message.attempt}: sent again after its answer"
             )
         key = (message.step, message.index)
-        full = len(self._jobs) >= self.ctx.plan.capacity
-        self._turns.came(sender, message, more=message.more, refused=full)
-        if key in self._jobs or full:
-            busy = Busy(**message.identity(), stage=message.stage)
+        room = self._turns.admits(sender, message, len(self._jobs), self.ctx.clock.now(), more=message.more)
+        if key in self._jobs or not room:
+            busy = Busy(**message.identity(), stage=message.stage, full=not room)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
         if wanted and not work.ledger.takes(message.index):
-            return self.decline(sender, message, "its accumulator is sealed")
+            self.decline(sender, message, "its accumulator is sealed")
+            return self._offer_room()
         job = self._jobs[key] = _Job(sender, message, work, self.ctx.clock.now())
         work.serving.add(message.index)
         if self.ctx.plan.trace and not job.heldout:
@@ -144,7 +144,7 @@ class StageServer:
 
     def _offer_room(self) -> None:
         """Tell those that wait for room, in turn."""
-        for sender, latest in self._turns.next(len(self._jobs)):
+        for sender, latest in self._turns.next(len(self._jobs), self.ctx.clock.now()):
             room = Room(**latest.identity(), stage=latest.stage)
             self.ctx.spawn(self._reply(sender, room, []), "room")
 

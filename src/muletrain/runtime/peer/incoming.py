@@ -210,7 +210,9 @@ class Incoming:
         work = at.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        if not isinstance(message, Lost) and self._ctx.detector.mark_back(sender):  # who declines may be of no use
+        if not isinstance(message, Lost | Room) and self._ctx.detector.mark_back(
+            sender
+        ):  # who declines may be of no use
             self._microbatches.refresh_routes()
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK

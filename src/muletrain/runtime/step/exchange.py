@@ -193,8 +193,9 @@ class Exchange:
         # leaves the step to the others
         if progress.moved > moved or progress.round != round_ or progress.late or progress.in_flight:
             self._waits.came_on()
-        if progress.current and len(progress.accumulated) > self._most.get(peer, 0):
-            self._most[peer] = len(progress.accumulated)
+        accumulated = len({*progress.accumulated} & {*range(ctx.plan.microbatches)})  # it may say anything
+        if progress.current and accumulated > self._most.get(peer, 0):
+            self._most[peer] = accumulated
             self._waits.grew()
         self._observed.moved[peer] = progress.moved, progress.round
         if progress.rival:

@@ -126,9 +126,9 @@ class Liar:
             if self.how == "forged" and isinstance(frame.message, Forward) and sender != self._network.peer_id:
                 await self._forge(frame.message, frame.tensors)
             if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
-                for answer in (Busy, Room):
-                    lie = answer(**forward.identity(), stage=forward.stage).frame()
-                    await self._network.send(sender, lie, channel=answer.CHANNEL, timeout_s=10.0)
+                at: dict[str, Any] = {**forward.identity(), "stage": forward.stage}
+                for lie in (Busy(**at, full=True), Room(**at)):
+                    await self._network.send(sender, lie.frame(), channel=lie.CHANNEL, timeout_s=10.0)
                 return
             if self.how == "alone" and isinstance(frame.message, Forward):
                 return
