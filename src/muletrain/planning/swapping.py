@@ -183,9 +183,9 @@ def _waits_s(
 def _beside(
     layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, kept: Collection[int] = ()
 ) -> list[tuple[float, float]]:
-    """For each sub-model that is loaded, forward and then backward: the seconds per minibatch of what computes beside it,
-    and the loading [s]. In the first round after an update, those that are ``kept`` are loaded for forward. They are
-    still there in backward."""
+    """Returns two numbers for each sub-model that is loaded, for forward and then for backward: for how long others compute
+    meanwhile, per minibatch, and how long loading takes [s]. In the first round after an update, those that are ``kept``
+    are loaded for forward. They are still there in backward."""
     loads = [sum(layer.load_bytes for layer in layers[first:end]) / load_bytes_per_s for first, end in runs]
     ahead = [sum(layer.forward_s for layer in layers[first:end]) for first, end in runs]
     back = [sum(layer.backward_s for layer in layers[first:end]) for first, end in runs]

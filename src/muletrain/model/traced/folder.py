@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """What architectures call the longest sequence."""
 USUAL_CONTEXT = 1024
-"""Longest sequences that a run takes unless its user says so [tokens]."""
+"""Tokens of a sequence, at most, where the user names no ``model.context``."""
 
 
 def import_traced(

@@ -80,8 +80,8 @@ class Writer:
         """Arguments and values that the lines use."""
 
     def body(self, arguments: list[str], results: Sequence[str | None] | None = None) -> list[str]:
-        """Statements, with a comment where a module begins. ``results``: what the outputs are called, None for those that
-        are not returned (without, there may be a single output, which is returned as it is)."""
+        """Returns statements, with a comment where a module begins. ``results``: names of the outputs; None stands for one
+        that is not returned. Without ``results``, a single output is returned as it is."""
         given, stream = iter(arguments), set[fx.Node]()
         self._taken |= {*arguments, *filter(None, results or ())}
         wanted, roles = self._wanted(results or ()), self._roles()
