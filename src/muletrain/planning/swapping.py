@@ -183,9 +183,8 @@ def _waits_s(
 def _beside(
     layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, kept: Collection[int] = ()
 ) -> list[tuple[float, float]]:
-    """Returns two numbers for each sub-model that is loaded, for forward and then for backward: for how long others compute
-    meanwhile, per minibatch, and how long loading takes [s]. In the first round after an update, those that are ``kept``
-    are loaded for forward. They are still there in backward."""
+    """Returns two times [s] for each load, those for forward first: of the computing per minibatch that hides it, and of the
+    load itself. Sub-models that are ``kept`` are loaded once after each update, for forward. Backward finds them there."""
     loads = [sum(layer.load_bytes for layer in layers[first:end]) / load_bytes_per_s for first, end in runs]
     ahead = [sum(layer.forward_s for layer in layers[first:end]) for first, end in runs]
     back = [sum(layer.backward_s for layer in layers[first:end]) for first, end in runs]

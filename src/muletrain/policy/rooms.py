@@ -1,8 +1,8 @@
 """Room for microbatches at the peers of a stage: as one of their senders sees it, and as a peer deals it out.
 
-A microbatch that is refused has crossed the network in vain. So a full peer tells those that it refused when it has room, in
-the order in which it refused them, and keeps a place for each for a while. Nobody has to try again and again, and who comes
-late gets as much as those that were there before.
+A refused microbatch has crossed the network in vain, so senders should not just try again. A full peer notes whom it refused.
+Once it has room, it tells these senders, one after the other. It keeps a place for each of them for a while. So a sender that
+came late, or is far away, gets as much as the others.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class Loader:
             self._buffer = None
 
     def _begin(self, k: int, keep: set[int]) -> None:
-        """Load sub-model ``k``. Before that, unload all but ``keep`` and those that stay: one may be in its place."""
+        """Make room for sub-model ``k``, and load it. Sub-models in ``keep`` are not unloaded for that."""
         self._let_go(keep)
         if self._buffer is None:
             self._buffer = torch.empty(self._size, dtype=self._dtype, device=self._device)
@@ -237,7 +237,7 @@ class Loader:
         self._coming[k] = self.lane.thread.submit(self._load, model, place)
 
     def _let_go(self, keep: set[int], *, stay: bool = True) -> None:
-        """Unload the sub-models that are not in ``keep``. Those that stay on the device are unloaded if not ``stay``."""
+        """Unload all sub-models but those in ``keep``. ``stay``: do not unload those that are kept between steps, either."""
         for k in [k for k in self._coming if k not in keep]:
             self._held[k] = self._coming.pop(k).result()
         for k in [k for k in self._held if k not in keep and not (stay and k in self._kept)]:

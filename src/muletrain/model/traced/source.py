@@ -54,8 +54,8 @@ def load(part, state, number=None):
 '''
 _NO_DROPOUT = "The model has no dropout."
 _DROPOUT = """``dropout_key`` says which dropout is drawn: muletrain.model.dropout.Masks(seed, step, microbatch), another one for
-each microbatch (None: no dropout, as in evaluation; train() and eval() change nothing). ``site`` is the number of a part's
-first dropout; each dropout of the model has its own. Dropouts: {counts}."""
+each microbatch (None: no dropout, as in evaluation; train() and eval() change nothing). The model's
+dropouts are numbered. ``site`` is the number of a part's first one. Dropouts: {counts}."""
 _PARAMETERS = """Parameters are empty until they are loaded: NAMES has their names in the {maker}. {tied}A block takes
 the values of the block before, and what follows from the shape of the microbatch alone, which ``tables`` makes. In other precisions
 than float32 a model may compute parts of itself in float32; such casts are not here."""

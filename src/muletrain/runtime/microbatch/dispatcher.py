@@ -182,9 +182,7 @@ class Dispatcher:
                 self._give_up(peer, request, str(e))
             except Gone as e:  # alive, but it does not have the request
                 self._give_up(peer, request, str(e))
-            except Over:
-                continue
-            except Full:
+            except (Over, Full):
                 continue
             except AtIt:
                 now_s = self._ctx.clock.now()

@@ -210,9 +210,8 @@ class Incoming:
         work = at.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        if not isinstance(message, Lost | Room) and self._ctx.detector.mark_back(
-            sender
-        ):  # who declines may be of no use
+        of_use = not isinstance(message, Lost | Room)  # else it may have gone away
+        if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.refresh_routes()
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK

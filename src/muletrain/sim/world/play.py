@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from muletrain.sim.world.scenario import Scenario
 
 LIMIT_S = 6000.0
-"""Virtual seconds after which a run counts as hung: several of the protocol's longest waits in a row. Added to ``TIMES``
-times what it takes without faults."""
+"""Virtual seconds after which a run counts as hung, beside its work: several of the protocol's longest waits in a row."""
 TIMES = 3
+"""Times that a run may take as long as without faults, beside that."""
 IN_MEMORY = Path("/dev/shm")
 """A folder in memory, on Linux."""
 SHORT = {
