@@ -95,7 +95,13 @@ def test_a_full_peer_is_sent_nothing_until_it_has_room_or_a_pause_is_over() -> N
     rooms.answered("a", took=True)
     rooms.refused("a", 10.0, 1.0)
     assert not rooms.full(14.0)
-    rooms.forget({"a"})
+    rooms.serve({"a"})
+    assert rooms.full(10.0)
+    rooms.try_again({"a"}, 10.0)
+    assert not rooms.full(10.0)
+    rooms.sent("a", 10.0, more=True)
+    assert rooms.full(10.0), "one is enough to try it"
+    rooms.begin()
     assert not rooms.full(10.0)
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.runtime.members.context import Context
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward
 from muletrain.runtime.recovery.rollback import JOIN_S
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from tests.tiny_fleets import run_of
 
 if TYPE_CHECKING:
@@ -47,18 +47,35 @@ def test_what_a_replica_took_with_it_may_take_hours_to_be_run_again(on: str) -> 
     assert {*outcome.ends.values()} == {"finished"}
 
 
-def test_full_peers_are_not_sent_what_they_refuse_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four trainers have more under way than the peers hold. What is refused has crossed the network in vain."""
-    answers: Counter[str] = Counter()
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    """Messages, by kind and the peer that they are sent to."""
+    counted: Counter[tuple[str, str]] = Counter()
     right = Context.send
 
     async def send(self: Context, peer: str, message: Message, *args: Any, **more: Any) -> None:
-        answers[message.KIND] += 1
+        counted[message.KIND, peer] += 1
         await right(self, peer, message, *args, **more)
 
     monkeypatch.setattr(Context, "send", send)
+    return counted
+
+
+def test_full_peers_are_not_sent_what_they_refuse_all_the_time(sent: Counter[tuple[str, str]]) -> None:
+    """Four trainers have more under way than the peers hold. What is refused has crossed the network in vain."""
     assert not play(Scenario(7, (2, 1, 2), 4, 2, 24, 0.01, (), capacity=4, slower=100.0, longer=100.0)).violations
-    assert 0 < answers[Busy.KIND] < answers[Backward.KIND] + answers[Done.KIND]
+    all_of: Counter[str] = Counter()
+    for (kind, _), times in sent.items():
+        all_of[kind] += times
+    assert 0 < all_of[Busy.KIND] < all_of[Backward.KIND] + all_of[Done.KIND]
+
+
+def test_who_refuses_all_but_says_that_it_is_back_and_has_room_is_soon_sent_nothing(
+    sent: Counter[tuple[str, str]],
+) -> None:
+    lie = Fault(0.0, "lie", ("peer-1b",), FOR_EVER_S, how="full")
+    assert not play(Scenario(1, (2, 2), 2, 3, 48, 0.01, (lie,), capacity=4)).violations
+    assert sent[Forward.KIND, "peer-1b"] < 48, "of 144 microbatches"
 
 
 def test_who_is_alone_gives_up_although_its_device_works() -> None:

@@ -47,12 +47,16 @@ class Rooms:
         self._never: dict[str, tuple[int, int]] = {}
         """Who said for long that it is full, while others were there: from which step on it is asked last, and in how many."""
 
-    def forget(self, peers: Collection[str]) -> None:
-        """``peers`` serve the stage now, and all may have room. Forget the others."""
-        self._full, self._offers = {}, set()
-        for table in (self._refused, self._untrue, self._never):
+    def serve(self, peers: Collection[str]) -> None:
+        """``peers`` serve the stage now: forget the others."""
+        for table in (self._full, self._refused, self._untrue, self._never):
             for gone in table.keys() - {*peers}:
                 del table[gone]
+        self._offers.intersection_update(peers)
+
+    def begin(self) -> None:
+        """A step begins, and all may have room."""
+        self._full, self._offers = {}, set()
 
     def refused(self, peer: str, now_s: float, each_s: float | None) -> None:
         """``peer`` said that it is full. ``each_s``: what it takes for a microbatch, if that is known."""
@@ -76,6 +80,11 @@ class Rooms:
             self._full[peer] = now_s, self._full[peer][1]
             self._offers.add(peer)
         return believed
+
+    def try_again(self, peers: Collection[str], now_s: float) -> None:
+        """These ``peers`` were full for long: each is sent one microbatch, to see whether that is true."""
+        for peer in self._full.keys() & {*peers}:
+            self._full[peer] = now_s, self._full[peer][1]
 
     def answered(self, peer: str, *, took: bool) -> None:
         """``peer`` is done with a microbatch of ours; it ``took`` that, or it failed."""

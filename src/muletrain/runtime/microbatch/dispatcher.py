@@ -69,10 +69,13 @@ class Dispatcher:
         ctx.detector.add_routes(self)
         self._current: set[tuple[int, bytes]] | None = None
 
-    def begin(self, under_way: Iterable[InFlightStep]) -> None:
-        """Give up requests of steps that are not ``under_way`` any more: nobody should be banned for them."""
-        self._current = {(work.step, work.lineage) for work in under_way}
+    def begin(self, under_way: Iterable[InFlightStep] | None = None) -> None:
+        """A step begins. ``under_way``: give up requests of all other steps, for which nobody should be banned."""
+        self._rooms.begin()
         self.refresh()
+        if under_way is None:
+            return
+        self._current = {(work.step, work.lineage) for work in under_way}
         for pending in (p for owed in self._pending.values() for p in owed.values()):
             if not self._is_current(pending.request) and not pending.reply.done():
                 pending.reply.set_exception(Over(f"step {pending.request.step} has ended"))
@@ -85,8 +88,14 @@ class Dispatcher:
         alive = {p: self._device_s(p) for p in self._ctx.roster.stage(self._stage)}
         self._wiring.serve(alive)
         self.trips.serve(alive)
-        self._rooms.forget(alive)
+        self._rooms.serve(alive)
         self._room.set()
+
+    def welcome(self, peer: PeerId) -> None:
+        """``peer`` had gone, and says that it is back."""
+        if peer in self._ctx.roster.stage(self._stage):
+            self._wiring.add(peer, self._device_s(peer))
+            self.on_room(peer)
 
     def _device_s(self, peer: PeerId) -> float:
         """Returns the seconds for a microbatch, both ways, by what ``peer`` says of its device; 0 if it says nothing."""
@@ -159,7 +168,7 @@ class Dispatcher:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
                     full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
                     self._rooms.ask_last(failed, request.step)
-                    self.refresh()
+                    self._rooms.try_again(full, full_s)
                 continue
             if peer is None and again:
                 failed, again = failed - again, set()

@@ -48,7 +48,7 @@ class Microbatches:
         if work.step in self._trainers:  # begun ahead; other trainers may be gone since
             self.take_over_orphans(work, late=False)
         elif self.source is not None:
-            self._inwards.refresh()
+            self._inwards.begin()
             trainer = Trainer(self._ctx, self.source, self._inwards, self.survey, self._window(), work)
             self._trainers[work.step] = trainer
             if not retry:  # otherwise the step may be about to end
@@ -97,11 +97,11 @@ class Microbatches:
         self.end(last)
         self.server.abandon()
 
-    def refresh_routes(self) -> None:
-        """Take the roster's view of which peers may get the next microbatches."""
-        if self._onwards is not None:
-            self._onwards.refresh()
-        self._inwards.refresh()
+    def welcome(self, peer: PeerId) -> None:
+        """``peer`` is back, so it may get the next microbatches."""
+        for dispatcher in (self._onwards, self._inwards):
+            if dispatcher is not None:
+                dispatcher.welcome(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note what a trainer reports as through. Raises ProtocolError if it is invalid."""

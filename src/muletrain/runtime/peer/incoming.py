@@ -212,7 +212,7 @@ class Incoming:
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
         of_use = not isinstance(message, Lost | Room)  # else it may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
-            self._microbatches.refresh_routes()
+            self._microbatches.welcome(sender)
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
         loads = at.life.state is State.ROLLED_BACK
         if loads or work is None or (agreeing and step > at.step):
@@ -263,7 +263,7 @@ class Incoming:
             case Abstain():
                 exchange.on_abstain(sender, message.attempt)
             case Back():
-                self._microbatches.refresh_routes()
+                self._microbatches.welcome(sender)
             case Suspected():
                 self._ctx.detector.look_after(message.peer, message.lineage, message.step)
             case _:

@@ -12,6 +12,7 @@ from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard, Sha
 from muletrain.runtime.checkpoint.messages import PartReady
 from muletrain.runtime.members.messages import Acquaintances, GetProgress, Introduce, Member, Progress, Suspected
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, Room, TrainerDone
+from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStay, History, Stay
 from muletrain.runtime.step.messages import AskEntries, AskSeal, Entries, Seal
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, AskSnapshot, Snapshot
@@ -54,14 +55,14 @@ LIES = (
     "alone",
 )
 """What it lies about: rounds that it attests to, whom they expel, the record that it applied, the replicas that it
-counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it gives
-to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at microbatches for
-ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not answer, that the
-microbatches that it should give out are under way, that it has sealed again, that it needed no time, whose
-microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone; whether it
-holds the gradient (it never tells; or only when it is asked, once it has applied the step), that it sends its part of
-it, although none comes, that it has no room for any microbatch, and that it goes on with the step alone (it computes
-nothing)."""
+counts on, the step that it is at, the microbatches that it holds, those that its stage misses, the state that it
+gives to newcomers, parts of checkpoints, the gradient that it averages, and its work: it says that it is at
+microbatches for ever. Then: that all microbatches of a step are through, whom newcomers should know, who does not
+answer, that the microbatches that it should give out are under way, that it has sealed again, that it needed no time,
+whose microbatches are whose, whether it seals (it never does), how it came to its step: by a longer history, alone;
+whether it holds the gradient (it never tells; or only when it is asked, once it has applied the step), that it sends
+its part of it, although none comes, that it has no room for any microbatch, as soon as it has said that it has, and
+that it goes on with the step alone (it computes nothing)."""
 
 
 _UNSAID: dict[str, type] = {
@@ -127,7 +128,8 @@ class Liar:
                 await self._forge(frame.message, frame.tensors)
             if self.how == "full" and isinstance(forward := frame.message, Forward) and sender != self._network.peer_id:
                 at: dict[str, Any] = {**forward.identity(), "stage": forward.stage}
-                for lie in (Busy(**at, full=True), Room(**at)):
+                step = forward.step
+                for lie in (Busy(**at, full=True), Room(**at), Back(lineage=forward.lineage, step=step)):
                     await self._network.send(sender, lie.frame(), channel=lie.CHANNEL, timeout_s=10.0)
                 return
             if self.how == "alone" and isinstance(frame.message, Forward):
