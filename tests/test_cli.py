@@ -179,7 +179,7 @@ def test_ctrl_c_before_training_leaves_nothing(tmp_path: Path, moment: float) ->
         assert list(Path(scratch).iterdir()) == [], "sockets and keys are removed"
 
 
-@pytest.mark.parametrize("moment", [1.0, 6.0])
+@pytest.mark.parametrize("moment", [pytest.param(1.0, marks=pytest.mark.slow), 6.0])
 def test_a_killed_command_leaves_no_process_and_no_temporary_file(tmp_path: Path, moment: float) -> None:
     """SIGKILL: its peers find out, tidy up, and go."""
     with tempfile.TemporaryDirectory(prefix="m", dir="/tmp") as scratch:

@@ -182,6 +182,7 @@ def test_hugging_face_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> 
         texts("hf:org/name")
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_is_read_by_the_library_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(folder / "home"))

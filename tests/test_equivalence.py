@@ -112,9 +112,8 @@ def check_every_microbatch_once(events: list[Event], facts: RunFacts) -> None:
             assert counted == facts.config.microbatches, f"step {step}, stage {stage}"
 
 
-@pytest.mark.parametrize(
-    "victim", ["peer-1", pytest.param("peer-2", marks=pytest.mark.slow), pytest.param("peer-3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # of these, 'test_survival.py' has one that is not
+@pytest.mark.parametrize("victim", ["peer-1", "peer-2", "peer-3"])
 def test_a_killed_peer_costs_no_number(tmp_path: Path, victim: str) -> None:
     """SIGKILL of one replica in the middle (whatever its stage, trainer or not): the same weights as if nothing had
     happened."""

@@ -46,6 +46,7 @@ def recommended(found: Plan) -> Prediction:
     return found.strategies[found.recommended]
 
 
+@pytest.mark.slow
 def test_one_machine_is_planned_where_averaging_costs_more_than_others_bring(tmp_path: Path) -> None:
     question = asked(tmp_path, 256)
     found = plan(question, time_limit_s=1.0)

@@ -228,6 +228,7 @@ def hub_played(tmp_path: Path, text: str, seconds: float, *run: str, crowded: bo
     )
 
 
+@pytest.mark.slow
 def test_clients_of_a_crowded_stage_move_to_the_other_between_two_steps(tmp_path: Path) -> None:
     """It takes one or two looks, a minute each."""
     outcome = hub_played(tmp_path, HUB, 240.0, crowded=True)

@@ -239,7 +239,7 @@ def test_a_replica_that_answers_but_never_seals_is_left_out_of_many_steps() -> N
         ("admits", 0.05, 3, "peer-1a", 120.0),
         ("holds", 1.0, 3, "peer-1a", 150.0),
         ("holds", 1.0, 5, "peer-1b", 150.0),
-        ("alone", 0.3, 2, "peer-1a", 400.0),
+        pytest.param("alone", 0.3, 2, "peer-1a", 400.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_replica_that_holds_up_the_end_of_steps_is_left_out_of_many(

@@ -132,6 +132,7 @@ def with_a_loss(seed: int, microbatches: int, on: str, nth: int = 1) -> Scenario
     return Scenario(seed, (2, 1), 1, 2, microbatches, 0.01, (fault,), clients=clients, sequences=2, trace=True)
 
 
+@pytest.mark.slow
 def test_clients_with_nothing_to_do_help_a_server_that_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here accumulators seem to take no time; one that takes longer than the work that it saves is not worth it."""
     right = Pool.helpers
@@ -177,6 +178,7 @@ def test_a_client_that_goes_to_another_server_hears_of_the_end() -> None:
     assert outcome.virtual_s < 60
 
 
+@pytest.mark.slow
 def test_clients_that_come_together_end_up_at_both_servers() -> None:
     """And do not go from one to the other together. Each draws, so it may take several looks."""
     clients = tuple(f"client-0{letter}" for letter in "abcd")
@@ -206,9 +208,9 @@ def test_of_a_client_that_always_computes_falsely_enough_is_checked() -> None:
     assert "client-1b" in {e.name for e in outcome.events if isinstance(e, ClientLost)}
 
 
-def test_ten_seeds_keep_every_promise() -> None:
+def test_five_seeds_keep_every_promise() -> None:
     """Cheap ones, which have all kinds of faults among them."""
-    seeds = (5, 7, 9, 10, 11, 12, 14, 16, 19, 22)
+    seeds = (5, 9, 11, 14, 19)
     broken = {seed: found for seed in seeds if (found := play(draws.draw(seed, "hub")).violations)}
     assert broken == {}
 

@@ -74,7 +74,7 @@ def kept_by(block: StageModule, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral", "mixtral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_estimate_of_a_blocks_activations_is_what_autograd_keeps(name: str, dtype: torch.dtype) -> None:
     """Dropout of attention, grouped heads, a window that is no causal mask, experts."""
     model = model_of(name, **{"n_layer" if name == "gpt2" else "num_hidden_layers": 1})
@@ -110,7 +110,7 @@ def test_in_16_bits_one_block_of_each_kind_is_traced() -> None:
     assert found == [part.kept_bytes for part in whole[1:-1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_loss_counts_at_its_peak(dtype: torch.dtype) -> None:
     for model in (model_of("llama-linear", vocab_size=3000, num_hidden_layers=2), NATIVE):
         stage = make_stage(model, 1, model.cut(2))

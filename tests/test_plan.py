@@ -317,7 +317,9 @@ def test_people_see_a_table_and_a_picture(tmp_path: Path) -> None:
 
 
 def test_without_a_file_the_example_is_planned() -> None:
-    result = CliRunner().invoke(app, ["plan", "--stages", "3", "--microbatch", "1", "--time-limit", "0.2"])
+    result = CliRunner().invoke(
+        app, ["plan", "--stages", "3", "--microbatch", "1", "--batch", "64", "--time-limit", "0.2"]
+    )
     assert "this is the example" in result.output
     assert "spot-t4.toml" in result.output
 

@@ -257,6 +257,7 @@ def plan_with(tmp_path: Path, profile: Profile, *more: str, code: int = 0) -> An
     return out if code else json.loads(out)
 
 
+@pytest.mark.slow
 def test_plan_predicts_with_a_profile(tmp_path: Path) -> None:
     """Twice the times, twice the seconds of compute."""
     model = native()

@@ -62,7 +62,9 @@ def said(outcome: Outcome, text: str) -> list[tuple[float, str]]:
     return [(t, line.split()[0]) for t, line in outcome.timeline if text in line]
 
 
-@pytest.mark.parametrize("on", ["", "forward", "seal", "round_entry"])
+@pytest.mark.parametrize(
+    "on", ["", *(pytest.param(on, marks=pytest.mark.slow) for on in ("forward", "round_entry")), "seal"]
+)
 def test_the_only_data_owner_dies_and_the_run_ends_with_the_same_numbers(on: str) -> None:
     outcome = whole(played(Fault(8.0, "kill", (OWNER,), on=on, nth=1 if on else 0)))
     taken = said(outcome, "trainer_added")
@@ -72,6 +74,7 @@ def test_the_only_data_owner_dies_and_the_run_ends_with_the_same_numbers(on: str
     assert not said(outcome, "no_trainer")
 
 
+@pytest.mark.slow
 def test_under_delayed_updates_too() -> None:
     outcome = whole(played(Fault(8.0, "kill", (OWNER,)), overrides=("optimizer.delayed=true",)))
     assert len(said(outcome, "trainer_added")) == 3

@@ -14,7 +14,7 @@ from muletrain.runtime.recovery.rollback import JOIN_S
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
 from tests.tiny_fleets import run_of
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.messages import Message
 
 MICROBATCHES, MACHINES = 32, 4
+KILL = (Fault(350.0, "kill", ("peer-0b",)),)
 
 
 @pytest.mark.parametrize("forward_s", [30, 80])
@@ -84,3 +85,18 @@ def test_who_is_alone_gives_up_although_its_device_works() -> None:
     outcome = play(Scenario(1, (1, 2), 1, 3, 8, 0.02, dead, slower=1000.0, longer=1000.0))
     assert "no peer of stages [1] can be reached" in outcome.ends["peer-0a"]
     assert outcome.virtual_s < 2000.0 + 30.0 + 1.5 * JOIN_S
+
+
+@pytest.mark.parametrize(("stages", "faults", "most"), [((3, 3, 3), (), 24), ((2, 2), (), 3), ((3, 3, 3), KILL, 60)])
+def test_the_first_step_of_slow_machines_computes_little_twice(
+    stages: tuple[int, ...], faults: tuple[Fault, ...], most: int
+) -> None:
+    """A planned pipeline, in which a microbatch has one way only. The first gradients are compared with others, which may be
+    those of copies that nobody waits for any more. Who is at a copy when a step ends applies that step afterwards."""
+    world = Scenario(5, stages, sum(stages), 2, 8, 0.02, faults, slower=1000.0, longer=1000.0)
+    outcome = play(replace(world, overrides=(*planned(stages, "1f1b"), "optimizer.delayed=true")))
+    assert not outcome.violations
+    applied = [text for _, text in outcome.timeline if "step_applied step=1" in text]
+    assert len(applied) == sum(stages) - len(faults)
+    assert sum(int(text.rpartition("recomputed=")[2]) for text in applied) <= most
+    assert not [text for _, text in outcome.timeline if "it is still at step" in text]

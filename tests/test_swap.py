@@ -83,7 +83,7 @@ def check_same_training(
 # The same numbers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("optimizer", [ADAMW, LAMB], ids=["adamw", "lamb"])
 def test_a_swapped_stage_trains_as_a_resident_one(made: Made, stages: int, optimizer: OptimizerConfig) -> None:
     """Weights and moments of every tensor within 1e-5 after 20 steps with dropout and clipping that is hit."""

@@ -80,6 +80,7 @@ def test_peers_that_swap_equal_a_single_process_though_one_is_killed(tmp_path: P
     assert not need.resident(Offer(int(2 * GIB * 2**30)))
 
 
+@pytest.mark.slow
 def test_the_command_swaps_with_no_further_option_and_its_report_tells(tmp_path: Path) -> None:
     """A peer is killed, the run is resumed, and the numbers are those of one process."""
     settings = [

@@ -338,7 +338,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "has no readable model.safetensors" in refused("model.context=32")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=pytest.mark.slow), "llama"])
 def test_a_run_takes_1024_tokens_of_models_made_for_more(tmp_path: Path, kind: str) -> None:
     """An attention over 40,960 tokens takes minutes and gigabytes even of a tiny model."""
     config = config_of("qwen2", max_position_embeddings=40960) | {"model_type": kind}

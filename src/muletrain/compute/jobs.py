@@ -40,6 +40,8 @@ class Jobs:
         self._lock = threading.Lock()
         self._running: dict[Job, None] = {}
         self._usual: defaultdict[str, Usual] = defaultdict(lambda: Usual(UNMEASURED_S, FLOOR_S, TIMES, SLOW_TIMES))
+        self._of_device: set[str] = set()
+        """Operations of the device that have ended once."""
 
     def running(self) -> tuple[Job, ...]:
         """The operations that run now."""
@@ -47,9 +49,15 @@ class Jobs:
             return tuple(self._running)
 
     def late_s(self, what: str) -> float:
-        """Seconds after which the operation is late."""
+        """Seconds after which the operation is late. One that has not ended yet may take as long as the others, at least."""
         with self._lock:
-            return self._usual[what].seconds()
+            late_s = self._usual[what].seconds()
+        return late_s if what in self._of_device else max(late_s, self.longest_s())
+
+    def longest_s(self) -> float:
+        """Seconds after which the longest of the device's operations is late, of those that have ended once."""
+        with self._lock:
+            return max((self._usual[what].seconds() for what in self._of_device), default=0.0)
 
     def begin(self, what: str, *, device: bool = True, part: int | None = None) -> Job:
         """An operation begins."""
@@ -64,6 +72,8 @@ class Jobs:
         with self._lock:
             del self._running[job]
             self._usual[job.what].measured(took_s)
+            if job.device:
+                self._of_device.add(job.what)
         if self.ended is not None:
             self.ended(job, took_s)
 

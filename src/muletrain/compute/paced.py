@@ -59,18 +59,22 @@ class PacedCompute(WrappedCompute):
     async def _paced(self, turn: Turn, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
         """Do ``work`` on this ``share`` of a microbatch."""
         async with self._slot(turn):
-            both_s = self.forward_s + self.backward_s
-            service_s = share * {"forward": self.forward_s, "backward": self.backward_s, "loss": both_s}[kind]
-            due = self._busy_until = max(self._clock.now(), self._busy_until) + service_s
-            usual_s = self._real_s.get(kind, 0.0)
-            await self._clock.sleep(max(0.0, due - usual_s - self._clock.now()))
-            begin = self._clock.now()
-            result = await work()
-            took_s = self._clock.now() - begin
-            # the first call is a cold one, and says nothing of the others
-            known = kind in self._real_s
-            self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
-            return result
+            with self.jobs.at(f"paced {kind}"):
+                return await self._at_pace(kind, share, work)
+
+    async def _at_pace(self, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
+        both_s = self.forward_s + self.backward_s
+        service_s = share * {"forward": self.forward_s, "backward": self.backward_s, "loss": both_s}[kind]
+        due = self._busy_until = max(self._clock.now(), self._busy_until) + service_s
+        usual_s = self._real_s.get(kind, 0.0)
+        await self._clock.sleep(max(0.0, due - usual_s - self._clock.now()))
+        begin = self._clock.now()
+        result = await work()
+        took_s = self._clock.now() - begin
+        # the first call is a cold one, and says nothing of the others
+        known = kind in self._real_s
+        self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
+        return result
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         async with self._slot(turn, brief=self.delayed):

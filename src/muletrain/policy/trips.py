@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import FLOOR_S, UNMEASURED_S, Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 GAMMA = 0.25
 """Weight of a new answer in a peer's average."""
@@ -23,16 +23,21 @@ LONGEST = 16.0
 """Times that an answer may take longer than most peers', before deadlines learn less from it than it took."""
 LONG, LONG_UNMEASURED = 3, 7
 """Deadlines after which a request has been out for long, and before any answer was measured."""
+LONG_OWN = 2
+"""Or times that our own device's longest operation may take at each stage, before any answer was measured: where it needs
+a minute for a forward, the others do, too, as a rule."""
 DOUBTS = 4
 """Doubts before any answer was measured, at most, each of which doubles the time after which the next request is doubted:
 nobody holds everything for more than an hour."""
 
 
 class Trips:
-    """Learns from each answer. ``capacity``: microbatches that a peer holds at once."""
+    """Learns from each answer."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, stages: int = 1, late_s: Callable[[], float] = lambda: 0.0) -> None:
+        """``capacity``: microbatches that a peer holds at once. ``stages``: those that a request goes through. ``late_s``:
+        seconds after which the longest operation of our own device is late, as far as was measured."""
+        self._capacity, self._stages, self._late_s = capacity, stages, late_s
         self._deadline = Deadline()
         self._mean_s: dict[str, float] = {}
         """By peer."""
@@ -73,7 +78,8 @@ class Trips:
         """Returns the seconds after which a request has been out for long, whatever its peer says."""
         if self._deadline.known:
             return LONG * self._deadline.seconds(longest_s=math.inf)
-        return LONG_UNMEASURED * self._deadline.seconds() * 2.0 ** min(self._doubted, DOUBTS)
+        first_s = max(LONG_UNMEASURED * self._deadline.seconds(), LONG_OWN * self._stages * self._late_s())
+        return first_s * 2.0 ** min(self._doubted, DOUBTS)
 
     def is_long(self, waited_s: float) -> bool:
         """Has a request been out for long after ``waited_s``? Before any answer was measured it may be that all peers are

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 REMEMBERED = 64
 """Lengths of accepted gradients that are remembered."""
-PAUSE_S = 0.01
-"""Seconds between two looks whether another answer is still to come, at least."""
+LOOK, PAUSE_S = 0.02, 0.01
+"""Between two looks whether another answer is still to come: share of the time that the first one took, and seconds at
+least."""
 
 
 class _Gradient(NamedTuple):
@@ -81,7 +82,7 @@ class GradientCrossCheck:
         while not self._second.is_set() and self._dispatcher.expects_another_than(answer.peer):
             with contextlib.suppress(DeadlineExceeded):
                 await self._ctx.clock.deadline(
-                    self._second.wait(), max(answer.took_s, PAUSE_S), "another peer's first gradient"
+                    self._second.wait(), max(LOOK * answer.took_s, PAUSE_S), "another peer's first gradient"
                 )
 
     def _agreed(self) -> bool:

@@ -25,7 +25,7 @@ from muletrain.runtime.microbatch.pending import Answer, AtIt, FoundUnfinite, Fu
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -60,7 +60,7 @@ class Dispatcher:
         self._ctx, self._stage, self._survey = ctx, stage, survey
         gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
-        self.trips = Trips(ctx.plan.capacity)
+        self.trips = Trips(ctx.plan.capacity, ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
         self._pending: dict[PeerId, dict[tuple[int, int, int, str], Pending]] = {}
         """By the peer that owes the answer; peers that owe none are left out."""
@@ -159,8 +159,11 @@ class Dispatcher:
         while True:
             if not self._is_current(request):
                 raise StageLost(f"stage {self._stage}: step {request.step} has ended")
-            full = self._full(at_it) - failed
-            peer = self._choose(request, failed, full, self._ctx.clock.now() - begun_s)
+            now_s = self._ctx.clock.now()
+            at_it = {p: until_s for p, until_s in at_it.items() if until_s > now_s}
+            closed = (self._rooms.full(now_s) | at_it.keys()) & {*self._wiring.peers()} - failed
+            full = {p for p in closed if self._ctx.roster.is_alive(p)}
+            peer = self._choose(request, failed, full, now_s - begun_s)
             if peer is None and full:
                 await self._until_room()
                 if self._ctx.clock.now() - full_s >= self.trips.long_s():  # who says that it is full may lie
@@ -194,21 +197,14 @@ class Dispatcher:
             except (Over, Full):
                 continue
             except AtIt:
-                now_s = self._ctx.clock.now()
-                at_it[peer] = now_s + min(LOOK_MAX_S, max(LOOK_S, now_s - begun_s))
+                now_s, most_s = self._ctx.clock.now(), max(LOOK_MAX_S, self.trips.usual_s() / 4)
+                at_it[peer] = now_s + min(most_s, max(LOOK_S, now_s - begun_s))
                 continue
             else:
                 return answer
             failed.add(peer)
             accumulate = await self._missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked while that one failed
-
-    def _full(self, at_it: Mapping[PeerId, float]) -> set[PeerId]:
-        """Returns the peers that take nothing now, as far as we know. ``at_it``: until when those are not asked again that
-        are at the microbatch already."""
-        now_s = self._ctx.clock.now()
-        full = self._rooms.full(now_s) | {p for p, until_s in at_it.items() if until_s > now_s}
-        return {p for p in full & {*self._wiring.peers()} if self._ctx.roster.is_alive(p)}
 
     async def _until_room(self) -> None:
         """Wait until a peer has room, or it is time to look again."""
@@ -270,8 +266,9 @@ class Dispatcher:
                 await asyncio.wait({pending.copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
-        """Does another peer, which is not suspected, owe an answer?"""
-        return any(p != peer and p not in self._ctx.detector.suspected for p in self._pending)
+        """Does another peer, which is not suspected, owe a gradient?"""
+        trusted = self._pending.keys() - {peer, *self._ctx.detector.suspected}
+        return any(owed.gradient for p in trusted for owed in self._pending[p].values())
 
     def owed(self, peer: PeerId) -> Attempt | None:
         """See ``members.silence.Creditor``."""

@@ -46,6 +46,11 @@ class Forward(Attempt):
     unfinite: bool = False
     more: bool = False
 
+    @property
+    def wanted(self) -> bool:
+        """Should its receiver accumulate it? Otherwise it is a copy, and there may be many."""
+        return self.stage in self.accumulate
+
 
 class Backward(Request):
     """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time

@@ -67,6 +67,12 @@ class _Job:
     excused: bool = False
     task: asyncio.Task[None] | None = None
 
+    def answers(self, sender: PeerId, again: Forward) -> bool:
+        """Is its answer that to what ``sender`` sends ``again``, too? It may have given up a copy, and ask to compare."""
+        first = self.message
+        same = (self.sender, first.key, first.gradient) == (sender, again.key, again.gradient)
+        return same and (first.wanted or not again.wanted)
+
     @property
     def microbatch(self) -> Microbatch:
         return Microbatch(self.message.step, self.message.index, heldout=self.heldout)
@@ -114,24 +120,25 @@ class StageServer:
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
         """Admit a request, or answer that the queue is full, or that another replica must accumulate it. A microbatch
-        that this peer works on already is not begun twice."""
+        that this peer works on already is not begun twice; the same request is answered once."""
         self.expects(sender, message, frame.tensors)
         work = self.position.computing(message.step)
         if work is None:
             return
-        wanted = message.stage in message.accumulate  # otherwise it is a copy, and there may be many
         answered = work.answered.get(message.index) == (sender, message.key)
-        if wanted and answered and message.index in work.ledger.accumulated:
+        if message.wanted and answered and message.index in work.ledger.accumulated:
             raise Malformed(
                 f"microbatch {message.step}/{message.index}, attempt {message.attempt}: sent again after its answer"
             )
         key = (message.step, message.index)
+        if key in self._jobs and self._jobs[key].answers(sender, message):
+            return
         room = self._turns.admits(sender, message, len(self._jobs), self.ctx.clock.now(), more=message.more)
         if key in self._jobs or not room:
             busy = Busy(**message.identity(), stage=message.stage, full=not room)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")
             return
-        if wanted and not work.ledger.takes(message.index):
+        if message.wanted and not work.ledger.takes(message.index):
             self.decline(sender, message, "its accumulator is sealed")
             return self._offer_room()
         job = self._jobs[key] = _Job(sender, message, work, self.ctx.clock.now())
@@ -201,8 +208,7 @@ class StageServer:
         if self.dispatcher is None:
             return await self._last_stage(job, inputs, targets)
         # a copy is for another pipeline, which must not stand still meanwhile
-        wanted = job.message.stage in job.message.accumulate
-        async with self._between if wanted else nullcontext():
+        async with self._between if job.message.wanted else nullcontext():
             return await self._there_and_back(job, inputs, tensors[1], self.dispatcher)
 
     async def _there_and_back(
@@ -346,7 +352,7 @@ class StageServer:
         return await self.ctx.compute.offload(encode, await gradient, self.ctx.plan.activations)
 
     async def _answer(self, job: _Job, loss: float, gradient: Encoded | None) -> None:
-        if job.message.stage in job.message.accumulate:
+        if job.message.wanted:
             job.work.answered[job.message.index] = job.sender, job.message.key
         away = max(0.0, self.ctx.clock.now() - job.admitted - job.busy_s)
         identity, stage = job.message.identity(), job.message.stage
@@ -383,8 +389,7 @@ class _Accumulation:
         self.loss = math.nan
 
     def __enter__(self) -> _Accumulation:
-        wanted = self._message.stage in self._message.accumulate
-        self.granted = wanted and self._ledger.begin(self._message.index)
+        self.granted = self._message.wanted and self._ledger.begin(self._message.index)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -217,9 +217,10 @@ class Exchange:
         return progress
 
     def _leave_out(self, peer: PeerId, progress: Progress) -> None:
-        """Mark ``peer`` down once it has been at an earlier step for long."""
-        now = self._ctx.clock.now()
-        if now - self._late.setdefault(peer, now) >= self._observed.late.seconds():
+        """Mark ``peer`` down once it has been at an earlier step for long. Its device may be at a microbatch that another
+        peer has done since, and applies the step after that."""
+        now, ctx = self._ctx.clock.now(), self._ctx
+        if now - self._late.setdefault(peer, now) >= max(self._observed.late.seconds(), ctx.compute.jobs.longest_s()):
             self._late[peer] = now  # else every answer would mark it down again
             self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}", reached=True)
 
