@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import textwrap
 from typing import TYPE_CHECKING, Any
 
@@ -182,3 +183,13 @@ def test_trace_writes_a_models_blocks_without_its_weights(tmp_path: Path) -> Non
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
+
+
+def test_no_line_computes_what_another_one_has() -> None:
+    """Gemma's masks make the same positions four times, and begin with 'true, and'."""
+    text = source_of(chain_of(new_model("gemma3")))
+    for part in re.split(r"\n(?=class |def )", text):
+        made = re.findall(r"^ +\w+ = (.+)$", part, re.MULTILINE)
+        assert len(made) == len({*made})
+    assert "new_ones" not in text
+    assert "table_0" not in text, "a buffer that is given on as it is"

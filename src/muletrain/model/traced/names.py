@@ -70,8 +70,8 @@ def called_tables(model: TracedModel) -> list[str]:
     found = list[str]()
     buffers = {node: f'constants["{full}"]' for _, full, node in constants_of(model)}
     for number, node in enumerate(outputs_of(model.table_function.graph)):
-        if node in buffers:
-            found.append(buffers[node])
+        if (buffer := buffers.get(_given_on(node))) is not None:
+            found.append(buffer)
             continue
         name = node.name if node.op == "placeholder" else _held(node, number)
         again = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in found)
@@ -106,10 +106,24 @@ def constants_of(model: TracedModel) -> list[tuple[str, str, fx.Node]]:
 
 def computes(node: fx.Node) -> bool:
     """Does a table follow from a buffer, which is not one itself?"""
-    return any(user.op != "output" for user in node.users)
+    return any(user.op != "output" and (_given_on(user) is user or computes(user)) for user in node.users)
+
+
+def _given_on(node: fx.Node) -> fx.Node:
+    """The node whose value this one gives on as it is."""
+    while operator_of(node) in ("to", "type_as", "alias"):
+        given: Any = node.args[0]
+        if given.meta["val"].dtype != node.meta["val"].dtype:
+            break
+        node = given
+    return node
 
 
 def argument_for(table: str) -> str:
     """What a part calls a table: a buffer by the end of its name."""
     found = re.fullmatch(r'constants\["(.*)"\]', table)
-    return table if found is None else re.sub(r"\W", "_", re.sub(NUMBER, "/", found[1]).rpartition("/")[2])
+    return (
+        table
+        if found is None
+        else re.sub(r"\W", "_", re.sub(NUMBER, "/", found[1]).rpartition("/")[2].removeprefix("model."))
+    )

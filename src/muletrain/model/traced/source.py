@@ -296,7 +296,8 @@ def _tables(model: TracedModel) -> str:
     sizes = [*SIZES, "device"]
     causal = model.causal_masks
     plain = {n: _CAUSAL for n, name in zip(outputs_of(graph), model.tables, strict=True) if name in causal}
-    made = {name: node for name, node in zip(called, outputs_of(graph), strict=True) if node.op != "placeholder"}
+    given = {name for name in called if name in sizes or name.startswith("constants[")}
+    made = {name: node for name, node in zip(called, outputs_of(graph), strict=True) if name not in given}
     results = [name if name in made else None for name in called]
     body = Writer(graph, plain).body([*(name for name, _, _ in constants), *sizes], results)
     taken = {name: f"{name}: {type_of(model, node)}, {full}" for name, full, node in constants if computes(node)}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from muletrain.model.traced import operators
 from muletrain.model.traced.export import path_of
@@ -54,9 +54,10 @@ class Writer:
         """Must a value that equals another one be a copy of it? Where something is written into, it may be."""
         self._origins: dict[fx.Node, fx.Node] = {}
         """Node -> the node that has its value, unchanged."""
+        known: dict[str, fx.Node] = {}
         for node in graph.nodes:
-            same = self._unchanged(node)
-            self._origins[node] = node if same is None else self._origins[same]
+            same = self._unchanged(node) or known.setdefault(self._computation(node), node)
+            self._origins[node] = node if same is node else self._origins[same]
         self._instead = {self._origins[node]: text for node, text in (instead or {}).items()}
         self._nodes = self._needed(graph)
         self._users: dict[fx.Node, list[fx.Node]] = {node: [] for node in self._nodes}
@@ -202,6 +203,12 @@ class Writer:
         self._names |= {user: names[int(str(user.args[1]))] for user in node.users}
         return listed(names)
 
+    def _computation(self, node: fx.Node) -> str:
+        """What a node computes, the same text for equal values."""
+        if node.op != "call_function" or self._copies:
+            return node.name
+        return str((node.target, tree_map_only(fx.Node, self._origins.__getitem__, (node.args, node.kwargs))))
+
     def _unchanged(self, node: fx.Node) -> fx.Node | None:
         """The input of a node that gives it on as it is."""
         first = node.args[0] if node.args else None
@@ -212,6 +219,9 @@ class Writer:
             return None
         if name in ("to", "type_as", "alias"):
             return first
+        if name == "__and__" and operator_of(first) == "new_ones" and ours.dtype == torch.bool and not self._copies:
+            other: Any = node.args[1]
+            return other if str(other.meta["val"].shape) == str(ours.shape) else None
         if str(ours.shape) != str(before.shape):  # sizes may be symbols
             return None
         if name in ("slice", "view", "reshape", "expand"):
