@@ -216,6 +216,7 @@ class Target:
         self.hub, self.problems, self.events = MemoryHub(self.harm), list[dict[str, Any]](), list[Event]()
         self.others = {n: self.hub.join(n) for n in MEMBERS if n != self.name}
         self.got: asyncio.Queue[tuple[PeerId, Frame]] = asyncio.Queue()
+        self.declined: list[Frame] = []
         self.forwarded: asyncio.Queue[tuple[PeerId, Frame]] = asyncio.Queue()
         """Forwards that it sent to the next stage, and to whom."""
         for name, net in self.others.items():
@@ -235,6 +236,8 @@ class Target:
             self.forwarded.put_nowait((name, frame))
         if frame.kind == Backward.KIND:
             self.got.put_nowait((sender, frame))
+        elif frame.kind == Lost.KIND:
+            self.declined.append(frame)
         elif (
             self.answers and frame.kind == Forward.KIND and frame.header["index"] < MICROBATCHES // 2
         ):  # so the step never ends

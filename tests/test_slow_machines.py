@@ -87,7 +87,7 @@ def test_who_is_alone_gives_up_although_its_device_works() -> None:
     assert outcome.virtual_s < 2000.0 + 30.0 + 1.5 * JOIN_S
 
 
-@pytest.mark.parametrize(("stages", "faults", "most"), [((3, 3, 3), (), 24), ((2, 2), (), 3), ((3, 3, 3), KILL, 60)])
+@pytest.mark.parametrize(("stages", "faults", "most"), [((3, 3, 3), (), 24), ((2, 2), (), 3), ((3, 3, 3), KILL, 45)])
 def test_the_first_step_of_slow_machines_computes_little_twice(
     stages: tuple[int, ...], faults: tuple[Fault, ...], most: int
 ) -> None:

@@ -12,8 +12,9 @@ from muletrain.policy.deadline import Usual
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-UNMEASURED_S = 75.0
-"""Seconds after which an operation is late, before it has ended once: first calls load libraries and compile kernels."""
+UNMEASURED_S, LONGEST_S = 600.0, 3600.0
+"""Seconds after which an operation is late, before it has ended once, and at most. First calls load libraries and compile
+kernels, and a slow device may need minutes for each. Who waits for others' answers, too, notices sooner that none comes."""
 FLOOR_S, TIMES, SLOW_TIMES = 2.0, 4.0, 2.0
 """Later, an operation is late after ``TIMES`` its median and ``SLOW_TIMES`` its second slowest recent run, and not before
 ``FLOOR_S`` [s]."""
@@ -39,7 +40,9 @@ class Jobs:
         """Told of each operation that ended, and its seconds, in its thread; for traces."""
         self._lock = threading.Lock()
         self._running: dict[Job, None] = {}
-        self._usual: defaultdict[str, Usual] = defaultdict(lambda: Usual(UNMEASURED_S, FLOOR_S, TIMES, SLOW_TIMES))
+        self._usual: defaultdict[str, Usual] = defaultdict(
+            lambda: Usual(UNMEASURED_S, FLOOR_S, TIMES, SLOW_TIMES, LONGEST_S)
+        )
         self._of_device: set[str] = set()
         """Operations of the device that have ended once."""
 
@@ -66,13 +69,14 @@ class Jobs:
             self._running[job] = None
         return job
 
-    def end(self, job: Job) -> None:
-        """An operation has ended; its time is remembered."""
+    def end(self, job: Job, *, whole: bool = True) -> None:
+        """An operation has ended; its time is remembered, if it is the ``whole`` one."""
         took_s = self._now() - job.begun_s
         with self._lock:
             del self._running[job]
-            self._usual[job.what].measured(took_s)
-            if job.device:
+            if whole:
+                self._usual[job.what].measured(took_s)
+            if whole and job.device:
                 self._of_device.add(job.what)
         if self.ended is not None:
             self.ended(job, took_s)
@@ -81,7 +85,9 @@ class Jobs:
     def at(self, what: str, *, device: bool = True, part: int | None = None) -> Iterator[None]:
         """Wraps an operation, in its thread."""
         job = self.begin(what, device=device, part=part)
+        whole = False
         try:
             yield
+            whole = True
         finally:
-            self.end(job)
+            self.end(job, whole=whole)

@@ -6,6 +6,7 @@ machines. Here tensors are real, but each call takes a declared time on the cloc
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -59,7 +60,8 @@ class PacedCompute(WrappedCompute):
     async def _paced(self, turn: Turn, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
         """Do ``work`` on this ``share`` of a microbatch."""
         async with self._slot(turn):
-            with self.jobs.at(f"paced {kind}"):
+            # how long a part takes says nothing of others
+            with self.jobs.at(f"paced {kind}") if share == 1.0 else nullcontext():
                 return await self._at_pace(kind, share, work)
 
     async def _at_pace(self, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:

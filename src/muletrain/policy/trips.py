@@ -24,11 +24,11 @@ LONGEST = 16.0
 LONG, LONG_UNMEASURED = 3, 7
 """Deadlines after which a request has been out for long, and before any answer was measured."""
 LONG_OWN = 2
-"""Or times that our own device's longest operation may take at each stage, before any answer was measured: where it needs
-a minute for a forward, the others do, too, as a rule."""
-DOUBTS = 4
-"""Doubts before any answer was measured, at most, each of which doubles the time after which the next request is doubted:
-nobody holds everything for more than an hour."""
+"""Or times that an answer takes by our own device, before any was measured: where it needs a minute for a forward, the
+others do, too, as a rule."""
+DOUBTS, LONG_MOST_S = 4, 3600.0
+"""Doubts before any answer was measured, at most, each of which doubles the time after which the next request is doubted;
+and the longest such time [s]: nobody holds everything for more than an hour."""
 
 
 class Trips:
@@ -72,14 +72,18 @@ class Trips:
 
     def usual_s(self) -> float:
         """Returns the seconds within which an answer comes as a rule."""
-        return self._deadline.seconds() if self._deadline.known else 2 * UNMEASURED_S
+        return self._deadline.seconds() if self._deadline.known else max(2 * UNMEASURED_S, self._own_s())
 
     def long_s(self) -> float:
         """Returns the seconds after which a request has been out for long, whatever its peer says."""
         if self._deadline.known:
             return LONG * self._deadline.seconds(longest_s=math.inf)
-        first_s = max(LONG_UNMEASURED * self._deadline.seconds(), LONG_OWN * self._stages * self._late_s())
-        return first_s * 2.0 ** min(self._doubted, DOUBTS)
+        first_s = max(LONG_UNMEASURED * self._deadline.seconds(), LONG_OWN * self._own_s())
+        return min(LONG_MOST_S, first_s * 2.0 ** min(self._doubted, DOUBTS))
+
+    def _own_s(self) -> float:
+        """Returns the seconds that an answer takes if each stage is at it for as long as our own device may be."""
+        return min(LONG_MOST_S, self._stages * self._late_s())
 
     def is_long(self, waited_s: float) -> bool:
         """Has a request been out for long after ``waited_s``? Before any answer was measured it may be that all peers are

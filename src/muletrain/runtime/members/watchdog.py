@@ -4,10 +4,10 @@ knows what its device is doing, and since when.
 A slow link or a long queue is no hang. What counts is how long one operation has been running, as a multiple of what it
 usually takes (``compute.jobs``). There are three limits, from measured times:
 
-- *late*, after about four usual times (at least 2 s; 75 s before the operation has ended once): answers to probes say
+- *late*, after about four usual times (at least 2 s; 600 s before the operation has ended once): answers to probes say
   so. Other peers suspect this one, which changes routing alone: they compute copies of what it owes, within their
   budgets, and give it nothing new.
-- *out*, after four times as long (at least 8 s; 300 s the first time): nobody should count on this peer. It refuses
+- *out*, after four times as long (at least 8 s; 40 minutes the first time): nobody should count on this peer. It refuses
   probes and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the
   operation ends after all, it comes back as a frozen peer does. The last peer of a stage is never out: nobody else
   could do its work.

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 
 REMEMBERED = 64
 """Lengths of accepted gradients that are remembered."""
-LOOK, PAUSE_S = 0.02, 0.01
-"""Between two looks whether another answer is still to come: share of the time that the first one took, and seconds at
-least."""
+LOOK = 0.02
+"""Between two looks whether another answer is still to come: share of the time that the first one took."""
+PAUSE_S = 0.01
+"""Seconds between two such looks, at least."""
 
 
 class _Gradient(NamedTuple):

@@ -71,7 +71,7 @@ class _Job:
         """Is its answer that to what ``sender`` sends ``again``, too? It may have given up a copy, and ask to compare."""
         first = self.message
         same = (self.sender, first.key, first.gradient) == (sender, again.key, again.gradient)
-        return same and (first.wanted or not again.wanted)
+        return same and {*again.accumulate} <= {*first.accumulate}
 
     @property
     def microbatch(self) -> Microbatch:
@@ -127,13 +127,11 @@ class StageServer:
             return
         answered = work.answered.get(message.index) == (sender, message.key)
         if message.wanted and answered and message.index in work.ledger.accumulated:
-            raise Malformed(
-                f"microbatch {message.step}/{message.index}, attempt {message.attempt}: sent again after its answer"
-            )
+            return self.decline(sender, message, "it has accumulated and answered that")  # who asked the sender is gone
         key = (message.step, message.index)
+        room = self._turns.admits(sender, message, len(self._jobs), self.ctx.clock.now(), more=message.more)
         if key in self._jobs and self._jobs[key].answers(sender, message):
             return
-        room = self._turns.admits(sender, message, len(self._jobs), self.ctx.clock.now(), more=message.more)
         if key in self._jobs or not room:
             busy = Busy(**message.identity(), stage=message.stage, full=not room)
             self.ctx.spawn(self._reply(sender, busy, []), "busy")

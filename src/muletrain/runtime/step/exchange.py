@@ -56,6 +56,8 @@ class Observed:
 
     late: Deadline = field(default_factory=lambda: Deadline(floor_s=LATE_S))
     """How long a peer may stay at an earlier step: as long as we take to apply one, or as late peers took."""
+    left_out: Recent[None] = field(default_factory=Recent)
+    """Who stayed at an earlier step for so long, and has not been in time since."""
     moved: Recent[tuple[int, bytes]] = field(default_factory=Recent)
     """Each peer's last report: bytes moved, and the round being averaged."""
     asked_round: int = 0
@@ -214,14 +216,17 @@ class Exchange:
             self._leave_out(peer, progress)  # it is of no use before it reaches this step
         elif progress.step == state.step and peer in self._late:
             self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
+            self._observed.left_out.pop(peer, None)
         return progress
 
     def _leave_out(self, peer: PeerId, progress: Progress) -> None:
         """Mark ``peer`` down once it has been at an earlier step for long. Its device may be at a microbatch that another
         peer has done since, and applies the step after that."""
-        now, ctx = self._ctx.clock.now(), self._ctx
-        if now - self._late.setdefault(peer, now) >= max(self._observed.late.seconds(), ctx.compute.jobs.longest_s()):
+        now, observed = self._ctx.clock.now(), self._observed
+        busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
+        if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
             self._late[peer] = now  # else every answer would mark it down again
+            observed.left_out[peer] = None
             self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}", reached=True)
 
     async def ask_everyone(self) -> None:
