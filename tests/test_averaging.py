@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from muletrain.clock import LoopClock
+from muletrain.compute.jobs import Jobs
 from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
 from muletrain.network.base import Channel, Frame
@@ -43,6 +44,9 @@ class Vector:
     """What averaging asks of a ``Compute``."""
 
     n_params = SIZE
+
+    def __init__(self) -> None:
+        self.jobs = Jobs(LoopClock().now)
 
     async def room(self, numbers: int) -> torch.Tensor:
         return torch.empty(numbers)

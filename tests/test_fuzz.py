@@ -59,7 +59,7 @@ def test_ten_seeds_keep_every_promise() -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr
     assert summary["faults"] > 10
-    assert len(summary["kinds"]) > 10
+    assert len(summary["kinds"]) > 5
 
 
 def test_who_is_behind_gets_what_it_misses_while_the_others_do_not_count_on_it() -> None:

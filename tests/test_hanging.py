@@ -179,7 +179,6 @@ def test_a_thread_that_never_returns_is_found_out_though_its_caller_gave_up(monk
         digest = asyncio.create_task(compute.digest())
         await asyncio.sleep(1.0)
         assert ctx.meter.late
-        assert ctx.meter.works.is_set()
         with pytest.raises(DeviceHung, match="the device has been at 'forward' for 4 s, so this peer ends"):
             await watching
         assert not ctx.meter.works.is_set()
@@ -219,7 +218,7 @@ class Looked:
         return bool(self.ctx.meter.late), not self.ctx.meter.works.is_set()
 
 
-@pytest.mark.parametrize(("usual_s", "late_s"), [(0.01, 2.0), (0.5, 2.0), (10.0, 40.0), (0.0, 600.0)])
+@pytest.mark.parametrize(("usual_s", "late_s"), [(0.01, 2.0), (0.5, 2.0), (10.0, 40.0), (0.0, 300.0)])
 def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float) -> None:
     looked = Looked()
     if usual_s:
@@ -228,7 +227,7 @@ def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float) 
     looked.pass_s(late_s - LOOK_S)
     assert looked.state == (False, False)
     looked.pass_s(LOOK_S)
-    assert looked.state == (True, False)
+    assert looked.state == (True, not usual_s)
     assert "the device has been at 'forward'" in looked.ctx.who_is_there(), "where a wait is given up meanwhile"
     looked.pass_s(3 * late_s)
     assert looked.state == (True, True)

@@ -12,7 +12,7 @@ from muletrain.policy.deadline import Usual
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-UNMEASURED_S, LONGEST_S = 600.0, 3600.0
+UNMEASURED_S, LONGEST_S = 300.0, 3600.0
 """Seconds after which an operation is late, before it has ended once, and at most. First calls load libraries and compile
 kernels, and a slow device may need minutes for each. Who waits for others' answers, too, notices sooner that none comes."""
 FLOOR_S, TIMES, SLOW_TIMES = 2.0, 4.0, 2.0
@@ -56,6 +56,10 @@ class Jobs:
         with self._lock:
             late_s = self._usual[what].seconds()
         return late_s if what in self._of_device else max(late_s, self.longest_s())
+
+    def known(self, what: str) -> bool:
+        """Has this operation of the device ended once?"""
+        return what in self._of_device
 
     def longest_s(self) -> float:
         """Seconds after which the longest of the device's operations is late, of those that have ended once."""

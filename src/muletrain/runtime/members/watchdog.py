@@ -4,10 +4,10 @@ knows what its device is doing, and since when.
 A slow link or a long queue is no hang. What counts is how long one operation has been running, as a multiple of what it
 usually takes (``compute.jobs``). There are three limits, from measured times:
 
-- *late*, after about four usual times (at least 2 s; 600 s before the operation has ended once): answers to probes say
+- *late*, after about four usual times (at least 2 s; 300 s before the operation has ended once): answers to probes say
   so. Other peers suspect this one, which changes routing alone: they compute copies of what it owes, within their
   budgets, and give it nothing new.
-- *out*, after four times as long (at least 8 s; 40 minutes the first time): nobody should count on this peer. It refuses
+- *out*, after four times as long (at least 8 s; as soon as it is late the first time): nobody should count on this peer. It refuses
   probes and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the
   operation ends after all, it comes back as a frozen peer does. The last peer of a stage is never out: nobody else
   could do its work.
@@ -69,7 +69,7 @@ class Watchdog:
             if job.device and age_s >= jobs.late_s(job.what):
                 late += (job,)
         ctx.meter.late = _what_hangs(late[0], self._ages_s[late[0]]) if late else ""
-        out = [j for j in late if self._ages_s[j] >= OUT * jobs.late_s(j.what)]
+        out = [j for j in late if self._ages_s[j] >= (OUT if jobs.known(j.what) else 1.0) * jobs.late_s(j.what)]
         last = ctx.roster.stage(ctx.roster.own.stage) == (ctx.net.peer_id,)
         if out and ctx.meter.works.is_set() and not last:
             ctx.meter.works.clear()
