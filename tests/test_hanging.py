@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import subprocess
 import sys
@@ -237,6 +238,17 @@ def test_what_is_late_is_measured_in_usual_times(usual_s: float, late_s: float) 
     looked.jobs.begin("forward")
     with pytest.raises(DeviceHung, match="forward"):
         looked.pass_s(hung_s(max(late_s, looked.jobs.late_s("forward"))) + LOOK_S)
+
+
+def test_an_operation_that_is_broken_off_says_nothing_of_the_others() -> None:
+    looked = Looked()
+    with contextlib.suppress(ValueError), looked.jobs.at("forward"):
+        looked.now += 0.1
+        raise ValueError("broken off")
+    assert not looked.jobs.known("forward")
+    assert (looked.jobs.late_s("forward"), looked.jobs.longest_s()) == (jobs.UNMEASURED_S, 0.0)
+    looked.usually("loss", 100.0, times=1)
+    assert looked.jobs.late_s("forward") == looked.jobs.longest_s() == 400.0
 
 
 def test_slow_calls_now_and_then_are_usual() -> None:

@@ -43,8 +43,8 @@ class Jobs:
         self._usual: defaultdict[str, Usual] = defaultdict(
             lambda: Usual(UNMEASURED_S, FLOOR_S, TIMES, SLOW_TIMES, LONGEST_S)
         )
-        self._of_device: set[str] = set()
-        """Operations of the device that have ended once."""
+        self._ended: dict[str, bool] = {}
+        """Operations that have ended once: do they use the device?"""
 
     def running(self) -> tuple[Job, ...]:
         """The operations that run now."""
@@ -55,16 +55,18 @@ class Jobs:
         """Seconds after which the operation is late. One that has not ended yet may take as long as the others, at least."""
         with self._lock:
             late_s = self._usual[what].seconds()
-        return late_s if what in self._of_device else max(late_s, self.longest_s())
+        return late_s if self.known(what) else max(late_s, self.longest_s())
 
     def known(self, what: str) -> bool:
-        """Has this operation of the device ended once?"""
-        return what in self._of_device
+        """Has the operation ended once?"""
+        with self._lock:
+            return what in self._ended
 
     def longest_s(self) -> float:
-        """Seconds after which the longest of the device's operations is late, of those that have ended once."""
+        """Returns after how many seconds the device's longest operation is late. Only operations that have ended count; 0
+        if there is none."""
         with self._lock:
-            return max((self._usual[what].seconds() for what in self._of_device), default=0.0)
+            return max((self._usual[what].seconds() for what, device in self._ended.items() if device), default=0.0)
 
     def begin(self, what: str, *, device: bool = True, part: int | None = None) -> Job:
         """An operation begins."""
@@ -74,14 +76,13 @@ class Jobs:
         return job
 
     def end(self, job: Job, *, whole: bool = True) -> None:
-        """An operation has ended; its time is remembered, if it is the ``whole`` one."""
+        """An operation has ended. Its time is remembered unless it was broken off (not ``whole``)."""
         took_s = self._now() - job.begun_s
         with self._lock:
             del self._running[job]
             if whole:
                 self._usual[job.what].measured(took_s)
-            if whole and job.device:
-                self._of_device.add(job.what)
+                self._ended[job.what] = job.device
         if self.ended is not None:
             self.ended(job, took_s)
 

@@ -22,7 +22,7 @@ LEAST_S = 0.005, 0.5
 UNMEASURED_S = 30.0, 300.0
 """The first pause and the longest, before that is known [s]."""
 KEPT_S = 10.0
-"""Seconds for which a place is kept for who was told of it. It may need longer, or have nothing to send any more."""
+"""Seconds for which a full peer keeps a place for a sender that it told of room. The sender may have nothing to send any more."""
 UNTRUE = 3
 """Refusals of what a peer said that it has room for, after which its word is worth nothing until it answers. Other senders may
 be faster."""
@@ -119,7 +119,7 @@ class Turns(Generic[R]):
         self._waiting: dict[str, R] = {}
         """By sender: the latest request of each that waits, in the order of their turns."""
         self._kept_s: dict[str, float] = {}
-        """Until when a place is kept for a sender that was told of it."""
+        """When each place that is kept is given away, by the sender that was told of it."""
 
     def clear(self) -> None:
         """A step is over, and nobody waits any more."""

@@ -35,8 +35,8 @@ class Trips:
     """Learns from each answer."""
 
     def __init__(self, capacity: int, stages: int = 1, late_s: Callable[[], float] = lambda: 0.0) -> None:
-        """``capacity``: microbatches that a peer holds at once. ``stages``: those that a request goes through. ``late_s``:
-        seconds after which the longest operation of our own device is late, as far as was measured."""
+        """``capacity``: microbatches that a peer holds at once. ``stages``: how many stages a request goes through.
+        ``late_s``: returns when our own device's longest operation is late [s] (``Jobs.longest_s``)."""
         self._capacity, self._stages, self._late_s = capacity, stages, late_s
         self._deadline = Deadline()
         self._mean_s: dict[str, float] = {}

@@ -237,7 +237,7 @@ class Loader:
         self._coming[k] = self.lane.thread.submit(self._load, model, place)
 
     def _let_go(self, keep: set[int], *, stay: bool = True) -> None:
-        """Unload all sub-models but those in ``keep``. ``stay``: do not unload those that are kept between steps, either."""
+        """Unload all sub-models that are not in ``keep``. ``stay``: sub-models that are kept between steps stay, too."""
         for k in [k for k in self._coming if k not in keep]:
             self._held[k] = self._coming.pop(k).result()
         for k in [k for k in self._held if k not in keep and not (stay and k in self._kept)]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from muletrain.model.traced.statements import operator_of, outputs_of
+from muletrain.model.traced.statements import operator_of
 
 if TYPE_CHECKING:
     from muletrain.model.traced.chain import TracedModel
@@ -122,8 +122,12 @@ def _given_on(node: fx.Node) -> fx.Node:
 def argument_for(table: str) -> str:
     """What a part calls a table: a buffer by the end of its name."""
     found = re.fullmatch(r'constants\["(.*)"\]', table)
-    return (
-        table
-        if found is None
-        else re.sub(r"\W", "_", re.sub(NUMBER, "/", found[1]).rpartition("/")[2].removeprefix("model."))
-    )
+    if found is None:
+        return table
+    return re.sub(r"\W", "_", re.sub(NUMBER, "/", found[1]).rpartition("/")[2].removeprefix("model."))
+
+
+def outputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that a graph returns."""
+    found: Any = next(node for node in graph.nodes if node.op == "output").args[0]
+    return list(found)

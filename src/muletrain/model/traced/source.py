@@ -21,10 +21,11 @@ from muletrain.model.traced.names import (
     class_names,
     computes,
     constants_of,
+    outputs_of,
     short_names,
     type_of,
 )
-from muletrain.model.traced.statements import Writer, listed, outputs_of
+from muletrain.model.traced.statements import Writer, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -396,8 +396,3 @@ def _called(node: fx.Node) -> str:
 def listed(values: Sequence[str]) -> str:
     """A tuple of any length."""
     return ", ".join(values) if len(values) > 1 else f"({''.join(f'{v},' for v in values)})"
-
-
-def outputs_of(graph: fx.Graph) -> list[fx.Node]:
-    found: Any = next(node for node in graph.nodes if node.op == "output").args[0]
-    return list(found)

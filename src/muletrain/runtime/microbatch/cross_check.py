@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 REMEMBERED = 64
 """Lengths of accepted gradients that are remembered."""
 LOOK = 0.02
-"""Between two looks whether another answer is still to come: share of the time that the first one took."""
+"""Pause between two looks whether another answer is still to come, as a share of the time that the first one took."""
 PAUSE_S = 0.01
-"""Seconds between two such looks, at least."""
+"""Seconds between two looks whether another answer is still to come, at least."""
 
 
 class _Gradient(NamedTuple):
