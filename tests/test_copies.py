@@ -65,9 +65,11 @@ def test_each_of_many_takers_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> N
             network = stage.hub.join(taker)
             stage.contexts["a"].roster.admit(Member(id=taker, name=taker, stage=0, trainer=False, addresses=()))
             offer = Snapshot.unpack(await network.call("a", AskSnapshot.KIND, AskSnapshot(stage=0).pack(), timeout_s=5))
-            ask = AskBlocks(digest=offer.digest, blocks=(0,)).pack()
-            for _ in range(snapshot.MAX_RUNS):
-                await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
+            for k in range(snapshot.MAX_RUNS):
+                for _ in range(2):  # what is being sent is not sent twice
+                    ask = AskBlocks(digest=offer.digest, blocks=(k,)).pack()
+                    await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
+            ask = AskBlocks(digest=offer.digest, blocks=(0, snapshot.MAX_RUNS)).pack()
             with pytest.raises(Refused, match="enough to send"):
                 await network.call("a", AskBlocks.KIND, ask, timeout_s=5)
         held_up.set()

@@ -2,8 +2,8 @@
 parts of checkpoints, past gradients and the run's tokens all take this way.
 
 A taker asks several donors for different blocks at once and checks each block against the manifest as it arrives. It
-drops a donor whose block is wrong or late, and asks the others for that block. Arrived blocks are kept, so a break
-costs only the blocks under way. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the step.
+drops a donor whose block is wrong or late, and asks the others for that block. The only donor that there is is asked
+again, as its link may have broken. Arrived blocks are kept, so a break costs only the blocks under way. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskManifest,
 from muletrain.wire.codec import MAX_DIMENSIONS, RAW, Encoded, decode_raw
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from torch import Tensor
 
     from muletrain.network.base import PeerId
@@ -311,11 +313,16 @@ class Downloader:
             with ExitStack() as stack:
                 for block in expected.values():
                     stack.enter_context(ctx.detector.awaiting(donor, block.whole))
-                ask = AskBlocks(digest=partial.digest, blocks=tuple(run))
-                call = ctx.net.call(donor, AskBlocks.KIND, ask.pack(), timeout_s=CALL_S)
-                await unless_done(expected[run[0]].whole, call)
+
+                async def ask(first: asyncio.Future[None]) -> None:
+                    blocks = tuple(k for k, block in expected.items() if not block.whole.done())
+                    packed = AskBlocks(digest=partial.digest, blocks=blocks).pack()
+                    await unless_done(first, ctx.net.call(donor, AskBlocks.KIND, packed, timeout_s=CALL_S))
+
+                await ask(expected[run[0]].whole)
                 for k, block in expected.items():
-                    await self._block(donor, block.whole, f"block {k} from {ctx.roster.name(donor)}", good)
+                    what = f"block {k} from {ctx.roster.name(donor)}"
+                    await self._block(donor, block.whole, what, good, ask)
                     if await ctx.compute.offload(_digest, block.into) != partial.manifest.digest(k):
                         raise ProtocolError(f"block {k} is not what the manifest says")
                     await partial.keep(ctx, k, block.into)
@@ -323,18 +330,31 @@ class Downloader:
             for k in run:
                 self._waiting.pop((donor, partial.digest, k), None)
 
-    async def _block(self, donor: PeerId, whole: asyncio.Future[None], what: str, good: list[PeerId]) -> None:
+    async def _block(
+        self,
+        donor: PeerId,
+        whole: asyncio.Future[None],
+        what: str,
+        good: list[PeerId],
+        ask: Callable[[asyncio.Future[None]], Awaitable[None]],
+    ) -> None:
         """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
-        it may have more urgent traffic. Raises DeadlineExceeded."""
+        it may have more urgent traffic, or have sent the block over a link that broke, so it is asked again. Raises
+        DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
+        asked = 1
         while True:
             since = max(begin, self._came)
             waited_s = clock.now() - since
-            limit_s = self.deadline.seconds(self._breaks)
+            limit_s, again_s = self.deadline.seconds(self._breaks), self.deadline.seconds(self._breaks + asked)
             silent_s = waited_s if len(good) > 1 else min(waited_s, self.ctx.detector.silent_s(donor))
             if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
-            left_s = min(limit_s - silent_s, LONGEST_S - waited_s)
+            if waited_s >= again_s:
+                await ask(whole)
+                asked += 1
+                continue
+            left_s = min(limit_s - silent_s, again_s - waited_s, LONGEST_S - waited_s)
             try:
                 await clock.deadline(asyncio.shield(whole), max(LOOK_S, left_s), what)
             except DeadlineExceeded:

@@ -105,6 +105,8 @@ class Snapshots:
         self._making = asyncio.Lock()
         self._runs: Counter[tuple[PeerId, bytes]] = Counter()
         """Runs of blocks being sent, by taker and copy; past gradients have no copy's name."""
+        self._sending: set[tuple[PeerId, bytes, int]] = set()
+        """The blocks of these runs: who asks again for one is not sent two."""
         self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
         """Blocks requested, by taker and copy."""
         self._copying = Debts(COPYING)
@@ -244,24 +246,28 @@ class Snapshots:
         copy = self._asked(ask.digest, sender)
         if any(k * copy.block >= copy.size for k in ask.blocks):
             raise ProtocolError("blocks that the copy does not have")
+        blocks = tuple(k for k in ask.blocks if (sender, copy.digest, k) not in self._sending)
+        if not blocks:
+            return b""
         drawn = sender, copy.digest
         if (
             sum(n for (taker, _), n in self._runs.items() if taker == sender) >= MAX_RUNS
             or self._runs.total() >= ALL_RUNS
         ):
             raise MuletrainError("this donor has enough to send")
-        if self._drawn[drawn] + len(ask.blocks) > TIMES * max(MAX_RUN, -(-copy.size // copy.block)):
+        if self._drawn[drawn] + len(blocks) > TIMES * max(MAX_RUN, -(-copy.size // copy.block)):
             raise MuletrainError(f"this donor has sent that copy to this peer {TIMES} times")
-        self._drawn[drawn] += len(ask.blocks)
+        self._drawn[drawn] += len(blocks)
         if len(self._drawn) > MAX_DRAWN:
             self._drawn = Counter({drawn: n for drawn, n in self._drawn.items() if drawn[1] in self._kept})
         run = sender, copy.digest if copy.digest in self._kept else b""
         self._runs[run] += 1
-        self._ctx.spawn(self._send(copy, run, ask.blocks), "blocks")
+        self._sending |= {(*drawn, k) for k in blocks}
+        self._ctx.spawn(self._send(copy, run, blocks), "blocks")
         return b""
 
     async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """Send ``blocks`` while the copy is kept. A taker that does not get them asks another donor."""
+        """Send ``blocks`` while the copy is kept. A taker that does not get them asks another donor, or us again."""
         try:
             for block in blocks:
                 await copy.send(self._ctx, run[0], block)
@@ -269,6 +275,7 @@ class Snapshots:
         except MuletrainError:
             pass
         finally:
+            self._sending -= {(run[0], copy.digest, k) for k in blocks}
             self._runs[run] -= 1
             self._runs += Counter()  # drops the runs that have ended
 
