@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from muletrain.clock import LoopClock
 from muletrain.errors import DeadlineExceeded
-from muletrain.sim.loop import FEW_TIMERS, VirtualLoop, run_virtually
+from muletrain.sim.loop import FEW_TIMERS, VirtualLoop, context_of, run_virtually
 
 DELAYS_S = (0.0, 1e-3, 2e-3, 3e-3, 0.5)
 """Few, so that many timers are due at the same time."""
@@ -93,6 +93,32 @@ def test_all_is_called_in_the_order_in_which_asyncio_calls_it(parts: list[tuple[
         runner.run(program(parts, theirs))
     assert ours == theirs
     assert not problems
+
+
+def test_a_frozen_machine_does_nothing_and_then_all_that_was_due_meanwhile() -> None:
+    """As one that is stopped by SIGSTOP."""
+    told: list[tuple[str, float]] = []
+
+    async def lives(name: str) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(2.0, lambda: told.append((f"timer of {name}", loop.time())))
+        for _ in range(3):
+            await asyncio.create_task(asyncio.sleep(1.0))
+            told.append((name, loop.time()))
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        lives_on = [asyncio.create_task(lives(name), context=context_of(name)) for name in "ab"]
+        await asyncio.sleep(1.5)
+        loop.freeze("a")
+        await asyncio.sleep(10.0)
+        loop.thaw("a")
+        await asyncio.gather(*lives_on)
+
+    run_virtually(scenario(), 20.0, [])
+    assert told[:5] == [("a", 1.0), ("b", 1.0), ("timer of b", 2.0), ("b", 2.0), ("b", 3.0)]
+    assert told[5:] == [("timer of a", 11.5), ("a", 11.5), ("a", 12.5)]
 
 
 def test_the_tasks_of_a_group_are_cancelled_in_the_same_order_wherever_they_are_in_memory() -> None:

@@ -14,6 +14,7 @@ from muletrain.network.base import Channel, Frame
 from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
+from muletrain.sim.loop import VirtualLoop, context_of
 from tests.daemons import number
 from tests.polling import repeat
 from tests.virtual import virtually
@@ -111,5 +112,47 @@ def test_in_memory_a_refused_frame_ends_its_stream_and_both_ends_hear_of_it(road
         await asyncio.sleep(1)
         assert got == [0, 10, 4]
         await a.close()
+
+    virtually(scenario())
+
+
+def test_what_a_machine_sent_and_asked_for_goes_on_when_it_freezes() -> None:
+    """Its bytes are in the network, and the question is another machine's work."""
+
+    async def scenario() -> None:
+        hub = MemoryHub()
+        hub.roads.lay("a", Road(1000.0, 1000.0, 10.0))
+        contexts = {name: context_of(name) for name in "ab"}
+        a, b = (contexts[name].run(hub.join, name) for name in "ab")
+        got: list[tuple[str, float]] = []
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        async def receive(sender: str, frame: Frame) -> None:
+            got.append(("frame", loop.time()))
+
+        async def works(sender: str, payload: bytes) -> bytes:
+            await asyncio.sleep(5.0)
+            got.append(("work", loop.time()))
+            return b""
+
+        async def life() -> None:
+            call = asyncio.create_task(a.call("b", "works", b"", timeout_s=60.0))
+            await a.send("b", Frame("x", {"n": bytes(3000)}))
+            await call
+            got.append(("answer", loop.time()))
+
+        b.receive(receive)
+        b.serve("works", works)
+        living = asyncio.create_task(life(), context=contexts["a"])
+        await asyncio.sleep(1.0)
+        loop.freeze("a")
+        hub.barriers.freeze("a")
+        await asyncio.sleep(30.0)
+        assert [what for what, _ in got] == ["frame", "work"]
+        hub.barriers.thaw("a")
+        loop.thaw("a")
+        await living
+        assert got[-1] == ("answer", 31.0)
 
     virtually(scenario())

@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
+    from contextvars import Context
 
 
 class Jobs:
     """The tasks of one object, in the order in which they began."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context | None = None) -> None:
+        """``context``: of all tasks; None: of who spawns them."""
+        self._context = context
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.over = False
         """They were cancelled."""
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=self._context)
         self._keep(task)
         return task
 

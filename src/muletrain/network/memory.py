@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextvars import copy_context
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +160,7 @@ class MemoryNetwork:
         """Bytes of tensors that came."""
         self._carried: Counter[PeerId] = Counter()
         self._losses: dict[str, LossHandler] = {}
-        self._jobs = Jobs()
+        self._jobs = Jobs(copy_context())  # others' tasks begin ours, and may be frozen (``sim.loop.MACHINE``)
         hub.peers[peer_id] = self
 
     # Calls ----------------------------------------------------------------------------------------------------------

@@ -108,4 +108,15 @@ class MemoryStreams(PacedStreams):
         back = self._paths.route(own, sender.peer_id)
         if back is None:  # a new relay, whose links are wide, has ended this stream
             return
-        Piece(back, 0, lambda: sender.streams.acknowledged(by, nbytes, sent_s, received_s)).begin()
+        Piece(back, 0, lambda: sender.streams.receipt(by, nbytes, sent_s, received_s)).begin()
+
+    def receipt(self, of: _Flow, nbytes: int, sent_s: float, received_s: float) -> None:
+        """Take the acknowledgement of ``nbytes``, once we are not frozen."""
+        if self._paths.barriers.takes(of.peer, self._own.peer_id):
+            self.acknowledged(of, nbytes, sent_s, received_s)
+        else:
+            self._own.spawn(self._receipt_later(of, nbytes, sent_s, received_s))
+
+    async def _receipt_later(self, of: _Flow, nbytes: int, sent_s: float, received_s: float) -> None:
+        await self._paths.barriers.taken(of.peer, self._own.peer_id)
+        self.acknowledged(of, nbytes, sent_s, received_s)

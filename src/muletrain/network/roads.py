@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from contextvars import Context
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ PIECE = 1 << 16
 """Bytes that a sender without pacing hands over at once."""
 EVENT_S = 0.01
 """Time in which the narrowest link of a way carries a paced piece [s], at least: each piece costs some events."""
+_NOBODYS = Context()
+"""What is on its way goes on when its sender is frozen (``sim.loop.MACHINE``)."""
 INSTANT_S = 1e-9
 """Error of the loop's clock that is tolerated [s]."""
 
@@ -81,9 +84,9 @@ class Piece:
             self.comes()
         elif self.nbytes:  # pieces that come at the same time stay in order
             before.append(self)
-            loop.call_at(comes_s, _next_comes, before)
+            loop.call_at(comes_s, _next_comes, before, context=_NOBODYS)
         else:
-            loop.call_at(comes_s, self.comes)
+            loop.call_at(comes_s, self.comes, context=_NOBODYS)
 
 
 def at(time_s: float, then: Callable[[], None]) -> None:
@@ -142,7 +145,7 @@ class Queue:
 
     def _wait(self) -> None:
         first = next(iter(self._lines.values()))[0]
-        self._timer = asyncio.get_running_loop().call_at(self._room_s(first), self._admit)
+        self._timer = asyncio.get_running_loop().call_at(self._room_s(first), self._admit, context=_NOBODYS)
 
     def _admit(self) -> None:
         self._timer = None

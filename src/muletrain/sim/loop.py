@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from contextlib import contextmanager
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
 
 from muletrain.clock import LoopClock
@@ -30,6 +30,8 @@ FEW_TIMERS = 100
 """Number of timers from which cancelled ones are removed before they are due."""
 LOOK_UP_S = 0.1
 """Real seconds between two calls of ``VirtualLoop.look_up``."""
+MACHINE: ContextVar[str] = ContextVar("machine", default="")
+"""The virtual machine that a task or timer belongs to; those that it begins inherit it."""
 GARBAGE = 200_000
 """New objects between two collections of garbage."""
 
@@ -108,6 +110,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._calls: deque[_Call | _Timer] = deque()
         self._numbers = itertools.count()
         """Of tasks."""
+        self._frozen: dict[str, list[_Call | _Timer]] = {}
+        """What frozen machines would have done."""
         super().__init__()
 
     def time(self) -> float:
@@ -179,12 +183,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             call = calls.popleft()
             if call.callback is None:
                 continue
+            if self._frozen and (machine := call.context.get(MACHINE, "")) in self._frozen:
+                self._frozen[machine].append(call)
+                continue
             try:
                 call.context.run(call.callback, *call.args)
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as e:  # as asyncio does
                 self.call_exception_handler({"message": f"exception in {call.callback}", "exception": e})
+
+    def freeze(self, machine: str) -> None:
+        """Stop ``machine`` as SIGSTOP does: nothing of it runs, no timer goes off."""
+        self._frozen.setdefault(machine, [])
+
+    def thaw(self, machine: str) -> None:
+        """Let it go on with all that was due meanwhile."""
+        self._calls.extend(self._frozen.pop(machine, ()))
 
     def _forget_the_cancelled(self) -> None:
         timers = self.timers
@@ -208,6 +223,13 @@ def _unless_done(future: asyncio.Future[Any], end: Callable[[Any], None], value:
     """The caller may have been cancelled meanwhile."""
     if not future.done():
         end(value)
+
+
+def context_of(machine: str) -> Context:
+    """A context for the tasks of ``machine``."""
+    context = copy_context()
+    context.run(MACHINE.set, machine)
+    return context
 
 
 class SkewedClock(LoopClock):

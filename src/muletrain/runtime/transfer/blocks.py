@@ -3,7 +3,8 @@ parts of checkpoints, past gradients and the run's tokens all take this way.
 
 A taker asks several donors for different blocks at once and checks each block against the manifest as it arrives. It
 drops a donor whose block is wrong or late, and asks the others for that block. The only donor that there is is asked
-again, as its link may have broken. Arrived blocks are kept, so a break costs only the blocks under way. Blocks of states travel as ``Channel.BULK``, which yields to the traffic of the step.
+again, as its link may have broken. Arrived blocks are kept, so a break costs only the blocks under way. Blocks of
+states travel as ``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations

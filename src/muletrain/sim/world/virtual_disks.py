@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 from collections import deque
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from muletrain.compute.executor import InlineExecutor
+from muletrain.network.jobs import Jobs
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from muletrain.sim.world.scenario import Scenario
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,3 +96,42 @@ class VirtualFolder(Folder):
             target.with_name(f".{target.name}.0").write_bytes(bytes(buffers[0])[: len(buffers[0]) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
         super()._write(path, buffers)
+
+
+class Disks:
+    """The disks of a world's machines: one for all, as in a fleet on one machine, or each its own."""
+
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self._scenario, self._folder = scenario, folder
+        self._states: dict[str, DiskState] = {}
+        self._jobs = Jobs()
+        """Those of disks that hang do so for ever."""
+
+    def folder(self, name: str) -> Path:
+        """Folder of ``name``'s checkpoints."""
+        return self._folder / self._at(name)
+
+    def _at(self, name: str) -> str:
+        return name if self._scenario.apart else "run"
+
+    def of(self, name: str) -> DiskState:
+        """Disk that ``name`` writes to."""
+        at, seed = self._at(name), self._scenario.seed
+        if at not in self._states:
+            self._states[at] = DiskState(random.Random(f"disk/{seed}/{at}"), self._scenario.disk_s)
+        return self._states[at]
+
+    def place(self, name: str) -> Folder:
+        """Where ``name`` keeps checkpoints. What members call it is in the first lineage, so it must not come from the
+        folder that this world happens to have."""
+        at, keep = self._at(name), self._scenario.keep
+        if self._scenario.disk_s:
+            return VirtualFolder(
+                self.folder(name), keep, at, self.of(name), VirtualThread(self.of(name), self._jobs.spawn)
+            )
+        place = Folder(self.folder(name), keep, name=at)
+        place.disk = Disk(InlineExecutor())
+        return place
+
+    def stop(self) -> None:
+        self._jobs.cancel()

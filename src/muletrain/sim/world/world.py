@@ -15,7 +15,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import safetensors.torch
 
@@ -41,7 +41,6 @@ from muletrain.events import (
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.runtime.checkpoint.roles import Book
-from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
@@ -53,18 +52,19 @@ from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
-from muletrain.sim.loop import SkewedClock
+from muletrain.sim.loop import SkewedClock, context_of
 from muletrain.sim.world import reference
 from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.links import Links
 from muletrain.sim.world.lying import Liar
 from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, stage_of
 from muletrain.sim.world.verdict import LEFT, Outcome
-from muletrain.sim.world.virtual_disks import DiskState, VirtualFolder, VirtualThread
+from muletrain.sim.world.virtual_disks import Disks
 from muletrain.sim.world.witness import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+    from contextvars import Context as Variables
     from pathlib import Path
 
     import numpy as np
@@ -74,8 +74,9 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
-    from muletrain.runtime.checkpoint.store import Key
+    from muletrain.runtime.checkpoint.store import Folder, Key
     from muletrain.runtime.recovery.messages import StepBack
+    from muletrain.sim.loop import VirtualLoop
     from muletrain.sim.world.scenario import Fault, Scenario
     from muletrain.sim.world.witness import Witness
 
@@ -127,7 +128,9 @@ class World:
         for name, rate in scenario.narrow:
             self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
         self.clock = LoopClock()
+        self._loop = cast("VirtualLoop", asyncio.get_running_loop())
         self.networks: dict[str, MemoryNetwork] = {}
+        self._contexts: dict[str, Variables] = {}
         self.liars: dict[str, Liar] = {}
         self.stages: dict[str, FaultyCompute] = {}
         self.computes: dict[str, PacedCompute] = {}
@@ -135,18 +138,17 @@ class World:
         self.peers: dict[str, Peer] = {}
         self.cut_off: list[str] = []
         """Who had not ended when the power failed."""
-        self._disks: dict[str, DiskState] = {}
-        self._background: set[asyncio.Task[Any]] = set()
-        """Of disks: those that hang do so for ever."""
+        self.disks = Disks(scenario, folder)
         self._facts = reference.facts_of(scenario)
         self._genesis = self._first_members()
 
     async def run(self, inject: Callable[[Fault], Coroutine[Any, Any, None]]) -> dict[str, dict[str, Tensor]]:
         """Run; return the state of every peer that reached the end. ``inject`` waits for a fault's time and carries
         it out."""
-        self.networks |= {name: self.hub.join(name) for name, _ in self.scenario.members}
         for name, _ in self.scenario.members:
-            self.tasks[name] = asyncio.create_task(self._peer(name), name=name)
+            self._arrive(name)
+        for name, _ in self.scenario.members:
+            self._begin(name, self._peer(name))
         for name in self.scenario.clients:
             self.join(name, name)
         injecting = [asyncio.create_task(inject(f)) for f in self.scenario.faults]
@@ -154,8 +156,9 @@ class World:
             injecting.append(asyncio.create_task(self._lose_power(self.scenario.resume_s)))
         while running := [t for t in self.tasks.values() if not t.done()]:  # newcomers, too
             await asyncio.wait(running)
-        for task in (*injecting, *self._background):
+        for task in injecting:
             task.cancel()
+        self.disks.stop()
         await self._silence()
         self._outcome.virtual_s = self.clock.now()
         self._outcome.longest = self._witness.ended()
@@ -182,13 +185,31 @@ class World:
 
     def join(self, name: str, called: str) -> None:
         """A newcomer."""
-        self.networks[name] = self.hub.join(name)
-        life = self._client(name) if name.startswith("client") else self._peer(name, joins_as=called)
-        self.tasks[name] = asyncio.create_task(life, name=name)
+        self._arrive(name)
+        self._begin(name, self._client(name) if name.startswith("client") else self._peer(name, joins_as=called))
+
+    def _arrive(self, name: str) -> None:
+        """Give ``name`` a network. All that the machine does, others' calls included, runs in its context."""
+        self._contexts[name] = context = context_of(name)
+        self.networks[name] = context.run(self.hub.join, name)
+
+    def _begin(self, name: str, life: Coroutine[Any, Any, Any]) -> None:
+        self.tasks[name] = asyncio.create_task(life, name=name, context=self._contexts[name])
 
     def kill(self, name: str) -> None:
         self.hub.kill(name)
         self.tasks[name].cancel()
+        self._loop.thaw(name)
+
+    def freeze(self, name: str) -> None:
+        """Stop ``name``: its timers, too, as SIGSTOP does. Its device goes on with what it has begun."""
+        self.hub.barriers.freeze(name)
+        self._loop.freeze(name)
+
+    def thaw(self, name: str) -> None:
+        """What came for ``name`` reaches it before timers go off that were due meanwhile."""
+        self.hub.barriers.thaw(name)
+        self._loop.thaw(name)
 
     def look_at(self, name: str) -> None:
         """While it works."""
@@ -207,7 +228,7 @@ class World:
                 stage=stage,
                 trainer=k < self.scenario.trainers,
                 addresses=(),
-                place=self._place(name).name,
+                place=self.disks.place(name).name,
             )
             for k, (name, stage) in enumerate(self.scenario.members)
         )
@@ -220,34 +241,6 @@ class World:
             coordinator=members[0].id,
             first_step=0 if self._start is None else self._start.step,
         )
-
-    def _place(self, name: str) -> Folder:
-        """One for all, as in a fleet on one machine, or each its own. What members call it is in the first lineage, so
-        it must not come from the folder that this world happens to have."""
-        own, keep = self._at(name), self.scenario.keep
-        if self.scenario.disk_s:
-            return VirtualFolder(
-                self._folder / own, keep, own, self.disk(name), VirtualThread(self.disk(name), self._spawn)
-            )
-        place = Folder(self._folder / own, keep, name=own)
-        place.disk = Disk(InlineExecutor())
-        return place
-
-    def _at(self, name: str) -> str:
-        """Folder of ``name``'s checkpoints."""
-        return name if self.scenario.apart else "run"
-
-    def disk(self, name: str) -> DiskState:
-        """Disk that ``name`` writes to."""
-        at = self._at(name)
-        if at not in self._disks:
-            self._disks[at] = DiskState(random.Random(f"disk/{self.scenario.seed}/{at}"), self.scenario.disk_s)
-        return self._disks[at]
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     def _corpus(self) -> tuple[Path, Path, bytes]:
         """The data owners' files of tokens, of the held-out part, and the genesis's entries about them."""
@@ -288,7 +281,12 @@ class World:
 
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
         """Live one peer's life; return its state if it reaches the end. ``joins_as``: its name if it joins."""
-        network, clock, place, joining = self._network(name), self._own_clock(name), self._place(name), bool(joins_as)
+        network, clock, place, joining = (
+            self._network(name),
+            self._own_clock(name),
+            self.disks.place(name),
+            bool(joins_as),
+        )
         sharing, limit_s = self._sharing(name), self.scenario.time_limit_s
         ends_s = math.inf if limit_s is None else clock.now() + limit_s
         trains = self._owns_data(name) and name not in self.scenario.without_data
@@ -392,7 +390,7 @@ class World:
         if isinstance(event, SteppedBack):
             self._witness.stepped_back(name, event, self._served())
         if isinstance(event, CheckpointWritten):
-            self._witness.written(name, event.step, self._folder / self._at(name), self.clock.now())
+            self._witness.written(name, event.step, self.disks.folder(name), self.clock.now())
         if isinstance(event, SHOWN):
             fields = {
                 k: v for k, v in event.__dict__.items() if k not in ("t", "peer", "sent", "lineage") and "_s" not in k
