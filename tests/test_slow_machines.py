@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from muletrain.runtime.members.context import Context
+from muletrain.runtime.members.messages import Progress
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward
 from muletrain.runtime.recovery.rollback import JOIN_S
+from muletrain.runtime.step.exchange import Exchange, Observed
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
+from muletrain.sim.world.draws import draw
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
 from tests.tiny_fleets import run_of
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.runtime.core.messages import Message
+    from muletrain.sim.world.verdict import Outcome
 
 MICROBATCHES, MACHINES = 32, 4
 KILL = (Fault(350.0, "kill", ("peer-0b",)),)
@@ -98,5 +104,61 @@ def test_the_first_step_of_slow_machines_computes_little_twice(
     assert not outcome.violations
     applied = [text for _, text in outcome.timeline if "step_applied step=1" in text]
     assert len(applied) == sum(stages) - len(faults)
-    assert sum(int(text.rpartition("recomputed=")[2]) for text in applied) <= most
+    assert _recomputed(outcome, step=1) <= most
     assert not [text for _, text in outcome.timeline if "it is still at step" in text]
+
+
+def test_a_machine_that_was_suspended_for_an_hour_goes_on() -> None:
+    """All deadlines are over when it wakes up, and it has heard nobody meanwhile."""
+    slower = 1400.0
+    asleep = (Fault(800.0, "freeze", ("peer-1b",), 4200.0),)
+    outcome = play(Scenario(5, (2, 2), 4, 2, 16, 0.01, asleep, slower=slower, longer=3 * slower))
+    assert not outcome.violations
+    assert {*outcome.ends.values()} == {"finished"}
+
+
+@pytest.mark.parametrize(
+    ("seed", "asleep", "within_s", "most"),
+    [
+        (35, (("peer-0c", 885.3, 1429.5), ("peer-1b", 985.2, 2439.6)), 6000, 40),  # before: 10,459 s, and 161
+        (71, (("peer-0b", 783.6, 3359.8), ("peer-1b", 796.2, 1348.1)), 7500, 200),  # before: 15,522 s, and 513
+    ],
+)
+def test_what_is_run_again_for_those_that_sleep_is_not_begun_by_everybody(
+    seed: int, asleep: tuple[tuple[str, float, float], ...], within_s: float, most: int
+) -> None:
+    """Every 30 s the next trainer began the same microbatches, of which each takes minutes; and replicas that waited for
+    another stage counted as getting nowhere after a minute."""
+    faults = tuple(Fault(at_s, "freeze", (who,), for_s) for who, at_s, for_s in asleep)
+    outcome = play(replace(draw(seed, "minutes"), faults=faults))
+    assert not outcome.violations
+    assert outcome.virtual_s < within_s
+    assert _recomputed(outcome) < most
+
+
+def test_what_a_peer_accumulates_anew_is_progress_a_few_times() -> None:
+    """It may have dropped its accumulator, as one that stands out; or it says anything."""
+    answers = iter([(0,), (0, 1), (0, 1), (), *[(0,), ()] * 20])
+    asked, grew = Counter[str](), list[int]()
+
+    async def probe(peer: str, lineage: bytes, step: int) -> Progress:
+        asked[peer] += 1
+        return Progress(current=True, step=0, stage=1, accumulated=next(answers))
+
+    async def scenario() -> None:
+        ctx: Any = SimpleNamespace(detector=SimpleNamespace(probe=probe), plan=SimpleNamespace(microbatches=9))
+        state: Any = SimpleNamespace(step=0, lineage=b"", work=SimpleNamespace(complete=lambda *_: False))
+        waits: Any = SimpleNamespace(grew=lambda: grew.append(asked["a"]), came_on=lambda: None)
+        nothing: Any = None
+        exchange = Exchange(ctx, nothing, state, nothing, waits, nothing, Observed())
+        for _ in range(30):
+            await exchange.ask("a")
+
+    asyncio.run(scenario())
+    assert grew == [1, 2, 5, 7, 9]
+
+
+def _recomputed(outcome: Outcome, step: int | None = None) -> int:
+    """Microbatches that were computed again in ``step``, or in all."""
+    applied = f"step_applied step={'' if step is None else f'{step} '}"
+    return sum(int(text.rpartition("recomputed=")[2]) for _, text in outcome.timeline if applied in text)

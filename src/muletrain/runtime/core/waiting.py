@@ -81,6 +81,12 @@ class Waits:
         """Something came of what we wait for."""
         self._grew_s = self._clock.now()
 
+    def missed(self, due: float) -> None:
+        """A deadline at ``due`` is over. If that is much later, this machine stood still and heard nobody, and what it
+        waited until now says nothing."""
+        if self._clock.now() - due > self._signals.patience_s / LOOKS:
+            self.grew()
+
     async def until(
         self,
         condition: Callable[[], bool],
@@ -138,8 +144,7 @@ class Waits:
                         self.came_on()
                         due = self._clock.now() + more_s
                         continue
-                    if self._clock.now() - due > self._signals.patience_s / LOOKS:  # we stood still, and heard nobody
-                        self.came_on()
+                    self.missed(due)
                     attempt += 1
                     due = self._clock.now() + min(deadline.seconds(attempt), self._signals.patience_s / LOOKS)
                     if attempt >= MAX_SILENCE and self.hopeless(begin):

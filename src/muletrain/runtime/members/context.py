@@ -117,6 +117,11 @@ class Context:
             elif isinstance(result, BaseException):
                 raise result
 
+    def queue_s(self) -> float:
+        """Returns the seconds that a peer's full queue may take, if its device is as slow as ours; 0 as long as that is not
+        known."""
+        return self.plan.capacity * self.compute.jobs.longest_s()
+
     def refused(self, peer: PeerId, reason: str) -> None:
         """Report that ``peer`` sent something invalid."""
         self.emit(FrameRefused(remote=peer, reason=reason))

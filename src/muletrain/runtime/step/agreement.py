@@ -128,7 +128,7 @@ class RoundAgreement:
             """Others made another attempt and still go on without us. The missing members may have yielded to them."""
             return self._company.yields(seal.members, after=attempt)
 
-        due_s = ctx.clock.now() + max(OVERDUE_S, self._deadlines.step.seconds())
+        due_s = ctx.clock.now() + self._overdue_s()
         await self._waits.until(
             lambda: lost() or outdated() or passed_over() or not missing() or ctx.clock.now() >= due_s,
             self._deadlines.seal,
@@ -184,6 +184,9 @@ class RoundAgreement:
         ahead = self._position.ahead
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
+    def _overdue_s(self) -> float:
+        return max(OVERDUE_S, self._deadlines.step.seconds(), self._ctx.queue_s())
+
     async def look_on(self) -> None:
         """Abstain while others run our part again. Ends when they are lost, count on us again, or get nowhere: then we
         go on without them. Waiting raises when they hold a round."""
@@ -193,7 +196,7 @@ class RoundAgreement:
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
-        clock, stall_s = self._ctx.clock, max(OVERDUE_S, self._deadlines.step.seconds())
+        clock, stall_s = self._ctx.clock, self._overdue_s()
         due_s, last_s, microbatches, moved = clock.now() + stall_s, clock.now() + LOOKING_S, 0, 0
 
         async def ask() -> None:

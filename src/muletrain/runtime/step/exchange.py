@@ -36,6 +36,8 @@ GRACE_S = 0.25
 """Seconds between the first sign that another peer has what we wait for, and our question whether we missed it."""
 ASKED = 64
 """Live peers asked at once. In a larger fleet more are asked, so that all were asked before a wait is given up."""
+ANEW = 4
+"""Times that a peer may accumulate a step's microbatches, as far as our waits for it go: it may say anything."""
 MAX_ASKED = 8
 """Peers asked to confirm that the run is beyond this step, and for its record after the first that knew it."""
 LATE_S = 3.0
@@ -85,8 +87,8 @@ class Exchange:
         """Replicas asked for the seal of a round they attest to, with the attempt of the last seal we knew."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
-        self._most: dict[PeerId, int] = {}
-        """Microbatches that a peer said to have accumulated in this step, at most."""
+        self._most: dict[PeerId, list[int]] = {}
+        """Microbatches that a peer said to have accumulated in this step, at most, each time that it began anew."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -196,9 +198,12 @@ class Exchange:
         if progress.moved > moved or progress.round != round_ or progress.late or progress.in_flight:
             self._waits.came_on()
         accumulated = len({*progress.accumulated} & {*range(ctx.plan.microbatches)})  # it may say anything
-        if progress.current and accumulated > self._most.get(peer, 0):
-            self._most[peer] = accumulated
-            self._waits.grew()
+        if progress.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
+            if accumulated > most:
+                self._most[peer][-1] = accumulated
+                self._waits.grew()
+            elif len(self._most[peer]) < ANEW:  # it computes what it dropped again
+                self._most[peer].append(accumulated)
         self._observed.moved[peer] = progress.moved, progress.round
         if progress.rival:
             self._rivals.met(peer, progress.step)

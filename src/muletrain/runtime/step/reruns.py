@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 AGAIN_S = 30.0
-"""Longest time before trainers are told of missing microbatches again, since their view may have changed [s]."""
+"""Longest time before trainers are told of missing microbatches again [s]."""
 PAUSE_S, FILLED_MAX_S, OF_WAIT = 0.05, 0.2, 0.02
 """Seconds between two questions to the replicas whether the gaps are filled, at first and at most: all wait for that. Or a
 share of the time waited, if that is more: a slow stage is not asked thousands of times."""
@@ -155,23 +155,31 @@ class Reruns:
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
-        never are; Behind and LeftOut."""
+        never are; Behind and LeftOut. Those whose turn it is hear of them again and again, as their view may have changed.
+        Others would begin the same work, so it is their turn only when nothing was filled for as long as a full queue takes."""
         ctx, begin = self._ctx, self._ctx.clock.now()
-        self._filled_most = 0
-        for turn in itertools.count():
+        self._filled_most, turn, filled, since_s = 0, 0, 0, begin
+        for tries in itertools.count(1):
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
             )
             limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
+            due_s = ctx.clock.now() + limit_s
             try:
                 return await ctx.clock.deadline(
                     self._waits.watched(self._filled(gaps, attempt, left_out, begin)), limit_s, "missing microbatches"
                 )
             except DeadlineExceeded:
+                self._waits.missed(due_s)
                 # a device that hangs keeps them for up to 300 s before its peer is left out (``watchdog``)
-                if turn + 1 >= MAX_SILENCE and self._waits.hopeless(begin, times=2):
+                if tries >= MAX_SILENCE and self._waits.hopeless(begin, times=2):
                     break
                 await self._exchange.ask_everyone()
+            now_s = ctx.clock.now()
+            if self._filled_most > filled:
+                filled, since_s = self._filled_most, now_s
+            elif now_s - since_s >= ctx.queue_s():
+                turn, since_s = turn + 1, now_s
         raise MuletrainError(
             f"step {self._state.step + 1}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"
         )

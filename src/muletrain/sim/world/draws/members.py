@@ -129,12 +129,33 @@ def _naps(s: Scenario, rng: random.Random) -> Scenario | None:
 def _minutes(s: Scenario, rng: random.Random) -> Scenario | None:
     """Machines that need minutes for a microbatch; one of them stands still for some minutes, or dies, and what it had done
     may take more than an hour to be run again."""
+    if (slow := _slow(s, rng)) is None:
+        return None
+    at_s = rng.uniform(0.0, 0.8 * span(slow))
+    kind, who = rng.choice(["freeze", "kill"]), rng.choice(spare(slow))
+    return with_faults(slow, [Fault(at_s, kind, (who,), 250.0 * rng.random())])
+
+
+def _sleep(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Machines that are suspended for up to an hour, as laptops are. The run may end meanwhile."""
+    changed = _slow(s, rng)
+    if changed is None or rng.random() < 0.2:
+        changed = None if s.clients or not spare(s) else calm(s)
+    if changed is None:
+        return None
+    sleep = rng.sample(spare(changed), rng.randint(1, len(spare(changed))))
+    times = {who: (rng.uniform(0.0, 0.8 * span(changed)), rng.uniform(400.0, 4000.0)) for who in sleep}
+    return with_faults(changed, [Fault(at_s, "freeze", (who,), for_s) for who, (at_s, for_s) in times.items()])
+
+
+def _slow(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Machines that need minutes for a microbatch, two in each stage at least."""
     if s.clients or s.swapped or len(s.stages) > 3 or any(f.kind in SIDES for f in s.faults):
         return None
     slower = rng.uniform(200.0, 1600.0)
     others = [o for o in s.overrides if not o.startswith("pipeline")]
     stages = tuple(max(n, 2) for n in s.stages)
-    s = replace(
+    return replace(
         calm(s),
         stages=stages,
         longer=max(slower, s.longer),
@@ -143,8 +164,6 @@ def _minutes(s: Scenario, rng: random.Random) -> Scenario | None:
         steps=2,
         overrides=(*others, *planned(stages, rng.choice([None, "gpipe", "1f1b"]), shared=rng.random() < 0.5)),
     )
-    at_s = rng.uniform(0.0, 0.8 * span(s))
-    return with_faults(s, [Fault(at_s, rng.choice(["freeze", "kill"]), (rng.choice(spare(s)),), 250.0 * rng.random())])
 
 
 def _keep(s: Scenario, rng: random.Random) -> Scenario | None:
@@ -161,6 +180,7 @@ KINDS: dict[str, Kind] = {
     "resume": _resume,
     "keep": _keep,
     "naps": _naps,
+    "sleep": _sleep,
     "minutes": _minutes,
     "lie": _lie,
     "shared data": _shared_data,
