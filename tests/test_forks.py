@@ -17,7 +17,7 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.exchange import Exchange
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
+from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
 from muletrain.sim.world.verdict import Outcome, readable
 
 pytestmark = pytest.mark.timeout(400)
@@ -82,10 +82,34 @@ def test_both_sides_go_on_and_end_in_one_lineage(kind: str, for_s: float) -> Non
     assert set(outcome.ends.values()) == {"finished"}
 
 
-def test_sides_that_end_their_steps_at_the_same_moments_end_in_one_lineage() -> None:
-    """They meet when both end a step, so that a history is judged that is longer by then."""
-    apart = Fault(0.1377339077295872, "partition", ("peer-0b", "peer-1a"), 1.8)
-    assert play(Scenario(86150, (2, 2), 2, 18, 4, 0.0, (apart,), checkpoint_every=1)).violations == []
+ALIKE = {
+    "two stages": Scenario(
+        86150,
+        (2, 2),
+        2,
+        18,
+        4,
+        0.0,
+        (Fault(0.1377339077295872, "partition", ("peer-0b", "peer-1a"), 1.8),),
+        checkpoint_every=1,
+    ),
+    "planned pipelines": Scenario(  # they trained in two lineages until the run ended
+        260335,
+        (2, 2, 2),
+        2,
+        24,
+        6,
+        0.0,
+        (Fault(0.9495567194304642, "partition", ("peer-0a", "peer-1a", "peer-2a"), 5.415441606821496),),
+        overrides=(*planned((2, 2, 2), "gpipe"), "optimizer.name=lamb", "optimizer.lr=1e-3"),
+    ),
+}
+
+
+@pytest.mark.parametrize("world", ALIKE.values(), ids=ALIKE)
+def test_sides_that_end_their_steps_at_the_same_moments_end_in_one_lineage(world: Scenario) -> None:
+    """They meet when both end a step, so that a history is judged that is longer by then, and ours is, too."""
+    assert play(world).violations == []
 
 
 def test_the_side_that_did_more_steps_stays() -> None:

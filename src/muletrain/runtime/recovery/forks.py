@@ -118,15 +118,16 @@ class Forks:
         self._ctx.detector.mark_down(peer, f"its history differs from this peer's since step {fork}")
         stalled = self._stalled()
         theirs = await self._stay(own, other, stalled=stalled, promise=False)
-        if theirs is None or position.chain != own:
+        if theirs is None or position.chain.at(own.step) != own.lineages[-1]:
             return
         message = f"the others have another history since step {fork}, and theirs stays"
-        if self._whole(theirs):
+        if self._whole(theirs):  # we may be a step further by now, and ask again before we go over
             position.interrupt(GivesWay(message))
             return
         lacks_us = self._ctx.roster.own.stage not in {p.stage for p in theirs.values()}
+        parted_here = position.chain == own and own.step == other.step
         # of two stalled sides, one takes the name of the other
-        if stalled and lacks_us and own.step == other.step and gives_way(own, other, stalled=False):
+        if stalled and lacks_us and parted_here and gives_way(own, other, stalled=False):
             position.interrupt(GivesWay(message, renamed=other))
 
     @property
