@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import PARAGRAPH_LIMIT, Corpus, is_heldout, split_paragraphs
 from muletrain.data.lines import reading
-from muletrain.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from muletrain.data.tokenizer import END_OF_TEXT, check_own, load_tokenizer, train_tokenizer
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError
 
@@ -250,6 +250,20 @@ def test_loaded_tokenizer_must_fit_and_does_not_truncate(folder: Path) -> None:
         loaded = load_tokenizer(name, 300)
         assert loaded.decode(loaded.encode("a long text of many tokens").ids) == "a long text of many tokens"
         assert loaded.decode(loaded.encode("a").ids) == "a"
+
+
+def test_a_special_token_beyond_the_vocabulary_needs_no_room_in_it(tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one for images, which its text model has not. No text becomes a special token."""
+    tokenizer = train_tokenizer(iter(["a mule carries loads and more loads"] * 9), 270)
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(tmp_path / "own.json"))
+    check_own(tmp_path / "own.json", 270)
+    loaded = load_tokenizer(str(tmp_path / "own.json"), 270)
+    assert max(loaded.encode("a mule <image>").ids) < 270
+    tokenizer.add_tokens(["carriesloads"])
+    tokenizer.save(str(tmp_path / "own.json"))
+    with pytest.raises(DataError, match="has 272 tokens, and its model 270"):
+        check_own(tmp_path / "own.json", 270)
 
 
 def test_bad_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

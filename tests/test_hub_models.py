@@ -133,13 +133,18 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
             json.dumps(config | ({"auto_map": {"AutoModel": "x.Y"}} if name == "code" else {}))
         )
     shutil.copy(hub.root / "mule" / "model.safetensors", hub.root / "code")
-    names = ("me/mule", "me/mule", "me/gated", "me/none", "me/bare", "me/code", "plan:me/bare", "stop", "me/other")
-    first, again, gated, none, bare, code, planned, other = begin(hub.url, tmp_path, *names)
-    found = json.loads(first)
-    assert found["layers"] == 3
-    assert found["tokenizer"] == f"{found['from']}/tokenizer.json"
+    for name in ("few", "index"):
+        shutil.copytree(hub.root / "mule", hub.root / name)
+    (hub.root / "few" / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    (hub.root / "index" / "model.safetensors.index.json").write_text("{}")
+    names = ("me/mule", "me/mule", "me/gated", "me/none", "me/bare", "me/code", "me/few", "me/index", "plan:me/bare")
+    found = begin(hub.url, tmp_path, *names, "stop", "me/other")
+    first, again, gated, none, bare, code, few, index, planned, other = found
+    model = json.loads(first)
+    assert model["layers"] == 3
+    assert model["tokenizer"] == f"{model['from']}/tokenizer.json"
     assert hub.sent.count("mule/model.safetensors") == 1
-    assert json.loads(again) == found
+    assert json.loads(again) == model
     assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
     assert "is gated: accept its terms at http://127.0.0.1" in gated
     assert "neither a folder me/none here nor a model of that name" in none
@@ -147,5 +152,8 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     assert "has no weights as safetensors" in bare
     assert "remote code" in code
     assert "code/model.safetensors" not in hub.sent, "it was refused before its weights came"
+    assert "tokens, and its model 200; give data.tokenizer=FILE" in few
+    assert "few/model.safetensors" not in hub.sent
+    assert "index.json has no table weight_map" in index
     assert planned == "3\n", "plan and simulate need no weights"
     assert "cannot be reached; give a folder" in other

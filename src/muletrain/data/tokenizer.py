@@ -11,6 +11,7 @@ from muletrain.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -81,8 +82,21 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def token_range(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: the smallest vocabulary a model needs (ids may have gaps)."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    """One more than the largest id that a text may have: the smallest vocabulary a model needs (ids may have gaps). Special
+    tokens never come from a text, and a model may have none for them, as Gemma 3 for an image's."""
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    ends = end_of_text(tokenizer)
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    return max((number for number in ids if number == ends or number not in special), default=-1) + 1
+
+
+def check_own(file: Path, vocab: int) -> None:
+    """Raises DataError if a model's own tokenizer cannot be read, or has more tokens than the model."""
+    if (needed := token_range(_from_file(str(file)))) > vocab:
+        raise DataError(
+            f"data.tokenizer: {file} has {needed} tokens, and its model {vocab}; give data.tokenizer=FILE of one that fits, or "
+            f"correct the model's folder"
+        )
 
 
 def _from_file(path: str) -> Tokenizer:

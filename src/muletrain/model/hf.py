@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf_hub import CONFIG, GENERATION, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS
+from muletrain.model.hf_hub import CONFIG, GENERATION, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS, indexed, read_json
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
@@ -350,10 +350,7 @@ def stops_in(folder: Path) -> tuple[int, ...]:
 def weight_files(source: Path) -> dict[str, Path]:
     """Tensor name -> the file it is in."""
     if (source / INDEX).exists():
-        files = read_json(source / INDEX).get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise CheckpointError(f"{source / INDEX} has no table weight_map from tensor names to files")
-        return {name: source / file for name, file in files.items()}
+        return {name: source / file for name, file in indexed(source / INDEX).items()}
     try:
         with safe_open(source / WEIGHTS, framework="pt") as file:
             return dict.fromkeys(file.keys(), source / WEIGHTS)
@@ -368,15 +365,3 @@ def _check_names(source: Path, places: dict[str, Path], shapes: dict[str, tuple[
     extra = sorted(name for name in places.keys() - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise CheckpointError(f"{source}: {extra[0]} has no place in this decoder ({len(extra)} such tensors)")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"cannot read {path}: {e}; model.from wants a Hugging Face folder (--set model.from=FOLDER if it moved)"
-        ) from e
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content

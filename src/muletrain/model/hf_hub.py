@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import CheckpointError
 
@@ -34,22 +34,44 @@ def is_hub_name(name: str) -> bool:
 
 def local_folder(name: str, check: Callable[[Path], object] = lambda folder: None, *, weights: bool = True) -> Path:
     """The folder ``name``, or the one into which the Hub's model of that name was fetched. ``check`` sees the folder when
-    it has ``config.json`` only, before anything large comes. Raises CheckpointError for a model that is missing, gated,
+    it has ``config.json`` only, and the tokenizer if ``weights`` follow. Raises CheckpointError for a model that is missing, gated,
     without safetensors, or out of reach, and what ``check`` raises."""
     if not is_hub_name(name):
         return Path(name)
     folder = _fetch(name, CONFIG, None).parent
-    check(folder)
     commit = folder.name
     if weights:
-        for file in (TOKENIZER, GENERATION, *TEXT_FILES):
+        _optional(name, TOKENIZER, commit)
+    check(folder)
+    if weights:
+        for file in (GENERATION, *TEXT_FILES):
             _optional(name, file, commit)
-        if (index := _optional(name, INDEX, commit)) is None:
-            _fetch(name, WEIGHTS, commit)
-        else:
-            for file in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())):
-                _fetch(name, str(file), commit)
+        index = _optional(name, INDEX, commit)
+        for file in [WEIGHTS] if index is None else sorted({*indexed(index).values()}):
+            _fetch(name, file, commit)
     return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``. Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise CheckpointError(
+            f"cannot read {path}: {e}; name a model on the Hub as OWNER/NAME, or the folder of one (--set model.from=FOLDER if "
+            f"a run's moved)"
+        ) from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def indexed(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that it is in. Raises CheckpointError."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"{index} has no table weight_map from tensor names to files")
+    return files
 
 
 def _optional(name: str, file: str, commit: str) -> Path | None:

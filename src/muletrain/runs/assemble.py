@@ -27,10 +27,11 @@ from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.microbatch import HeldoutSource, MicrobatchSource, sequence_length
 from muletrain.data.ngram import spread
 from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource, open_data
+from muletrain.data.tokenizer import check_own
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError
 from muletrain.model.hf import import_hf, is_native, spec_in, stops_in
-from muletrain.model.hf_hub import local_folder
+from muletrain.model.hf_hub import TOKENIZER, local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
@@ -319,17 +320,23 @@ def resolve_start(config: RunConfig, *, weights: bool = True) -> RunConfig:
     if config.model.from_ is None:
         return config
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
+    changes, data = {name: given[name] for name in ("context", "dropout", "untie") if name in given}, config.data
+
+    def check(folder: Path) -> None:
+        vocab, tokenizer = check_config(folder, **changes), folder / TOKENIZER
+        if data.tokenizer in ("train", str(tokenizer.resolve())) and tokenizer.is_file():
+            check_own(tokenizer, vocab)
+
     try:
-        changes = {name: given[name] for name in ("context", "dropout", "untie") if name in given}
-        folder = local_folder(config.model.from_, functools.partial(check_config, **changes), weights=weights)
+        folder = local_folder(config.model.from_, check, weights=weights)
         sizes = _sizes_in(folder, given, weights=weights)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
-    tokenizer = folder.resolve() / "tokenizer.json"
-    data = config.data
+    tokenizer = folder.resolve() / TOKENIZER
     if data.tokenizer == "train" and tokenizer.is_file():
         data = data.model_copy(update={"tokenizer": str(tokenizer)})
     if data.tokenizer == str(tokenizer):
+        check_own(tokenizer, sizes["vocab"])
         sizes["stops"] = stops_in(folder)
     _check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
@@ -364,7 +371,7 @@ def _check_given(given: dict[str, Any], sizes: Mapping[str, object], beside: str
 _SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
-def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str, object]:
+def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that describe the model in ``folder``, whose ``weights`` must fit if they count. Raises
     CheckpointError or ConfigError."""
     context = run_context(folder, given.get("context"))

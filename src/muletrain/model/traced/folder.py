@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import is_native, read_json, rope_of, spec_in, weight_files
+from muletrain.model.hf import is_native, rope_of, spec_in, weight_files
+from muletrain.model.hf_hub import read_json
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
@@ -36,12 +37,14 @@ def import_traced(
     return model
 
 
-def check_config(
-    folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
-) -> None:
-    """Raises ConfigError if ``config.json`` in ``folder`` describes a model that is neither native nor can be traced."""
-    if not is_native(folder):
-        _ = traced_in(folder, context=run_context(folder, context), dropout=dropout, untie=untie).layers
+def check_config(folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False) -> int:
+    """The vocabulary of the model that ``config.json`` in ``folder`` describes. Raises ConfigError if it is neither native nor
+    can be traced."""
+    if is_native(folder):
+        return spec_in(folder).vocab
+    traced = traced_in(folder, context=run_context(folder, context), dropout=dropout, untie=untie)
+    _ = traced.layers
+    return traced.vocab
 
 
 def run_context(folder: Path, context: int | None) -> int:
