@@ -26,7 +26,7 @@ from tests.test_factory import named, of
         ("nowhere", "cannot be imported.*own_models.py. has no nowhere; name the function"),
         ("NAME", "is int, not a function"),
         ("raises", r"raises ValueError \(in raises, tests/own_models.py:\d+\): no such thing as a free mule"),
-        ("nothing", "returns NoneType, not an nn.Module"),
+        ("nothing", "returns NoneType; it must return an nn.Module"),
         (
             "vit",
             r"cannot be traced \(in forward, tests/own_models.py:\d+\).*float32\[3, 8, 8\] and targets float32\[2\]",

@@ -99,7 +99,7 @@ def test_rotary_embeddings_made_for_longer_texts_get_them(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama-dynamic")))
     assert traced_in(tmp_path, context=64).context == 64
     assert traced_in(tmp_path).context == 16
-    with pytest.raises(CheckpointError, match=r"was made for 64 tokens; model.context = 65 is longer"):
+    with pytest.raises(CheckpointError, match=r"was made for 64 tokens; set model.context = 64 or less, not 65"):
         traced_in(tmp_path, context=65)
 
 

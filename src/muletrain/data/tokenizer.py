@@ -103,7 +103,9 @@ def _from_file(path: str) -> Tokenizer:
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the Rust side raises plain Exception
-        raise DataError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from error
+        raise DataError(
+            f"data.tokenizer: {path} is not a tokenizer.json: {error}; save one with tokenizers' Tokenizer.save"
+        ) from error
 
 
 def _from_hub(name: str) -> Tokenizer:

@@ -332,7 +332,9 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
     except (KeyError, TypeError, ValueError, ConfigError) as e:
         raise CheckpointError(f"{source / 'config.json'} describes no model that fits here: {e}") from e
     if spec.context > longest:
-        raise CheckpointError(f"{source} was made for {longest} tokens; model.context = {context} is longer")
+        raise CheckpointError(
+            f"{source} was made for {longest} tokens; set model.context = {longest} or less, not {context}"
+        )
     if config.get("head_dim") not in (None, spec.head_width):
         raise CheckpointError(f"{source}: head_dim = {config['head_dim']} is not hidden_size / num_attention_heads")
     return spec

@@ -196,7 +196,7 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
                 f"model.arguments = {about['arguments']} yourself to see why"
             ) from e
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"model.factory: '{name}' returns {type(module).__name__}, not an nn.Module")
+        raise ConfigError(f"model.factory: '{name}' returns {type(module).__name__}; it must return an nn.Module")
     return module
 
 

@@ -72,7 +72,7 @@ def traced_in(
         raise ConfigError(f"model.context: {folder}/config.json names no longest sequence; set model.context=N")
     most = None if longest is None else int(longest * _stretched(config))
     if context is not None and most is not None and context > most:
-        raise CheckpointError(f"{folder} was made for {most} tokens; model.context = {context} is longer")
+        raise CheckpointError(f"{folder} was made for {most} tokens; set model.context = {most} or less, not {context}")
     return TracedModel(json.dumps(config, sort_keys=True), int(context or longest or 0))
 
 
