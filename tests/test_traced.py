@@ -327,7 +327,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             resolve_start(load_config(None, [f"model.from={folder}", *settings]))
         return str(e.value)
 
-    assert "was made for 64 tokens; model.context = 65" in refused("model.context=65")
+    assert "was made for 64 tokens; set model.context = 64 or less, not 65" in refused("model.context=65")
     assert "model.layers: 7 beside model.from" in refused("model.layers=7")
     (folder / "config.json").write_text(json.dumps(config_of("qwen2", intermediate_size=96)))
     assert "gate_proj.weight in" in (said := refused("model.context=32"))
