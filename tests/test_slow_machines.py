@@ -12,7 +12,8 @@ import pytest
 
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Progress
-from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward
+from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap
+from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.recovery.rollback import JOIN_S
 from muletrain.runtime.step.exchange import Exchange, Observed
 from muletrain.sim.fleet.flow import Weather
@@ -134,6 +135,38 @@ def test_what_is_run_again_for_those_that_sleep_is_not_begun_by_everybody(
     assert not outcome.violations
     assert outcome.virtual_s < within_s
     assert _recomputed(outcome) < most
+
+
+def slow(kind: str, who: str, at: float = 0.0, slower: float = 40.0, **how: Any) -> Scenario:
+    """Six peers that need seconds for a microbatch, and hold many; a fault after a share of a step."""
+    world = Scenario(3, (3, 3), 2, 3, 12, 0.01, (), slower=slower, longer=slower, capacity=24)
+    return replace(world, faults=(Fault(at * world.step_s, kind, (who,), **how),))
+
+
+def test_who_is_told_of_missing_microbatches_and_does_nothing_holds_up_a_step_for_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was its turn for as long as a full queue takes, and the others gave up the record before that."""
+    right = Trainer.on_gap
+
+    async def on_gap(self: Trainer, sender: str, gap: Gap) -> None:
+        if self._ctx.net.peer_id != "peer-0b":
+            await right(self, sender, gap)
+
+    monkeypatch.setattr(Trainer, "on_gap", on_gap)
+    outcome = play(slow("kill", "peer-1b", 0.9, on="shard"))
+    assert not outcome.violations
+    assert outcome.virtual_s < 260.0
+
+
+def test_a_replica_that_never_seals_is_left_out_before_the_others_give_up() -> None:
+    outcome = play(slow("lie", "peer-0b", slower=120.0, for_s=FOR_EVER_S, how="seals"))
+    assert not outcome.violations
+    assert outcome.virtual_s < 1000.0
+
+
+def test_who_cannot_reach_a_slow_peer_does_not_give_up_before_that_may_have_done_its_queue() -> None:
+    assert not play(draw(11, "sleep")).violations
 
 
 def test_what_a_peer_accumulates_anew_is_progress_a_few_times() -> None:

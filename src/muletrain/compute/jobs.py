@@ -18,6 +18,8 @@ kernels, and a slow device may need minutes for each. Who waits for others' answ
 FLOOR_S, TIMES, SLOW_TIMES = 2.0, 4.0, 2.0
 """Later, an operation is late after ``TIMES`` its median and ``SLOW_TIMES`` its second slowest recent run, and not before
 ``FLOOR_S`` [s]."""
+OF_MICROBATCHES = {"forward", "backward", "loss"}
+"""Operations on one microbatch, also those of paced devices ("paced forward")."""
 
 
 class Job:
@@ -67,6 +69,12 @@ class Jobs:
         if there is none."""
         with self._lock:
             return max((self._usual[what].seconds() for what, device in self._ended.items() if device), default=0.0)
+
+    def microbatch_s(self) -> float:
+        """Returns the median time of the longer operation on a microbatch [s]; 0 before one has ended."""
+        with self._lock:
+            ended = [what for what in self._ended if what.rpartition(" ")[2] in OF_MICROBATCHES]
+            return max((self._usual[what].median_s for what in ended), default=0.0)
 
     def begin(self, what: str, *, device: bool = True, part: int | None = None) -> Job:
         """An operation begins."""

@@ -73,6 +73,11 @@ class Usual:
         self._base_s = None
 
     @property
+    def median_s(self) -> float:
+        """Of the recent answers; there must be one."""
+        return statistics.median(self._recent_s)
+
+    @property
     def fastest_s(self) -> float:
         """Of the recent answers; there must be one."""
         return min(self._recent_s)

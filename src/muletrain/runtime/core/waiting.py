@@ -40,6 +40,8 @@ class News:
         self.hurried = False
         self.patience_s = PATIENCE_S
         """Seconds that a wait goes on without any news."""
+        self.queue_s: Callable[[], float] = lambda: 0.0
+        """How long a slow peer may do nothing that others see: ``Context.queue_s``."""
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
 
@@ -80,6 +82,10 @@ class Waits:
     def grew(self) -> None:
         """Something came of what we wait for."""
         self._grew_s = self._clock.now()
+
+    def quiet_s(self, since: float) -> float:
+        """For how long nothing has come since then, and nobody that we wait for has made progress [s]."""
+        return self._clock.now() - max(since, self._came_on_s, self._grew_s)
 
     def missed(self, due: float) -> None:
         """A deadline at ``due`` is over. If that is much later, this machine stood still and heard nobody, and what it
@@ -168,7 +174,10 @@ class Waits:
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
         """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""
-        now, patience_s, grew_s = self._clock.now(), self._signals.patience_s, max(begin, self._grew_s)
+        now, grew_s = self._clock.now(), max(begin, self._grew_s)
+        patience_s = self._signals.patience_s
+        if not self._signals.stuck:
+            patience_s = max(patience_s, self._signals.queue_s())
         return now - max(grew_s, self._came_on_s) > times * patience_s or now - grew_s > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[object] | None) -> None:

@@ -73,7 +73,7 @@ class Context:
     """Counts the clients that compute for this peer, if it can have any."""
 
     def __post_init__(self) -> None:
-        self.detector = FailureDetector(self)
+        self.detector, self.news.queue_s = FailureDetector(self), self.queue_s
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
         """Run ``work`` in the background (``Tasks.spawn``)."""
@@ -118,9 +118,9 @@ class Context:
                 raise result
 
     def queue_s(self) -> float:
-        """Returns the seconds that a peer's full queue may take, if its device is as slow as ours; 0 as long as that is not
-        known."""
-        return self.plan.capacity * self.compute.jobs.longest_s()
+        """Returns the seconds that a peer's full queue takes, if its device is as slow as ours: forward and backward of each
+        microbatch. 0 as long as that is not known."""
+        return 2 * self.plan.capacity * self.compute.jobs.microbatch_s()
 
     def refused(self, peer: PeerId, reason: str) -> None:
         """Report that ``peer`` sent something invalid."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 OVERDUE_S = 60.0
 """Shortest time until a replica that answers, but does not seal, is left out, and until replicas that go on without us
 have stalled [s]."""
+OF_PATIENCE = 0.75
+"""Share of our patience, after which we decide without those that are overdue: then we would give up ourselves."""
 LOOKING_S = 3000.0
 """Longest time that we look on, whatever those replicas report: they may lie [s]."""
 
@@ -128,9 +130,9 @@ class RoundAgreement:
             """Others made another attempt and still go on without us. The missing members may have yielded to them."""
             return self._company.yields(seal.members, after=attempt)
 
-        due_s = ctx.clock.now() + self._overdue_s()
+        begin = ctx.clock.now()
         await self._waits.until(
-            lambda: lost() or outdated() or passed_over() or not missing() or ctx.clock.now() >= due_s,
+            lambda: lost() or outdated() or passed_over() or not missing() or self._overdue(begin),
             self._deadlines.seal,
             "the stage's replicas to seal",
             self._exchange.ask_replicas,
@@ -184,8 +186,11 @@ class RoundAgreement:
         ahead = self._position.ahead
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
-    def _overdue_s(self) -> float:
-        return max(OVERDUE_S, self._deadlines.step.seconds(), self._ctx.queue_s())
+    def _overdue(self, since: float) -> bool:
+        """Did replicas have as long as a step takes, and nobody at work any more, or a full queue's time? They may lie."""
+        usual_s, waits, clock = max(OVERDUE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
+        quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
+        return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 
     async def look_on(self) -> None:
         """Abstain while others run our part again. Ends when they are lost, count on us again, or get nowhere: then we
@@ -196,21 +201,24 @@ class RoundAgreement:
         self._reruns.drop()
         self._ledger.seal()  # accept nothing until the next announcement
 
-        clock, stall_s = self._ctx.clock, self._overdue_s()
-        due_s, last_s, microbatches, moved = clock.now() + stall_s, clock.now() + LOOKING_S, 0, 0
+        clock, since, microbatches, moved = self._ctx.clock, self._ctx.clock.now(), 0, 0
+        last_s = since + LOOKING_S
 
         async def ask() -> None:
-            nonlocal due_s, microbatches, moved
+            nonlocal since, microbatches, moved
             await self._exchange.ask_everyone()
             answers = await self._exchange.ask_replicas()
             before = microbatches, moved
             microbatches = max(microbatches, sum(len(p.accumulated) for p in answers))
             moved = max(moved, sum(p.moved for p in answers if p.round))  # chunks of a round
             if (microbatches, moved) != before:
-                due_s = min(clock.now() + stall_s, last_s)
+                since = clock.now()
+
+        def stalled() -> bool:
+            return self._overdue(since) or clock.now() >= last_s
 
         await self._waits.until(
-            lambda: not self._company.yields(self._company.members()) or clock.now() >= due_s,
+            lambda: not self._company.yields(self._company.members()) or stalled(),
             Deadline(5.0, 5.0),
             "replicas that go on without this peer",
             ask,

@@ -234,15 +234,16 @@ class Exchange:
             observed.left_out[peer] = None
             self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}", reached=True)
 
-    async def ask_everyone(self) -> None:
+    async def ask_everyone(self) -> list[Progress]:
         """Ask everyone; in a large fleet some peers, and others the next time. Peers that are down are asked, too, since
-        a healed link does not announce itself, but nobody waits for them."""
+        a healed link does not announce itself, but nobody waits for them. Returns the others' answers."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
             self._ctx.spawn(self._try_again(peer), "ask after the dead")
         count = max(ASKED, math.ceil(len(roster.others()) / (MAX_SILENCE - 1)))
-        await asyncio.gather(*(self.ask(peer) for peer in roster.spread(count, observed.asked_round)))
+        answers = await asyncio.gather(*(self.ask(peer) for peer in roster.spread(count, observed.asked_round)))
+        return [progress for progress in answers if progress is not None]
 
     async def _try_again(self, peer: PeerId) -> None:
         """Ask a peer that was marked down: it may be back."""

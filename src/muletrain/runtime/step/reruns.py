@@ -156,14 +156,15 @@ class Reruns:
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
         never are; Behind and LeftOut. Those whose turn it is hear of them again and again, as their view may have changed.
-        Others would begin the same work, so it is their turn only when nothing was filled for as long as a full queue takes."""
+        Others would begin the same work, so it is their turn only when nobody works on it any more, or when nothing was filled
+        for as long as a full queue takes."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         for tries in itertools.count(1):
             await self._tell_trainers(
                 gaps - self._ledger.accumulated, turn=turn, without=self._company.without(left_out)
             )
-            limit_s = min(self._deadlines.step.seconds(turn), AGAIN_S)
+            limit_s = min(self._deadlines.step.seconds(tries - 1), AGAIN_S)
             due_s = ctx.clock.now() + limit_s
             try:
                 return await ctx.clock.deadline(
@@ -174,11 +175,12 @@ class Reruns:
                 # a device that hangs keeps them for up to 300 s before its peer is left out (``watchdog``)
                 if tries >= MAX_SILENCE and self._waits.hopeless(begin, times=2):
                     break
-                await self._exchange.ask_everyone()
+                answers = await self._exchange.ask_everyone()
+            under_way = self._ledger.in_flight.union(*(p.in_flight for p in answers if not p.late))
             now_s = ctx.clock.now()
             if self._filled_most > filled:
                 filled, since_s = self._filled_most, now_s
-            elif now_s - since_s >= ctx.queue_s():
+            elif not gaps & under_way or now_s - since_s >= ctx.queue_s():
                 turn, since_s = turn + 1, now_s
         raise MuletrainError(
             f"step {self._state.step + 1}: {len(gaps)} missing microbatches were not run again; {ctx.who_is_there()}"

@@ -351,7 +351,7 @@ class Downloader:
             silent_s = waited_s if len(good) > 1 else min(waited_s, self.ctx.detector.silent_s(donor))
             if (silent_s >= limit_s or waited_s >= LONGEST_S) and not whole.done():
                 raise DeadlineExceeded(f"{what}: nothing came for {min(waited_s, limit_s):.1f} s")
-            if waited_s >= again_s:
+            if waited_s >= again_s and not whole.done():
                 await ask(whole)
                 asked += 1
                 continue
