@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from itertools import combinations
@@ -339,6 +340,17 @@ def test_where_slow_answers_are_usual_nobody_wonders_at_one() -> None:
     assert usual.seconds() == 0.25
     usual.measured(0.8)
     assert usual.seconds() == pytest.approx(1.2)
+
+
+def test_one_answer_after_a_nap_does_not_make_a_deadline_long() -> None:
+    deadline = Deadline(floor_s=1.0)
+    for _ in range(20):
+        deadline.measured(0.1)
+    deadline.measured(1770.0)
+    assert deadline.seconds() < 6.0
+    for _ in range(10):
+        deadline.measured(1770.0)
+    assert deadline.seconds(longest_s=math.inf) > 1770.0, "they do take so long"
 
 
 def test_deadline_follows_measurements_and_doubles() -> None:

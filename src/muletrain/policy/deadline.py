@@ -18,6 +18,8 @@ RECENT = 15
 UNMEASURED_S = 30.0
 """Deadline before the first measurement [s]: long enough for a first step on a cold machine."""
 CEILING_S = 600.0
+MOST = 4.0
+"""Times the deadline that one answer counts for at most."""
 IDLE, MOST_RESTS = 3, 16
 """Steps in a row without work, after which a client sits steps out, and how many of these at most: at first one or two,
 then twice as many each time."""
@@ -39,10 +41,12 @@ class Deadline:
         return self._mean_s is not None
 
     def measured(self, seconds: float) -> None:
-        """An answer took ``seconds``."""
+        """An answer took ``seconds``. Beside others it counts for ``MOST`` times the deadline at most: this machine may have
+        slept meanwhile."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
         else:
+            seconds = min(seconds, MOST * self.seconds(longest_s=math.inf))
             self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
             self._mean_s += (seconds - self._mean_s) / 8
 

@@ -242,12 +242,12 @@ class FailureDetector:
         progress = Progress.unpack(answer)
         del self._alarms[peer]
         (self._late.add if progress.late else self._late.discard)(peer)
-        took_s = self._peer.clock.now() - begin
-        self.deadline.measured(took_s)
-        if peer not in self._usual:
-            self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
-        self._usual[peer].measured(took_s)
-        self._waited_s.append(took_s - self._usual[peer].fastest_s)
+        if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else we have slept
+            self.deadline.measured(took_s)
+            if peer not in self._usual:
+                self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
+            self._usual[peer].measured(took_s)
+            self._waited_s.append(took_s - self._usual[peer].fastest_s)
         if progress.branch != branch_of(lineage):
             if self._branches is not None:
                 self._branches.met(peer, progress.branch)

@@ -268,14 +268,16 @@ class Snapshots:
 
     async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
         """Send ``blocks`` while the copy is kept. A taker that does not get them asks another donor, or us again."""
+        left = list(blocks)
         try:
-            for block in blocks:
-                await copy.send(self._ctx, run[0], block)
+            while left:
+                await copy.send(self._ctx, run[0], left[0])
+                self._sending.discard((run[0], copy.digest, left.pop(0)))
                 self._asked(copy.digest, run[0])
         except MuletrainError:
             pass
         finally:
-            self._sending -= {(run[0], copy.digest, k) for k in blocks}
+            self._sending -= {(run[0], copy.digest, k) for k in left}
             self._runs[run] -= 1
             self._runs += Counter()  # drops the runs that have ended
 
