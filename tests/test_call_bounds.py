@@ -26,13 +26,14 @@ from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.recovery.forks import AskStay, History
 from muletrain.runtime.recovery.messages import AskStanding, StepBack
+from muletrain.runtime.transfer import blocks
 from muletrain.runtime.transfer import donor as snapshot
 from muletrain.runtime.transfer.messages import MAX_RUN, AskBlocks, AskSnapshot
 
 from .targets import GENESIS, MEMBERS, Target, ended, ready, run, until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
 
     from muletrain.network.delivery import Delivery
     from muletrain.runtime.microbatch.microbatches import Microbatches
@@ -148,8 +149,8 @@ class Donor:
         ask = AskSnapshot(stage=0, after=self.position.step).pack()
         return snapshot.Snapshot.unpack(await self.call(taker, AskSnapshot.KIND, ask)).digest
 
-    async def ask(self, taker: str, digest: bytes, blocks: int) -> None:
-        await self.call(taker, AskBlocks.KIND, AskBlocks(digest=digest, blocks=(0,) * blocks).pack())
+    async def ask(self, taker: str, digest: bytes, blocks: Iterable[int]) -> None:
+        await self.call(taker, AskBlocks.KIND, AskBlocks(digest=digest, blocks=tuple(blocks)).pack())
 
     async def call(self, taker: str, kind: str, payload: bytes) -> bytes:
         if taker not in self.takers:
@@ -159,6 +160,7 @@ class Donor:
 
 def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
+        monkeypatch.setattr(blocks, "BLOCK", 100)  # 40 blocks
         donor = Donor(monkeypatch)
         digest = await donor.offer("t")
         donor.position.step -= 1
@@ -166,15 +168,15 @@ def test_one_taker_has_a_bounded_number_of_blocks_at_once_and_each_a_few_times(m
         more: bytes = msgpack.packb({"digest": digest, "blocks": [0] * (MAX_RUN + 1)})
         with pytest.raises(Refused):
             await donor.call("t", AskBlocks.KIND, more)
-        for _ in range(snapshot.MAX_RUNS):
-            await donor.ask("t", digest, MAX_RUN)
+        for k in range(0, snapshot.MAX_RUNS * MAX_RUN, MAX_RUN):
+            await donor.ask("t", digest, range(k, k + MAX_RUN))
+        await donor.ask("t", digest, range(MAX_RUN))  # they are on their way
         with pytest.raises(MuletrainError, match="enough to send"):
-            await donor.ask("t", digest, MAX_RUN)
-        await donor.ask("other", digest, 1)
+            await donor.ask("t", digest, range(snapshot.MAX_RUNS * MAX_RUN, 40))
+        await donor.ask("other", digest, [0])
         donor.stuck.set()
-        await asyncio.sleep(0.01)
         with pytest.raises(MuletrainError, match="4 times"):
-            await donor.ask("t", digest, MAX_RUN)
+            await repeat(100, lambda: donor.ask("t", digest, range(MAX_RUN)))
         await donor.ctx.tasks.close()
 
     run(scenario)
@@ -186,7 +188,7 @@ def test_takers_that_do_not_read_keep_no_more_copies_in_memory(monkeypatch: pyte
         for k in range(12):
             donor.now += 11.0  # nobody has asked for the others for a while
             try:
-                await donor.ask(f"liar-{k}", await donor.offer(f"liar-{k}"), 1)
+                await donor.ask(f"liar-{k}", await donor.offer(f"liar-{k}"), [0])
                 made += 1
             except MuletrainError:
                 continue

@@ -105,7 +105,7 @@ def test_missing_and_misshapen_tensors_are_refused(tmp_path: Path) -> None:
         export_hf({n: t for n, t in state.items() if n != "model.norm.weight"}, spec, None, tmp_path)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \(1,\)"):
         export_hf(state | {"model.norm.weight": torch.ones(1)}, spec, None, tmp_path)
-    with pytest.raises(CheckpointError, match="wants a Hugging Face folder"):
+    with pytest.raises(CheckpointError, match="name a model on the Hub as OWNER/NAME, or the folder"):
         import_hf(tmp_path / "nothing")
 
 

@@ -225,6 +225,11 @@ def _unless_done(future: asyncio.Future[Any], end: Callable[[Any], None], value:
         end(value)
 
 
+def virtual_loop() -> VirtualLoop:
+    """The running loop."""
+    return cast("VirtualLoop", asyncio.get_running_loop())
+
+
 def context_of(machine: str) -> Context:
     """A context for the tasks of ``machine``."""
     context = copy_context()

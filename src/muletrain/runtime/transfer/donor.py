@@ -246,7 +246,7 @@ class Snapshots:
         copy = self._asked(ask.digest, sender)
         if any(k * copy.block >= copy.size for k in ask.blocks):
             raise ProtocolError("blocks that the copy does not have")
-        blocks = tuple(k for k in ask.blocks if (sender, copy.digest, k) not in self._sending)
+        blocks = tuple(k for k in dict.fromkeys(ask.blocks) if (sender, copy.digest, k) not in self._sending)
         if not blocks:
             return b""
         drawn = sender, copy.digest

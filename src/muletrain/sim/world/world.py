@@ -15,7 +15,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
@@ -52,7 +52,7 @@ from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
-from muletrain.sim.loop import SkewedClock, context_of
+from muletrain.sim.loop import SkewedClock, context_of, virtual_loop
 from muletrain.sim.world import reference
 from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.links import Links
@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Folder, Key
     from muletrain.runtime.recovery.messages import StepBack
-    from muletrain.sim.loop import VirtualLoop
     from muletrain.sim.world.scenario import Fault, Scenario
     from muletrain.sim.world.witness import Witness
 
@@ -128,7 +127,6 @@ class World:
         for name, rate in scenario.narrow:
             self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
         self.clock = LoopClock()
-        self._loop = cast("VirtualLoop", asyncio.get_running_loop())
         self.networks: dict[str, MemoryNetwork] = {}
         self._contexts: dict[str, Variables] = {}
         self.liars: dict[str, Liar] = {}
@@ -199,17 +197,17 @@ class World:
     def kill(self, name: str) -> None:
         self.hub.kill(name)
         self.tasks[name].cancel()
-        self._loop.thaw(name)
+        virtual_loop().thaw(name)
 
     def freeze(self, name: str) -> None:
         """Stop ``name``: its timers, too, as SIGSTOP does. Its device goes on with what it has begun."""
         self.hub.barriers.freeze(name)
-        self._loop.freeze(name)
+        virtual_loop().freeze(name)
 
     def thaw(self, name: str) -> None:
         """What came for ``name`` reaches it before timers go off that were due meanwhile."""
         self.hub.barriers.thaw(name)
-        self._loop.thaw(name)
+        virtual_loop().thaw(name)
 
     def look_at(self, name: str) -> None:
         """While it works."""
