@@ -75,7 +75,17 @@ def test_export_and_import_keep_the_spec(tmp_path: Path) -> None:
     assert import_hf(tmp_path / "hf")[0] == spec
 
 
-@pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', '{"weight_map": {"lm_head.weight": 1}}', "[", "[]"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"lm_head.weight": 1}}',
+        '{"weight_map": {"lm_head.weight": "../other.safetensors"}}',
+        "[",
+        "[]",
+    ],
+)
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     exported(tmp_path)
     (tmp_path / INDEX).write_text(index)

@@ -239,6 +239,28 @@ def test_the_only_donor_is_asked_again_and_sends_nothing_twice_that_was_not_lost
     run(scenario)
 
 
+def test_a_block_that_came_while_its_taker_slept_is_taken_and_not_asked_for_again() -> None:
+    """After a nap of ten minutes it asked without end, and its event loop stood still."""
+
+    async def scenario() -> None:
+        stage, times = Stage("a"), iter([0.0])
+
+        async def overslept(awaitable: Any, seconds: float, what: str) -> None:
+            await awaitable
+
+        async def ask(first: asyncio.Future[None]) -> None:
+            raise AssertionError("it is here")
+
+        clock: Any = SimpleNamespace(now=lambda: next(times, 700.0), deadline=overslept)
+        ctx = stage.contexts["t"]
+        ctx.clock = clock
+        whole = asyncio.get_running_loop().create_future()
+        whole.set_result(None)
+        await transfer.Downloader(ctx)._block("a", whole, "a block", ["a"], ask)
+
+    run(scenario)
+
+
 async def _taken_from_one_that_lives(stage: Stage) -> None:
     async def lives() -> None:
         while True:

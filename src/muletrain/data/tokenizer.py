@@ -82,8 +82,8 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def token_range(tokenizer: Tokenizer) -> int:
-    """One more than the largest id that a text may have: the smallest vocabulary a model needs (ids may have gaps). Special
-    tokens never come from a text, and a model may have none for them, as Gemma 3 for an image's."""
+    """One more than the largest id that a text may have: the smallest vocabulary a model needs (ids may have gaps). A text
+    never becomes a special token, so a model may have no row for one: Gemma 3's text models have none for an image's."""
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     ends = end_of_text(tokenizer)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()

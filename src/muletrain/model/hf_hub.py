@@ -33,9 +33,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def local_folder(name: str, check: Callable[[Path], object] = lambda folder: None, *, weights: bool = True) -> Path:
-    """The folder ``name``, or the one into which the Hub's model of that name was fetched. ``check`` sees the folder when
-    it has ``config.json`` only, and the tokenizer if ``weights`` follow. Raises CheckpointError for a model that is missing, gated,
-    without safetensors, or out of reach, and what ``check`` raises."""
+    """The folder ``name``, or the one into which the Hub's model of that name was fetched. ``check`` sees the folder before
+    anything large comes: with ``config.json``, and with the tokenizer if ``weights`` follow. Raises CheckpointError for a
+    model that is missing, gated, without safetensors, or out of reach, and what ``check`` raises."""
     if not is_hub_name(name):
         return Path(name)
     folder = _fetch(name, CONFIG, None).parent
@@ -71,6 +71,8 @@ def indexed(index: Path) -> dict[str, str]:
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index} has no table weight_map from tensor names to files")
+    if strange := sorted(file for file in {*files.values()} if Path(file).name != file):
+        raise CheckpointError(f"{index} names {strange[0]!r}, which is no file beside it")
     return files
 
 

@@ -19,7 +19,7 @@ UNMEASURED_S = 30.0
 """Deadline before the first measurement [s]: long enough for a first step on a cold machine."""
 CEILING_S = 600.0
 MOST = 4.0
-"""Times the deadline that one answer counts for at most."""
+"""One answer counts for so many times the deadline at most."""
 IDLE, MOST_RESTS = 3, 16
 """Steps in a row without work, after which a client sits steps out, and how many of these at most: at first one or two,
 then twice as many each time."""

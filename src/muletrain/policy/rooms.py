@@ -119,7 +119,7 @@ class Turns(Generic[R]):
         self._waiting: dict[str, R] = {}
         """By sender: the latest request of each that waits, in the order of their turns."""
         self._kept_s: dict[str, float] = {}
-        """When each place that is kept is given away, by the sender that was told of it."""
+        """By sender: when the place that is kept for it is given to another one."""
 
     def clear(self) -> None:
         """A step is over, and nobody waits any more."""

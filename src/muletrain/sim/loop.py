@@ -31,7 +31,7 @@ FEW_TIMERS = 100
 LOOK_UP_S = 0.1
 """Real seconds between two calls of ``VirtualLoop.look_up``."""
 MACHINE: ContextVar[str] = ContextVar("machine", default="")
-"""The virtual machine that a task or timer belongs to; those that it begins inherit it."""
+"""Name of the virtual machine to which a task or a timer belongs. What a task begins belongs to the same machine."""
 GARBAGE = 200_000
 """New objects between two collections of garbage."""
 
@@ -111,7 +111,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._numbers = itertools.count()
         """Of tasks."""
         self._frozen: dict[str, list[_Call | _Timer]] = {}
-        """What frozen machines would have done."""
+        """By frozen machine: the calls that have become due since."""
         super().__init__()
 
     def time(self) -> float:

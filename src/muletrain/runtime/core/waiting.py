@@ -41,7 +41,7 @@ class News:
         self.patience_s = PATIENCE_S
         """Seconds that a wait goes on without any news."""
         self.queue_s: Callable[[], float] = lambda: 0.0
-        """How long a slow peer may do nothing that others see: ``Context.queue_s``."""
+        """Returns how long a full queue takes [s] (``Context.queue_s``). No wait is given up sooner."""
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
 
@@ -84,7 +84,7 @@ class Waits:
         self._grew_s = self._clock.now()
 
     def quiet_s(self, since: float) -> float:
-        """For how long nothing has come since then, and nobody that we wait for has made progress [s]."""
+        """Returns the seconds since something came, or a peer that we wait for made progress; at most those after ``since``."""
         return self._clock.now() - max(since, self._came_on_s, self._grew_s)
 
     def missed(self, due: float) -> None:

@@ -28,7 +28,7 @@ OVERDUE_S = 60.0
 """Shortest time until a replica that answers, but does not seal, is left out, and until replicas that go on without us
 have stalled [s]."""
 OF_PATIENCE = 0.75
-"""Share of our patience, after which we decide without those that are overdue: then we would give up ourselves."""
+"""Share of our patience after which a silent replica is overdue at the latest. After all of it we would give up ourselves."""
 LOOKING_S = 3000.0
 """Longest time that we look on, whatever those replicas report: they may lie [s]."""
 
@@ -187,7 +187,8 @@ class RoundAgreement:
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     def _overdue(self, since: float) -> bool:
-        """Did replicas have as long as a step takes, and nobody at work any more, or a full queue's time? They may lie."""
+        """Have the replicas that we wait for since ``since`` had their time? It ends when nobody has made progress for as long
+        as steps take. It ends after the time of a full queue, too, whatever they report: they may lie."""
         usual_s, waits, clock = max(OVERDUE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
         quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())

@@ -37,7 +37,7 @@ GRACE_S = 0.25
 ASKED = 64
 """Live peers asked at once. In a larger fleet more are asked, so that all were asked before a wait is given up."""
 ANEW = 4
-"""Times that a peer may accumulate a step's microbatches, as far as our waits for it go: it may say anything."""
+"""How often a peer may begin to accumulate a step's microbatches, until that is no progress for our waits. It may lie."""
 MAX_ASKED = 8
 """Peers asked to confirm that the run is beyond this step, and for its record after the first that knew it."""
 LATE_S = 3.0

@@ -106,7 +106,7 @@ class Snapshots:
         self._runs: Counter[tuple[PeerId, bytes]] = Counter()
         """Runs of blocks being sent, by taker and copy; past gradients have no copy's name."""
         self._sending: set[tuple[PeerId, bytes, int]] = set()
-        """The blocks of these runs: who asks again for one is not sent two."""
+        """Blocks that are being sent, by taker and copy. A taker that asks for one again is not sent it twice."""
         self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
         """Blocks requested, by taker and copy."""
         self._copying = Debts(COPYING)

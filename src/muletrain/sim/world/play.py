@@ -61,7 +61,9 @@ def play(scenario: Scenario) -> Outcome:
     """Run the scenario to its end and check the invariants."""
     outcome = Outcome(scenario)
     history, limit_s = reference.history(scenario), LIMIT_S + TIMES * scenario.steps * scenario.step_s
-    limit_s += max((f.for_s for f in scenario.faults if f.kind == "freeze"), default=0.0)  # it ends when it wakes up
+    limit_s += max(
+        (f.for_s for f in scenario.faults if f.kind == "freeze"), default=0.0
+    )  # the world ends when that machine has woken up
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,

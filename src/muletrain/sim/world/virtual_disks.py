@@ -134,4 +134,5 @@ class Disks:
         return place
 
     def stop(self) -> None:
+        """Cancel the calls that hang."""
         self._jobs.cancel()

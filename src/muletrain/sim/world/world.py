@@ -279,12 +279,8 @@ class World:
 
     async def _peer(self, name: str, *, joins_as: str = "") -> dict[str, Tensor] | None:
         """Live one peer's life; return its state if it reaches the end. ``joins_as``: its name if it joins."""
-        network, clock, place, joining = (
-            self._network(name),
-            self._own_clock(name),
-            self.disks.place(name),
-            bool(joins_as),
-        )
+        network, clock = self._network(name), self._own_clock(name)
+        place, joining = self.disks.place(name), bool(joins_as)
         sharing, limit_s = self._sharing(name), self.scenario.time_limit_s
         ends_s = math.inf if limit_s is None else clock.now() + limit_s
         trains = self._owns_data(name) and name not in self.scenario.without_data
