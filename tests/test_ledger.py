@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,19 @@ def test_the_word_of_the_dead_counts_but_not_against_that_of_the_living() -> Non
     found = record(entry(0), entry(1, "a", PAIR), other, live=(("a",), ("b",)))
     assert found is not None
     assert found.stages[1].round == other.round
+
+
+def test_a_round_that_only_dead_replicas_hold_counts_if_there_is_no_other() -> None:
+    """Nobody can give its gradient any more, and who has applied nothing yet can do without it."""
+    dead, live = entry(1, "a", PAIR), entry(1, "b", ("b",), round=b"o" * 32)
+    for told in itertools.permutations((entry(0), dead, live)):
+        builder = Alive(("a",), ("b",)).builder()
+        builder.abstain(1, "b")  # it had wanted the round of the dead, and came too late
+        for each in told:
+            builder.add(each)
+        found = builder.record()
+        assert found is not None
+        assert found.stages[1].round == live.round
 
 
 def test_a_replica_that_abstains_is_not_waited_for() -> None:

@@ -10,7 +10,7 @@ from muletrain.compute.executor import InlineExecutor
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.messages import Enlisted, GetWeights
+from muletrain.runtime.pool.messages import Enlist, Enlisted, GetState, GetWeights, Ready, StillThere
 from muletrain.runtime.pool.weights import STALLED_S, WeightsUpload
 from muletrain.sim.fleet.hollow import HollowCompute, hollow_plan
 from muletrain.sim.loop import run_virtually
@@ -22,6 +22,48 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.network.base import Frame
+
+
+def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
+    """Enlisting takes a second. The client has the weights by then, and says so at once."""
+    _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
+    plan, came_s = hollow_plan(scene, config, strategy_of(config), trace=False), dict[str, float]()
+
+    async def scenario() -> None:
+        hub, clock, tasks = MemoryHub(), LoopClock(), Tasks(InlineExecutor())
+        net, server = hub.join("client"), hub.join("server")
+        compute = HollowCompute(0, plan.stages, clock, 0.0, delayed=False)
+        upload = WeightsUpload(compute, plan.chunk, server, tasks)
+        digest = await compute.digest()
+        upload.begin(digest)
+        state = Enlisted(weights=digest, version=0, servers=("server",), clients=0, speed=0.0, own=0.0).pack()
+
+        async def answered(sender: str, payload: bytes) -> bytes:
+            return state
+
+        async def enlisted(sender: str, payload: bytes) -> bytes:
+            await clock.sleep(1.0)
+            return state
+
+        async def heard(sender: str, frame: Frame) -> None:
+            came_s[frame.kind] = clock.now()
+            if frame.kind == GetWeights.KIND:
+                upload.on_asked(sender, GetWeights.parse(frame))
+
+        server.serve(GetState.KIND, answered)
+        server.serve(StillThere.KIND, answered)
+        server.serve(Enlist.KIND, enlisted)
+        server.receive(heard, (GetWeights.KIND, Ready.KIND))
+        client = Client(net, clock, tasks, compute, plan, bytes(32), "client", ("server",))
+        working = asyncio.create_task(client.run())
+        await clock.sleep(2.0)
+        working.cancel()
+        await tasks.close()
+
+    problems: list[str] = []
+    run_virtually(scenario(), 1000.0, problems)
+    assert problems == []
+    assert came_s == {GetWeights.KIND: 0.0, Ready.KIND: 1.0}
 
 
 def test_a_server_that_serves_another_stage_now_is_asked_for_nothing_more(tmp_path: Path) -> None:

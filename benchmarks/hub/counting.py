@@ -58,35 +58,40 @@ def counted() -> Iterator[Counts]:
 
 @contextmanager
 def joining() -> Iterator[list[tuple[float, float]]]:
-    """Collect of each client that came: seconds from its first question until it took the weights, and from these to its
-    first part; together all but the time of the weights."""
-    found, run, fetch, compute = list[tuple[float, float]](), Client.run, WeightsDownload.fetch, PartWork.compute
-    begun, came, clients = dict[int, float](), dict[int, tuple[float, float]](), dict[int, Client]()
+    """Collect of each client that came: seconds from its first question until it asked for the weights, and from these to
+    its first part; together all but the time of the weights."""
+    found, run, begin = list[tuple[float, float]](), Client.run, WeightsDownload.begin
+    fetch, compute = WeightsDownload.fetch, PartWork.compute
+    begun, asked, came, clients = dict[int, float](), dict[int, float](), dict[int, float](), dict[int, Client]()
 
     async def began(client: Client) -> None:
         clients[id(client._weights)] = clients[id(client._work)] = client
         begun[id(client)] = client._clock.now()
         await run(client)
 
-    async def fetched(weights: WeightsDownload, *args: Any) -> Any:
+    def asks(weights: WeightsDownload, *args: Any) -> None:
         client = clients[id(weights)]
-        asked = client._clock.now()
-        values = await fetch(weights, *args)
-        came.setdefault(id(client), (asked, client._clock.now()))
+        asked.setdefault(id(client), client._clock.now())
+        begin(weights, *args)
+
+    async def fetched(weights: WeightsDownload, *args: Any) -> Any:
+        client, values = clients[id(weights)], await fetch(weights, *args)
+        came.setdefault(id(client), client._clock.now())
         return values
 
     async def computes(work: PartWork, *args: Any) -> Any:
         client = clients[id(work)]
-        if (begin := begun.pop(id(client), None)) is not None:
-            asked, there = came[id(client)]
-            found.append((asked - begin, client._clock.now() - there))
+        if (first := begun.pop(id(client), None)) is not None:
+            found.append((asked[id(client)] - first, client._clock.now() - came[id(client)]))
         return await compute(work, *args)
 
-    Client.run, WeightsDownload.fetch, PartWork.compute = began, fetched, computes  # type: ignore[method-assign]
+    Client.run, WeightsDownload.begin = began, asks  # type: ignore[method-assign]
+    WeightsDownload.fetch, PartWork.compute = fetched, computes  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        Client.run, WeightsDownload.fetch, PartWork.compute = run, fetch, compute  # type: ignore[method-assign]
+        Client.run, WeightsDownload.begin = run, begin  # type: ignore[method-assign]
+        WeightsDownload.fetch, PartWork.compute = fetch, compute  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -101,12 +101,13 @@ class Client:
         """Digest of the server's newest weights."""
         self._steps: tuple[int, ...] = ()
         """The steps that compute with these weights; (): all steps."""
-        self._version = -1
+        self.version = -1
+        """See ``servers.Worker``."""
         self._told = self._sits_out = -1
         """Versions of the weights: that we told our server to have, and that we do without."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
         self._news = asyncio.Event()
-        self._weights = WeightsDownload(net, compute, plan)
+        self._weights = WeightsDownload(net, compute, plan, tasks)
         self._accumulator = Accumulator(compute)
         self._work = PartWork(compute, plan, self._accumulator)
         self._handing_over = 0
@@ -114,11 +115,6 @@ class Client:
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
         net.serve(AreYouThere.KIND, self._on_question)
-
-    @property
-    def version(self) -> int:
-        """See ``servers.Worker``."""
-        return self._version
 
     def stop(self) -> None:
         """Leave in order."""
@@ -163,8 +159,10 @@ class Client:
     # A server ---------------------------------------------------------------------------------------------------------
 
     async def _enlist(self) -> None:
-        """Find the server of our stage that needs us most. Raises _Left if none answers."""
-        for server in await self._servers.by_need():
+        """Find the server of our stage that needs us most. The weights come while it answers. Raises _Left if none does."""
+        for server, state in await self._servers.by_need():
+            if not self._work.has(state.weights, state.steps):
+                self._weights.begin(state.weights, self._servers.known)
             with contextlib.suppress(NetworkError):
                 return await self._enlist_with(server)
         raise _Left("no server answers")
@@ -174,7 +172,7 @@ class Client:
         number, stage = next(self._enlistments), self._compute.stage
         ask = Enlist(name=self._name, config=self._config, stage=stage, enlistment=number)
         state = Enlisted.unpack(await self._servers.call(server, ask))
-        self._home, self._enlistment, self._version, self._told, self._sits_out = server, number, -1, -1, -1
+        self._home, self._enlistment, self.version, self._told, self._sits_out = server, number, -1, -1, -1
         self._dismissed = self._worked = self._missed = False
         self._heard(state)
 
@@ -183,8 +181,8 @@ class Client:
         if isinstance(state, Enlisted) and state.servers and state.servers != self._servers.known:
             self._servers.known = state.servers
             self._weights.ask_again()  # who serves another stage now does not answer
-        if state.version > self._version:
-            self._version, self._wanted, self._steps = state.version, state.weights, state.steps
+        if state.version > self.version:
+            self.version, self._wanted, self._steps = state.version, state.weights, state.steps
             self._changed()
 
     async def _leave(self) -> None:
@@ -208,17 +206,17 @@ class Client:
                 if self._dismissed:
                     raise _Left("the server does without us")
                 current = self._wanted is not None and self._work.has(self._wanted, self._steps)
-                if self._wanted is not None and not current and self._version > self._sits_out:
+                if self._wanted is not None and not current and self.version > self._sits_out:
                     self.moved = self._moves
                     if self._moves:
                         break
                     may_go = self._accumulator.empty or not self._compute.delayed
-                    to = await self._servers.that_needs_us_more(home, self._version) if may_go else None
+                    to = await self._servers.that_needs_us_more(home, self.version) if may_go else None
                     if to and await self._go_to(to, home):
                         return True
                     await self._take_weights(self._wanted, self._steps)
-                elif current and self._wanted is not None and self._told < self._version:
-                    self._told = self._version
+                elif current and self._wanted is not None and self._told < self.version:
+                    self._told = self.version
                     await self._try_to_send(Ready(weights=self._wanted, speed=self._speed, room=ROOM))
                 else:
                     to = await self._servers.news_or_help(self._news, home, self._idle)
@@ -230,7 +228,7 @@ class Client:
 
     def _idle(self) -> bool:
         """Is there nothing to do, and nothing that is lost if we go?"""
-        return self._told == self._version and not self._out and not self._handing_over and self._accumulator.empty
+        return self._told == self.version and not self._out and not self._handing_over and self._accumulator.empty
 
     async def _go_to(self, server: PeerId, home: PeerId) -> bool:
         """Returns False if ``server`` does not take us; if that is since the run has ended, ``home`` tells us."""
@@ -277,7 +275,7 @@ class Client:
         """Returns with our server's weights, or early if others are wanted, or if we sit the step out. Raises _Left."""
         self._work.forget_forwards(steps)
         if not self._rests.takes_part(worked=self._given):
-            self._sits_out = self._version
+            self._sits_out = self.version
             return
         self._given = False
 

@@ -101,16 +101,14 @@ class StageServers:
             task.cancel()
         return found
 
-    async def by_need(self) -> list[PeerId]:
-        """Returns the servers that answer, those first whose clients are slowest together."""
-        return self._by_need(await self.states())
+    async def by_need(self) -> list[tuple[PeerId, Enlisted]]:
+        """Returns the servers that answer, and their states, those first whose clients are slowest together."""
 
-    def _by_need(self, found: Mapping[PeerId, Enlisted]) -> list[PeerId]:
-        def need(server: PeerId) -> tuple[float, int, bytes]:
-            state = found[server]  # clients that come at the same time do not all go to the same one
+        def need(found: tuple[PeerId, Enlisted]) -> tuple[float, int, bytes]:
+            server, state = found  # clients that come at the same time do not all go to the same one
             return state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
 
-        return sorted(found, key=need)
+        return sorted((await self.states()).items(), key=need)
 
     async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
         """Returns a server whose clients are slower together than those of ``home``, if we should move there for a

@@ -106,8 +106,8 @@ class _Coming:
 class WeightsDownload:
     """Takes weights for one client. ``news``: to be set when others may be wanted."""
 
-    def __init__(self, net: Network, compute: Compute, plan: Plan) -> None:
-        self._net, self._compute, self._plan = net, compute, plan
+    def __init__(self, net: Network, compute: Compute, plan: Plan, tasks: Tasks) -> None:
+        self._net, self._compute, self._plan, self._tasks = net, compute, plan, tasks
         self._coming: _Coming | None = None
         self._missed = False
         """Something that was asked for may not come."""
@@ -118,18 +118,25 @@ class WeightsDownload:
         self._missed = True
         self.news.set()
 
+    def begin(self, digest: bytes, servers: tuple[PeerId, ...]) -> None:
+        """Ask ``servers`` for weights that are to be fetched soon."""
+        self._coming = _Coming(digest, self._compute.n_params, self._plan.chunk)
+        self._ask(self._coming, servers)
+
     async def fetch(
         self, digest: bytes, known: Callable[[], tuple[PeerId, ...]], wanted: Callable[[], bool]
     ) -> Tensor | None:
         """Returns the weights with this ``digest``, flat fp32 [P]; None: they did not come, or are not ``wanted`` any
         more. ``known``: the servers of the stage."""
-        coming = self._coming = _Coming(digest, self._compute.n_params, self._plan.chunk)
+        if self._coming is None or self._coming.digest != digest:
+            self.begin(digest, known())
+        coming = self._coming
+        assert coming is not None  # ``begin`` made it
         try:
             for turn in range(TRIES):
-                if not (servers := known()):
-                    break
-                self._missed = False
-                await self._ask(coming, servers[turn % len(servers) :] + servers[: turn % len(servers)])
+                if turn:
+                    servers = known()
+                    self._ask(coming, servers[turn % len(servers) :] + servers[: turn % len(servers)])
                 while coming.left and wanted() and not self._missed:
                     left = len(coming.left)
                     self.news.clear()
@@ -146,14 +153,14 @@ class WeightsDownload:
         finally:
             self._coming = None
 
-    async def _ask(self, coming: _Coming, servers: tuple[PeerId, ...]) -> None:
+    def _ask(self, coming: _Coming, servers: tuple[PeerId, ...]) -> None:
         """Ask each server for an equal part of what is missing."""
+        self._missed = False
         missing = sorted(coming.left - coming.begun)[:MAX_CHUNKS]
-        asked = {
-            s: GetWeights(weights=coming.digest, chunks=(*missing[k :: len(servers)],)) for k, s in enumerate(servers)
-        }
-        sent = [self._send(server, ask) for server, ask in asked.items() if ask.chunks]
-        await asyncio.gather(*sent)
+        for k, server in enumerate(servers):
+            if chunks := tuple(missing[k :: len(servers)]):
+                ask = GetWeights(weights=coming.digest, chunks=chunks)
+                self._tasks.spawn(self._send(server, ask), ask.KIND)
 
     async def _send(self, server: PeerId, ask: GetWeights) -> None:
         try:

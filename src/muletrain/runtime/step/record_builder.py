@@ -78,7 +78,8 @@ class RecordBuilder:
     Nothing is signed, so a peer is believed about itself alone: the sender of an entry is its holder. A round counts if
     it is complete and more than half of its stage's replicas attest to it; live replicas that do not abstain and all
     holders vote. If all voters have attested for a while and no round has a majority, the round with most holders
-    counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds. Peers
+    counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds. A round
+    that only dead peers hold counts only if there is no other: nobody may have its gradient any more. Peers
     with the same view of who is alive choose the same round. Others may choose another, and then lineages part and meet
     again (``runtime.recovery.forks``).
 
@@ -258,6 +259,7 @@ class RecordBuilder:
         attesting = {m for k in rounds for m in k.holders}
         voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]
+        whole = [k for k in whole if not k.holders.keys().isdisjoint(live)] or whole  # else its gradient may be lost
         most = held_by_most(whole, voters)
         if voters <= attesting:
             possible, patience_s = whole, UNDECIDED_S
