@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -165,6 +166,10 @@ def raises() -> nn.Module:
     raise ValueError("no such thing as a free mule")
 
 
+def leaves() -> nn.Module:
+    sys.exit("no mule today")
+
+
 def nothing() -> None:
     return None
 
@@ -197,7 +202,14 @@ class Wrong(nn.Module):
             x = images
         if self.kind == "loop":
             x = torch.stack([image * 2 for image in x])
-        x = self.layers(x)
+        if self.kind == "again":
+            x = self.layers[1](self.layers[0](x))
+        if self.kind == "flag":
+            x = self.layers[0](x)
+            x = torch.where(x.amax(0) > 0, self.layers[2](self.layers[1](x)), x)
+        x = self.layers[2](x) if self.kind in ("again", "flag") else self.layers(x)
+        if self.kind == "again":
+            x = self.layers[1](x)
         if self.kind == "batchnorm":
             x = self.norm(x)
         if self.kind == "value" and float(x.sum()) > 0:

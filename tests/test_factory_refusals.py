@@ -26,6 +26,7 @@ from tests.test_factory import named, of
         ("nowhere", "cannot be imported.*own_models.py. has no nowhere; name the function"),
         ("NAME", "is int, not a function"),
         ("raises", r"raises ValueError \(in raises, tests/own_models.py:\d+\): no such thing as a free mule"),
+        ("leaves", r"raises SystemExit \(in leaves, tests/own_models.py:\d+\): no mule today"),
         ("nothing", "returns NoneType; it must return an nn.Module"),
         (
             "vit",
@@ -47,6 +48,11 @@ def test_a_factory_that_cannot_be_used_says_why(model: str, message: str) -> Non
         ("plain", "the module.scale is a tensor that is neither parameter nor buffer"),
         ("taken", "bind.weight begins with a name that muletrain uses; rename bind"),
         ("early", "uses the targets before the last block has computed"),
+        (
+            "again",
+            "layers.1 computes after a later block did.*call the members of model.layers in their order, each once",
+        ),
+        ("flag", r"makes a value .*used after part 1, .*only floating-point tensors \[samples, \.\.\.\]"),
         ("shape", r"cannot be traced \(in forward, tests/own_models.py:\d+\).*inputs float32\[3, 8, 8\]"),
         (
             "loop",

@@ -308,7 +308,7 @@ class Counts(TwoStreams):
     [
         (NoList, "no list of layers"),
         (BackAndForth, "wide.0 computes after a later block did"),
-        (Counts, r"only numbers for each token can be sent"),
+        (Counts, r"only floating-point tensors \[samples, tokens, \.\.\.\] can be sent"),
     ],
 )
 def test_what_is_no_chain_of_blocks_is_refused(kind: type[torch.nn.Module], message: str) -> None:

@@ -39,7 +39,7 @@ def imported(field: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         holder = importlib.import_module(module)
-    except Exception as e:  # whatever the module's own code raises
+    except (Exception, SystemExit) as e:  # whatever the module's own code raises
         raise ConfigError(
             f"{field}: '{name}' cannot be imported ({type(e).__name__}: {e}); install its package in this Python, or put "
             f"its folder on PYTHONPATH"

@@ -165,7 +165,7 @@ def _built(name: str) -> SampleData:
     try:
         train, heldout = make()
         sizes = len(train), len(heldout)
-    except Exception as e:  # whatever the user's code raises
+    except (Exception, SystemExit) as e:  # whatever the user's code raises
         raise ConfigError(
             f"data.factory: '{name}' does not return (train, heldout), two sequences of (input, target): "
             f"{type(e).__name__}: {e}; call it yourself to see why"
@@ -190,7 +190,7 @@ def _read(name: str, side: Samples, k: int) -> tuple[Array, Array]:
     try:
         given, target = side[k]
         return _array(given), _array(target)
-    except Exception as e:  # whatever the user's code raises
+    except (Exception, SystemExit) as e:  # whatever the user's code raises
         raise DataError(
             f"data.factory: sample {k} of '{name}' is not (input, target), two arrays of numbers: {type(e).__name__}: {e}"
         ) from e

@@ -134,8 +134,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
             ) from e
         if type(hf) not in AutoModelForCausalLM._model_mapping:
             raise ConfigError(
-                f"model.from: a {kind!r} model is no causal language model, and only these can be traced; take a "
-                f"text model that predicts the next token"
+                f"model.from: a {kind!r} model is no causal language model, and only these are read from a folder; take one, or "
+                f"build yours by model.factory = 'mypackage.models:build'"
             )
         hf.use_cache = False
         try:

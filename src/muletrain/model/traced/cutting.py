@@ -196,7 +196,10 @@ def _places(traced: Traced, fixed: set[fx.Node], path: str, block_of: dict[int, 
             )
         if block is not None:
             if 1 + block < now:
-                raise ConfigError(f"{path}.{block} computes after a later block did; only a chain of blocks can be cut")
+                raise ConfigError(
+                    f"{path}.{block} computes after a later block did, and each part of the model is one run of blocks; call "
+                    f"the members of {path} in their order, each once"
+                )
             now = 1 + block
         place[node] = now if i <= last else count + 1
     return place
@@ -241,8 +244,8 @@ def _passed(traced: Traced, place: dict[fx.Node, int], parts: int) -> list[tuple
             ):
                 raise ConfigError(
                     f"{path_of(node)} makes a value ({node.target}, {_describe(val)}) that is used after part "
-                    f"{number}, and only numbers for each "
-                    f"{'token' if len(traced.sizes) > 1 else 'sample'} can be sent from block to block"
+                    f"{number}, and from block to block only floating-point tensors [samples, "
+                    f"{'tokens, ' if len(traced.sizes) > 1 else ''}...] can be sent; compute it in each block, or give it such a shape"
                 )
     return [tuple(nodes) for nodes in alive]
 

@@ -104,7 +104,7 @@ def trace(
             program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
     except ConfigError:
         raise
-    except Exception as e:  # whatever the model's own code, or torch's tracer, raises
+    except (Exception, SystemExit) as e:  # whatever the model's own code, or torch's tracer, raises
         if first_line(e).startswith("Constraints violated"):
             _look_for_fixed_sizes(module, examples, dynamic, own=own)
         remedy = (

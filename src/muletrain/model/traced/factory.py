@@ -149,7 +149,7 @@ class Writes(StageModule):
         remedy = "give 'targets' the default None, and return logits [B, T, vocab] then"
         try:
             found = self.module(inputs)
-        except Exception as e:  # whatever the user's code raises
+        except (Exception, SystemExit) as e:  # whatever the user's code raises
             raise ConfigError(
                 f"model.factory: to write text, forward(inputs) of '{self._name}' is called without targets, and raises "
                 f"{type(e).__name__}{where(e)}: {first_line(e)}; {remedy}"
@@ -190,7 +190,7 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
         torch.manual_seed(seed)
         try:
             module = make(**about["arguments"])
-        except Exception as e:  # whatever the user's code raises
+        except (Exception, SystemExit) as e:  # whatever the user's code raises
             raise ConfigError(
                 f"model.factory: '{name}' raises {type(e).__name__}{where(e)}: {first_line(e)}; call it with "
                 f"model.arguments = {about['arguments']} yourself to see why"

@@ -59,7 +59,7 @@ def traced_in(
     folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
 ) -> TracedModel:
     """The chain that ``config.json`` in ``folder`` describes, whatever its weights. See ``import_traced``."""
-    from muletrain.model.traced.architecture import checked
+    from muletrain.model.traced.architecture import build, checked
 
     source = read_json(folder / "config.json")
     config = checked(source)
@@ -69,6 +69,7 @@ def traced_in(
         config |= {name: dropout for name, value in config.items() if _is_dropout(name, value)}
     longest = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     if context is None and longest is None:
+        build(config)  # refuses what is no text model, which has none
         raise ConfigError(f"model.context: {folder}/config.json names no longest sequence; set model.context=N")
     most = None if longest is None else int(longest * _stretched(config))
     if context is not None and most is not None and context > most:
