@@ -67,18 +67,18 @@ def predict(
         watch((n + 1) / len(counts))
     hurried = any(not placed.complete for found in best.values() for _, placed in found)
     played = {
-        schedule: [(told(question, placed, schedule), placed) for placed in promising(found)]
+        schedule: [(_played_s(placed, schedule), placed) for placed in promising(found)]
         for schedule, found in best.items()
         if found
     }
-    winners = [(schedule, min(found, key=_step_s)[1]) for schedule, found in played.items()]
+    winners = [(schedule, min(found, key=itemgetter(0))[1]) for schedule, found in played.items()]
     for winner, placed in winners:
         for schedule in (s for s in SCHEDULES if s != winner):
             other = _fastest(question, placed, [placed.scene.setting.cost.sequences]).get(schedule)
             if isinstance(other, tuple):
-                played.setdefault(schedule, []).append((told(question, other[1], schedule), other[1]))
+                played.setdefault(schedule, []).append((_played_s(other[1], schedule), other[1]))
     return [
-        with_haste(min(played[schedule], key=_step_s)[0], hurried=hurried)
+        with_haste(told(question, min(played[schedule], key=itemgetter(0))[1], schedule), hurried=hurried)
         if schedule in played
         else Prediction(
             strategy="pipeline",
@@ -90,10 +90,6 @@ def predict(
     ]
 
 
-def _step_s(found: tuple[Prediction, Placed]) -> float:
-    return found[0].step_s
-
-
 def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
     """Improve each of ``pipelines`` by its schedule on ``swarm``'s machines and layers, if that is faster."""
     if swarm.problem:
@@ -103,8 +99,9 @@ def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Predicti
     found = []
     for p in pipelines:
         other = every.get(p.schedule) if p.schedule else None
-        tried = told(question, other[1], p.schedule) if isinstance(other, tuple) and p.schedule else p
-        found.append(tried if p.problem or tried.step_s < p.step_s else p)
+        if isinstance(other, tuple) and p.schedule and (p.problem or _played_s(other[1], p.schedule) < p.step_s):
+            p = told(question, other[1], p.schedule)
+        found.append(p)
     return found
 
 
@@ -262,9 +259,15 @@ def _split(placed: Placed, schedule: Schedule) -> Split:
     setting, run = placed.scene.setting, placed.scene.run
     who = placed.cast(schedule)
     at_once, free = play(setting, who), play(without_links(setting), who)
-    step_s = play(setting, who, delayed=True).step_s if run.optimizer.delayed else at_once.step_s
-    step_s = step_s if step_s > 0 else placed.roughly_s(schedule)  # so short that steps end beside each other
-    return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s)
+    step_s = _played_s(placed, schedule) if run.optimizer.delayed else at_once.step_s
+    return parted(placed.busiest_s, free.computing_s, at_once.computing_s, step_s or placed.roughly_s(schedule))
+
+
+def _played_s(placed: Placed, schedule: Schedule) -> float:
+    """Seconds of a step as it is played."""
+    setting, delayed = placed.scene.setting, placed.scene.run.optimizer.delayed
+    step_s = play(setting, placed.cast(schedule), delayed=delayed).step_s
+    return step_s if step_s > 0 else placed.roughly_s(schedule)  # so short that steps end beside each other
 
 
 def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:
