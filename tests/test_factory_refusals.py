@@ -7,16 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from muletrain.config.load import load_config
-from muletrain.errors import ConfigError, DataError, ProtocolError
+from muletrain.data import samples
+from muletrain.errors import AdmissionError, ConfigError, DataError, ProtocolError
 from muletrain.model.traced.architecture import checked
 from muletrain.model.traced.chain import TracedModel
 from muletrain.runs.assemble import resolve_start
+from muletrain.runs.corpus import own_data
+from muletrain.runs.host import Host
+from tests import own_models
 from tests.test_factory import named, of
 
 
@@ -141,6 +146,18 @@ def test_arriving_samples_must_be_what_the_chain_declares() -> None:
     for values in (images + torch.nan, labels + spec.vocab, labels - 1):
         with pytest.raises(ProtocolError):
             check_sample_values("forward", values, spec.vocab)
+
+
+def test_a_machine_whose_factory_gives_other_samples_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it gets any weights. It may still serve a stage, without the factory."""
+    facts, host = of("regression"), cast(Host, SimpleNamespace(spec=SimpleNamespace(data="config")))
+    digest = facts.data().digest
+    assert own_data(host, facts, b"", digest) is not None
+    monkeypatch.setattr(own_models, "images_with_numbers", lambda: (own_models.Images(7, 50, classes=False),) * 2)
+    samples._built.cache_clear()  # another process
+    with pytest.raises(AdmissionError, match=r"have digest .* here, the run's have .*, or join without --factory"):
+        own_data(host, facts, b"", digest)
+    samples._built.cache_clear()
 
 
 def test_nothing_is_imported_that_only_another_machine_names(tmp_path: Path) -> None:
