@@ -90,6 +90,24 @@ def test_ledger_grants_each_microbatch_once() -> None:
     assert ledger.begin(1)
 
 
+def test_a_ledger_with_gaps_accepts_these_alone() -> None:
+    """What else is on its way was missing before its holder came back: it would be in two accumulators."""
+    ledger = Ledger(LINEAGE, 0, 4)
+    assert ledger.begin(1)
+    ledger.commit(1, 5.0)
+    ledger.seal()
+    ledger.reopen(keep=True, gaps={2})
+    assert not ledger.begin(3)
+    assert not ledger.takes(3)
+    assert ledger.takes(1)
+    ledger.seal()
+    ledger.reopen(keep=True)  # a round failed
+    assert ledger.begin(2)
+    ledger.abort(2)
+    ledger.reopen(keep=False)
+    assert ledger.begin(3)
+
+
 def test_ledger_refuses_indices_the_step_does_not_have() -> None:
     with pytest.raises(ProtocolError, match=r"0\.\.3"):
         Ledger(LINEAGE, 0, 4).begin(4)

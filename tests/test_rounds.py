@@ -254,11 +254,10 @@ def test_what_is_abandoned_before_it_begins_gives_its_place_back() -> None:
             roster=SimpleNamespace(own=SimpleNamespace(stage=0, name="a")),
             plan=SimpleNamespace(capacity=8, trace=False, strategy=SWARM),
             clock=LoopClock(),
+            meter=SimpleNamespace(absences=0),
             spawn=lambda serving, name: asyncio.create_task(serving),
         )
-        pipeline = StageServer(
-            ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, SimpleNamespace(source=None)
-        )
+        pipeline = StageServer(ctx, cast("Any", SimpleNamespace(computing=lambda step: work)), None, cast("Any", None))
         pipeline.expects = lambda *_: None  # type: ignore[method-assign]
         forward = Forward(
             lineage=bytes(32),

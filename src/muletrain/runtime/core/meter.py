@@ -46,6 +46,8 @@ class Meter:
         self.works = asyncio.Event()
         """Cleared by ``Watchdog`` while an operation takes so long that nobody should count on this peer."""
         self.works.set()
+        self.absences = 0
+        """How often others may have believed this peer dead, as it or its device stood still; ``Watchdog`` counts."""
 
     def begin(self, now_s: float) -> None:
         """Begin new counts."""

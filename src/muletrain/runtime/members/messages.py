@@ -54,7 +54,8 @@ class Progress(Message):
     is at ``step``, to which ``lineage`` led. ``rival``: it did the step asked about in another lineage.
 
     ``accumulated``: microbatches in its accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
-    ``in_flight``: requests it still works on; ``answering``: their answer is on its way; ``completed``: microbatches it
+    ``in_flight``: requests it still works on; ``answering``: their answer is on its way; ``given``: what its trainer has
+    given out and waits for; ``asking``: what that gives out unless somebody else has it; ``completed``: microbatches it
     knows to be through all stages, with ``losses`` [nats/token]. ``round``: the round it averages now, or holds.
     ``moved``: bytes of tensors that it sent and received in its life, so two answers tell whether it makes progress.
     """
@@ -70,6 +71,8 @@ class Progress(Message):
     accumulated_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     in_flight: Indices = ()
     answering: Indices = ()
+    given: Indices = ()
+    asking: Indices = ()
     completed: Indices = ()
     losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     rival: bool = False

@@ -53,7 +53,9 @@ class Watchdog:
         while True:
             before = clock.now()
             await clock.sleep(LOOK_S)
-            self.look(min(clock.now() - before, 2 * LOOK_S))
+            passed_s = clock.now() - before
+            self._ctx.meter.absences += passed_s - LOOK_S >= self._ctx.detector.deadline.seconds()
+            self.look(min(passed_s, 2 * LOOK_S))
 
     def look(self, seconds: float) -> None:
         """Judge the operations under way. ``seconds``: how long this process ran since the last look. Raises
@@ -76,6 +78,7 @@ class Watchdog:
             ctx.emit(DeviceLate(job=_at(out[0], self._ages_s[out[0]])))
         elif not out and not ctx.meter.works.is_set():
             ctx.meter.works.set()
+            ctx.meter.absences += 1
             ctx.emit(DeviceBack())
 
 

@@ -27,6 +27,7 @@ what R_{t-1} made:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +35,9 @@ from typing import TYPE_CHECKING
 from muletrain.errors import MuletrainError, ProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
+
+    from muletrain.runtime.core.waiting import News
 
 
 class Ledger:
@@ -54,6 +57,8 @@ class Ledger:
         self._in_flight: set[int] = set()
         self._excused: set[int] = set()
         self._sealed = False
+        self._gaps: Collection[int] | None = None
+        """The microbatches that are missing; None: any may be."""
         self.barred = False
         """Nothing is accumulated, even if it is open: others compute what this peer should have computed."""
 
@@ -62,7 +67,7 @@ class Ledger:
         ProtocolError for an index that the step does not have."""
         if not 0 <= index < self._microbatches:
             raise ProtocolError(f"microbatch {index} of step {self.step}: the step has 0..{self._microbatches - 1}")
-        if not self._open or index in self._accumulated or index in self._in_flight:
+        if not self._open(index) or index in self._accumulated or index in self._in_flight:
             return False
         self._in_flight.add(index)
         return True
@@ -70,7 +75,7 @@ class Ledger:
     def takes(self, index: int) -> bool:
         """Returns False if ``index`` is not in the accumulator and cannot come in now: another replica may still be
         open for it."""
-        return self._open or index in self._accumulated
+        return self._open(index) or index in self._accumulated
 
     def commit(self, index: int, loss: float) -> None:
         """The gradient of ``index``, with its ``loss`` [nats/token], is now in the accumulator."""
@@ -85,9 +90,8 @@ class Ledger:
         """``index`` was computed from suspicious input; do not blame this peer for the result."""
         self._excused.add(index)
 
-    @property
-    def _open(self) -> bool:
-        return not (self._sealed or self.barred)
+    def _open(self, index: int) -> bool:
+        return not (self._sealed or self.barred) and (self._gaps is None or index in self._gaps)
 
     @property
     def excused(self) -> bool:
@@ -101,9 +105,12 @@ class Ledger:
         self._sealed = True
         return frozenset(self._accumulated)
 
-    def reopen(self, *, keep: bool) -> None:
-        """Accept more indices, since the round failed or had gaps. ``keep`` false: the accumulator was emptied."""
+    def reopen(self, *, keep: bool, gaps: Collection[int] | None = None) -> None:
+        """Accept more indices, since the round failed or had ``gaps``: then these alone, as what else is being computed again
+        was missing before somebody came back. ``keep`` false: the accumulator was emptied."""
         self._sealed = False
+        if gaps is not None or not keep:
+            self._gaps = gaps
         if not keep:
             self._accumulated.clear()
             self._excused.clear()
@@ -124,6 +131,28 @@ class Ledger:
     def losses(self) -> dict[int, float]:
         """Losses of what is in the accumulator [nats/token]."""
         return dict(self._accumulated)
+
+
+class Accumulation:
+    """Reserves a microbatch in the ledger; commits it if its gradient was accumulated, releases it otherwise."""
+
+    def __init__(self, ledger: Ledger, index: int, news: News, *, wanted: bool) -> None:
+        """``news``: wakes who waits until nothing is being accumulated; ``wanted``: is it to be accumulated at all?"""
+        self._ledger, self._index, self._news, self._wanted = ledger, index, news, wanted
+        self.granted = False
+        self.done = False
+        self.loss = math.nan
+
+    def __enter__(self) -> Accumulation:
+        self.granted = self._wanted and self._ledger.begin(self._index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.granted and self.done:
+            self._ledger.commit(self._index, self.loss)
+        elif self.granted:
+            self._ledger.abort(self._index)
+        self._news.touched()
 
 
 class TooLate(MuletrainError):
@@ -149,6 +178,10 @@ class InFlightStep:
     """Sender and key of the last answered request to accumulate each microbatch."""
     serving: set[int] = field(default_factory=set)
     """Microbatches that this peer works on."""
+    given: set[int] = field(default_factory=set)
+    """Microbatches that this peer's trainer has given out and waits for."""
+    asking: set[int] = field(default_factory=set)
+    """Microbatches that it gives out unless somebody else has them."""
     answering: Counter[int] = field(default_factory=Counter)
     """Microbatches whose answer is being sent: on a narrow link it may wait for others."""
     round: bytes = b""

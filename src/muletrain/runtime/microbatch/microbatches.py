@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from muletrain.errors import ProtocolError
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.microbatch.dispatcher import Dispatcher
@@ -14,10 +16,12 @@ from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import Validator, validator_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from muletrain.network.base import Frame, PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
-    from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Gap, Lost, TrainerDone
+    from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.microbatch.trainer import Source
     from muletrain.runtime.microbatch.validator import Heldout
@@ -54,6 +58,27 @@ class Microbatches:
             if not retry:  # otherwise the step may be about to end
                 self._validate(trainer, work)
             trainer.spawn(trainer.run_step(retry=retry), "trainer step")
+
+    def check(self, message: Forward, *sent: Tensor) -> None:
+        """See ``stage_server.Data``."""
+        if self.source is None:
+            return
+        step, index = message.step, message.index
+        for right, values in zip(map(torch.from_numpy, self.source.microbatch(step, index)), sent, strict=True):
+            # machines may round differently on the way to a sample
+            alike = (
+                torch.allclose(right, values, 1e-3, 1e-3) if right.is_floating_point() else torch.equal(right, values)
+            )
+            if not alike:
+                raise ProtocolError(f"forward: microbatch {step}/{index} has other samples than the data of this peer")
+
+    async def elsewhere(self, work: InFlightStep, index: int) -> bool:
+        """See ``stage_server.Data``."""
+        me, stage = self._ctx.net.peer_id, self._ctx.roster.own.stage
+        missing, _ = await self.survey.still_missing(
+            work.lineage, work.step, index, (stage,), self._inwards.trips.usual_s, me.__eq__
+        )
+        return not missing
 
     def _validate(self, trainer: Trainer, work: InFlightStep) -> None:
         """Measure the held-out loss of the step's weights, if that is due and falls to this peer."""

@@ -135,6 +135,8 @@ class Position:
                 "accumulated_losses": tuple(losses.get(i, math.nan) for i in accumulated),
                 "in_flight": tuple(sorted(work.serving)),
                 "answering": tuple(sorted(work.answering)),
+                "given": tuple(sorted(work.given)),
+                "asking": tuple(sorted(work.asking)),
                 "completed": tuple(work.losses),
                 "losses": tuple(work.losses.values()),
             }

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
-
-import torch
 
 from muletrain.compute.base import Microbatch
 from muletrain.compute.checks import check_sample_values, is_finite
@@ -24,23 +22,24 @@ from muletrain.policy.deadline import CEILING_S, Usual
 from muletrain.policy.rooms import Turns
 from muletrain.runtime.microbatch.cross_check import GradientCrossCheck
 from muletrain.runtime.microbatch.dispatcher import Unfinite
+from muletrain.runtime.microbatch.inflight import Accumulation
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost, Room
 from muletrain.wire.codec import decode, encode, sample_codecs
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from torch import Tensor
 
     from muletrain.compute.results import Result
     from muletrain.network.base import Frame, PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Request
-    from muletrain.runtime.core.waiting import News
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.dispatcher import Dispatcher
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.pending import Answer
     from muletrain.runtime.microbatch.position import Position
-    from muletrain.runtime.microbatch.trainer import Source
     from muletrain.wire.codec import Encoded
 
 BACKWARD, FORWARD = 0, 1
@@ -65,6 +64,10 @@ class _Job:
     """When its latest turn on the compute slot began."""
     computed_s: float = 0.0
     excused: bool = False
+    absences: int = 0
+    """Of this peer (``Meter``), when it was last sure that no other replica has the microbatch."""
+    elsewhere: bool = False
+    """Another replica has it by now."""
     task: asyncio.Task[None] | None = None
 
     def answers(self, sender: PeerId, again: Forward) -> bool:
@@ -86,8 +89,13 @@ class _Job:
 class Data(Protocol):
     """Knows the microbatches (``microbatches``)."""
 
-    source: Source | None
-    """None: this peer has no data."""
+    def check(self, message: Forward, *sent: Tensor) -> None:
+        """Compare what a trainer sent with our own data, if we have any. Raises ProtocolError."""
+        ...
+
+    async def elsewhere(self, work: InFlightStep, index: int) -> bool:
+        """Does another replica have the microbatch?"""
+        ...
 
 
 @dataclass
@@ -139,7 +147,8 @@ class StageServer:
         if message.wanted and not work.ledger.takes(message.index):
             self.decline(sender, message, "its accumulator is sealed")
             return self._offer_room()
-        job = self._jobs[key] = _Job(sender, message, work, self.ctx.clock.now())
+        job = _Job(sender, message, work, self.ctx.clock.now(), absences=self.ctx.meter.absences)
+        self._jobs[key] = job
         work.serving.add(message.index)
         if self.ctx.plan.trace and not job.heldout:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
@@ -234,25 +243,12 @@ class StageServer:
             check_sample_values("forward", inputs, self.ctx.plan.vocab)
         check_sample_values("forward", targets, self.ctx.plan.vocab + job.heldout)
         if job.message.stage == 0 and job.message.trainer != self.ctx.net.peer_id and not job.heldout:
-            self._check_samples(job, inputs, targets)
+            self.data.check(job.message, inputs, targets)
         if job.message.stage > 0 and not await self.ctx.compute.offload(is_finite, inputs):
             if not job.message.unfinite:
                 raise _UnfiniteInputs("activations: not finite")
             job.excused = True
         return inputs, targets
-
-    def _check_samples(self, job: _Job, *sent: Tensor) -> None:
-        """Compare what a trainer sent with our own data, if we have any. Raises ProtocolError."""
-        if (source := self.data.source) is None:
-            return
-        step, index = job.message.step, job.message.index
-        for right, values in zip(map(torch.from_numpy, source.microbatch(step, index)), sent, strict=True):
-            # machines may round differently on the way to a sample
-            alike = (
-                torch.allclose(right, values, 1e-3, 1e-3) if right.is_floating_point() else torch.equal(right, values)
-            )
-            if not alike:
-                raise ProtocolError(f"forward: microbatch {step}/{index} has other samples than the data of this peer")
 
     def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
         """Check the shapes and codecs of a forward before it is read, decoded or kept. Raises ProtocolError."""
@@ -292,8 +288,10 @@ class StageServer:
         return Turn(priority, partial(self._begin, job, phases))
 
     def _begin(self, job: _Job, phases: tuple[Phase, ...]) -> None:
-        """The turn of ``job`` on the compute slot has come. Raises TooLate."""
+        """The turn of ``job`` on the compute slot has come. Raises TooLate, and _StoodStill before a backward."""
         job.work.check()
+        if "backward" in phases and job.absences != self.ctx.meter.absences:
+            raise _StoodStill
         for phase in phases:
             self.ctx.chaos.reached(phase, job.message.step)
         job.begun = self.ctx.clock.now()
@@ -303,33 +301,55 @@ class StageServer:
         assert self._cross_check is not None  # not on the last stage
         gradient, trusted = await self._cross_check.gradient(job.message, sent, answer)
         job.excused |= not trusted
-        with _Accumulation(job, ctx.news) as accumulation:
+
+        async def backward(accumulation: Accumulation) -> Result | None:
             accumulation.loss = loss
             turn = self._turn(self._backward, job, "backward")
-            inputs_gradient = await ctx.compute.backward(
-                job.microbatch, gradient, turn, accumulate=accumulation.granted
-            )
-            self._count(job, accumulation)
-            ctx.worked("compute", "backward", job.begun, job.message.step, job.message.index)
-        return loss, await self._encode_gradient(job, inputs_gradient)
+            return await ctx.compute.backward(job.microbatch, gradient, turn, accumulate=accumulation.granted)
+
+        return loss, await self._encode_gradient(job, await self._accumulated(job, "backward", backward))
 
     async def _last_stage(self, job: _Job, inputs: Tensor, targets: Tensor) -> tuple[float, Encoded | None]:
-        ctx = self.ctx
-        with _Accumulation(job, ctx.news) as accumulation:
+        loss = math.nan
+
+        async def backward(accumulation: Accumulation) -> Result | None:
+            nonlocal loss
             turn = self._turn(self._forward, job, "forward", "backward")
-            loss, inputs_gradient = await ctx.compute.loss_backward(
+            loss, gradient = await self.ctx.compute.loss_backward(
                 job.microbatch, inputs, targets, turn, accumulate=accumulation.granted
             )
             accumulation.loss = loss
-            self._count(job, accumulation)
-            ctx.worked("compute", "forward and backward", job.begun, job.message.step, job.message.index)
-        return loss, await self._encode_gradient(job, inputs_gradient)
+            return gradient
+
+        gradient = await self._accumulated(job, "forward and backward", backward)
+        return loss, await self._encode_gradient(job, gradient)
+
+    async def _accumulated(
+        self, job: _Job, what: str, backward: Callable[[Accumulation], Awaitable[Result | None]]
+    ) -> Result | None:
+        """Run ``backward``. Where this peer has stood still, others may have computed the microbatch again: then it is
+        accumulated once all the same."""
+        ctx, message = self.ctx, job.message
+        while True:
+            if job.absences != ctx.meter.absences:
+                job.absences = ctx.meter.absences
+                job.elsewhere = message.wanted and await self.data.elsewhere(job.work, message.index)
+            job.work.check()
+            wanted = message.wanted and not job.elsewhere
+            with (
+                suppress(_StoodStill),
+                Accumulation(job.work.ledger, message.index, ctx.news, wanted=wanted) as accumulation,
+            ):
+                gradient = await backward(accumulation)
+                self._count(job, accumulation)
+                ctx.worked("compute", what, job.begun, message.step, message.index)
+                return gradient
 
     def _took_s(self, job: _Job) -> float:
         """For how long it kept this peer busy since its turn began."""
         return self.ctx.compute.busy_s(job.microbatch, self.ctx.clock.now() - job.begun)
 
-    def _count(self, job: _Job, accumulation: _Accumulation) -> None:
+    def _count(self, job: _Job, accumulation: Accumulation) -> None:
         took = self._took_s(job)
         accumulation.done = True
         if accumulation.granted and job.excused:
@@ -370,29 +390,9 @@ class StageServer:
             self.ctx.detector.mark_down(peer, e.why)
 
 
+class _StoodStill(MuletrainError):
+    """Others may have computed a microbatch meanwhile."""
+
+
 class _UnfiniteInputs(Unfinite, ProtocolError):
     """The inputs are not finite: the fault of the sender, or of a peer before it."""
-
-
-class _Accumulation:
-    """Reserves a microbatch in the ledger; commits it if its gradient was accumulated, releases it otherwise."""
-
-    def __init__(self, job: _Job, news: News) -> None:
-        """``news``: wakes who waits until nothing is being accumulated."""
-        job.work.check()
-        self._news = news
-        self._ledger, self._message = job.work.ledger, job.message
-        self.granted = False
-        self.done = False
-        self.loss = math.nan
-
-    def __enter__(self) -> _Accumulation:
-        self.granted = self._message.wanted and self._ledger.begin(self._message.index)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.granted and self.done:
-            self._ledger.commit(self._message.index, self.loss)
-        elif self.granted:
-            self._ledger.abort(self._message.index)
-        self._news.touched()

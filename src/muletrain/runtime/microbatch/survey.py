@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.policy.deadline import CEILING_S, backoff_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
@@ -41,33 +41,40 @@ class Survey:
         stages: tuple[int, ...],
         patience_s: Callable[[], float],
         ignored: Callable[[PeerId], bool] = lambda peer: False,
+        silent: Collection[int] = (),
     ) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
         knows.
 
         A stage has it if a peer that is not ``ignored``, ourselves included, holds it in its accumulator; that peer
-        recomputes without accumulating. While some peer still works on it, wait: what is about to be accumulated must not be
-        accumulated twice, which costs a whole accumulator. The wait ends ``patience_s`` (at least
-        ``PATIENCE_S``) after those that work on it last accumulated anything. If their devices are late, it ends after
-        ``PATIENCE_S``.
+        recomputes without accumulating. While some peer still works on it, or another trainer has given it out, wait: what is
+        about to be accumulated must not be accumulated twice, which costs a whole accumulator. Of two trainers that ask at
+        the same time the one with the higher id waits. The wait ends ``patience_s`` (at least ``PATIENCE_S``) after these last
+        accumulated anything. If their devices are late, it ends after ``PATIENCE_S``.
+
+        Once some stage has it, so have those of the ``silent`` stages that no live peer speaks for, or they will: a silent peer
+        may come back with its accumulator, and what else is missing when the stage seals is run again then.
         """
         if not stages:
             return (), None
-        clock = self._ctx.clock
+        clock, me = self._ctx.clock, self._ctx.net.peer_id
         begun_s, since_s, done = clock.now(), clock.now(), -1
         for pause in itertools.count():
             current = await self.everyone(lineage, step)
             counted = [progress for peer, progress in current.items() if progress.stage in stages and not ignored(peer)]
             at_it = [progress for progress in counted if index in progress.in_flight]
+            others = [(peer, p) for peer, p in current.items() if peer != me and not ignored(peer)]
+            at_it += [p for peer, p in others if index in p.given or (index in p.asking and peer < me)]
             if (now_done := sum(len(progress.accumulated) for progress in at_it)) > done:
                 since_s, done = clock.now(), now_done
             hangs = all(progress.late for progress in at_it)
             longest_s = PATIENCE_S if hangs else max(PATIENCE_S, patience_s())
-            over = clock.now() - since_s >= longest_s or clock.now() - begun_s >= CEILING_S
+            over = clock.now() - since_s >= longest_s or clock.now() - begun_s >= max(CEILING_S, longest_s)
             if not at_it or over:
                 break
             await clock.sleep(backoff_s(pause, PAUSE_S, longest_s / PAUSES))
         have = {progress.stage for progress in counted if index in progress.accumulated}
+        have |= {*silent} if have else set()
         losses = (progress.loss(index) for progress in current.values())
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 

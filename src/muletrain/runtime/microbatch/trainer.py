@@ -76,6 +76,9 @@ class Trainer:
         """How often in a row we have not moved on, because peers worked on some; and since when."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to others in this way."""
+        self._absences = ctx.meter.absences
+        self._silent: set[int] = set()
+        """Stages with a peer that does not answer, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out, and whether they are through."""
@@ -116,7 +119,9 @@ class Trainer:
     async def take_over_orphans(self, *, late: bool = False) -> None:
         """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
         while no peer works on any, those of live trainers pass on, too."""
-        await self._run(self._work.missing(), retry=True)
+        if missing := self._claims(self._work.missing(), 0):
+            self._silent = await self._silent_stages()
+            await self._run(missing, retry=True)
         if not late or not all(self._begun.values()):  # our own show that the stages are slow, not the trainers
             return
         if self._claimed - self._begun.keys():
@@ -198,6 +203,10 @@ class Trainer:
             done = TrainerDone(lineage=self._lineage, step=self._step, indices=tuple(mine), losses=tuple(losses))
             await ctx.tell((*ctx.roster.others(), ctx.net.peer_id), done)
 
+    def _may_have_passed(self, index: int) -> bool:
+        """May another trainer have given out ``index``, which was ours? It came meanwhile, or others believed us dead."""
+        return self._passed or self._absences != self._ctx.meter.absences or not self._is_mine(index)
+
     def _claims(self, indices: Iterable[int], turn: int) -> list[int]:
         return [i for i in indices if i not in self._claimed and self._is_mine(i, turn)]
 
@@ -227,8 +236,12 @@ class Trainer:
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
-            if retry or self._passed:
-                accumulate, loss = await self._still_missing(index, accumulate)
+            if retry or self._may_have_passed(index):
+                self._work.asking.add(index)
+                try:
+                    accumulate, loss = await self._still_missing(index, accumulate, passed_on=True)
+                finally:
+                    self._work.asking.discard(index)
             tensors = [encode_samples(torch.from_numpy(a)) for a in self._source.microbatch(self._step, index)]
             for tries in range(MAX_TRIES):
                 if not accumulate and loss is not None:
@@ -241,26 +254,38 @@ class Trainer:
                     trainer=self._ctx.net.peer_id,
                     without=doubted or self._left_out(accumulate),  # who doubts them may be left out by them, too
                 )
+                self._work.given.add(index)
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
                 except StageLost:  # its peers may be at the step before, or dead and not known to be
+                    self._work.given.discard(index)
                     await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
                     accumulate, loss = await self._still_missing(index, accumulate, doubted)
                     self._dispatcher.refresh()
+                finally:
+                    self._work.given.discard(index)
         raise MuletrainError(
             f"step {self._step + 1}: microbatch {index} could not be finished in {MAX_TRIES} tries; {self._ctx.who_is_there()}"
         )
 
     async def _still_missing(
-        self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = ()
+        self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = (), *, passed_on: bool = False
     ) -> tuple[tuple[int, ...], float | None]:
-        """Returns the ``stages`` that lack it, and its loss, if a peer knows it."""
-        usual_s = self._dispatcher.trips.usual_s
+        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given it out, and may see it through."""
+        trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
+        patience_s = trips.long_s if passed_on else trips.usual_s
 
         def ignored(peer: PeerId) -> bool:
             return peer in doubted or self._ignored(peer)
 
-        return await self._survey.still_missing(self._lineage, self._step, index, stages, usual_s, ignored)
+        return await self._survey.still_missing(self._lineage, self._step, index, stages, patience_s, ignored, silent)
+
+    async def _silent_stages(self) -> set[int]:
+        """The stages that have a peer which is down, and may come back."""
+        roster, detector = self._ctx.roster, self._ctx.detector
+        down = [p for p in roster.everyone() if not roster.is_alive(p)]
+        gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in down))
+        return {roster.member(p).stage for p, never in zip(down, gone, strict=True) if not never}
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should not compute a microbatch, if others can."""

@@ -17,6 +17,8 @@ from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.position import Behind
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from muletrain.network.base import PeerId
     from muletrain.policy.cover import Cover
     from muletrain.runtime.core.waiting import Waits
@@ -98,21 +100,20 @@ class Reruns:
         )
         self._claims = {}
 
-    def drop(self) -> None:
-        """Empty our accumulator; its microbatches count as computed twice."""
+    def drop(self, gaps: Collection[int] | None = None) -> None:
+        """Empty our accumulator; its microbatches count as computed twice. ``gaps``: see ``Ledger.reopen``."""
         self._ctx.compute.clear(self._state.step)
         self._work.uncount()
-        self._ledger.reopen(keep=False)
+        self._ledger.reopen(keep=False, gaps=gaps)
 
     async def refill(self, cover: Cover, attempt: int, left_out: tuple[PeerId, ...]) -> None:
         """Keep our accumulator if it was chosen, and have the gaps run again. The microbatches of members ``left_out`` do
         not count."""
-        ctx, state = self._ctx, self._state
+        ctx, state, gaps = self._ctx, self._state, frozenset(cover.gaps)
         if ctx.net.peer_id in cover.chosen:
-            self._ledger.reopen(keep=True)
+            self._ledger.reopen(keep=True, gaps=gaps)
         else:
-            self.drop()
-        gaps = frozenset(cover.gaps)
+            self.drop(gaps)
         ctx.emit(MicrobatchesRerun(step=state.step + 1, stage=ctx.roster.own.stage, microbatches=len(gaps)))
         await self._run(gaps, attempt, left_out)
 
