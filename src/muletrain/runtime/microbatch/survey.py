@@ -41,15 +41,18 @@ class Survey:
         stages: tuple[int, ...],
         patience_s: Callable[[], float],
         ignored: Callable[[PeerId], bool] = lambda peer: False,
+        *,
         silent: Collection[int] = (),
+        given: bool = False,
     ) -> tuple[tuple[int, ...], float | None]:
         """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
         knows.
 
         A stage has it if a peer that is not ``ignored``, ourselves included, holds it in its accumulator; that peer
-        recomputes without accumulating. While some peer still works on it, or another trainer has given it out, wait: what is
-        about to be accumulated must not be accumulated twice, which costs a whole accumulator. Of two trainers that ask at
-        the same time the one with the higher id waits. The wait ends ``patience_s`` (at least ``PATIENCE_S``) after these last
+        recomputes without accumulating. While some peer still works on it, wait: what is about to be accumulated must
+        not be accumulated twice, which costs a whole accumulator. With ``given``, wait, too, while another trainer has it given
+        out, and, of two that ask at the same time, the one with the higher id. (Who asks for such a trainer must not: it
+        would wait for itself.) The wait ends ``patience_s`` (at least ``PATIENCE_S``) after these last
         accumulated anything. If their devices are late, it ends after ``PATIENCE_S``.
 
         Once some stage has it, so have those of the ``silent`` stages that no live peer speaks for, or they will: a silent peer
@@ -63,8 +66,10 @@ class Survey:
             current = await self.everyone(lineage, step)
             counted = [progress for peer, progress in current.items() if progress.stage in stages and not ignored(peer)]
             at_it = [progress for progress in counted if index in progress.in_flight]
-            others = [(peer, p) for peer, p in current.items() if peer != me and not ignored(peer)]
-            at_it += [p for peer, p in others if index in p.given or (index in p.asking and peer < me)]
+            for peer, progress in current.items() if given else ():
+                asks = index in progress.given or (index in progress.asking and peer < me)
+                if asks and peer != me and not ignored(peer):
+                    at_it.append(progress)
             if (now_done := sum(len(progress.accumulated) for progress in at_it)) > done:
                 since_s, done = clock.now(), now_done
             hangs = all(progress.late for progress in at_it)

@@ -278,7 +278,9 @@ class Trainer:
         def ignored(peer: PeerId) -> bool:
             return peer in doubted or self._ignored(peer)
 
-        return await self._survey.still_missing(self._lineage, self._step, index, stages, patience_s, ignored, silent)
+        return await self._survey.still_missing(
+            self._lineage, self._step, index, stages, patience_s, ignored, silent=silent, given=passed_on
+        )
 
     async def _silent_stages(self) -> set[int]:
         """The stages that have a peer which is down, and may come back."""
