@@ -116,6 +116,11 @@ def _alone(s: Scenario, rng: random.Random) -> Scenario | None:
     return (_swap(one, rng) if rng.random() < 0.8 else None) or one
 
 
+LOG_BYTES, LEAST_SPEED = 400_000, 1e5
+"""Bytes of past gradients that a peer keeps with a traced model, and bytes/s of a narrow link, at least: its gradients are
+larger than our decoder's, and a newcomer has to keep up with them."""
+
+
 def _tied(s: Scenario) -> bool:
     return any('\\"tie_word_embeddings\\": true' in o for o in s.overrides)
 
@@ -133,6 +138,8 @@ def _traced(s: Scenario, rng: random.Random) -> Scenario | None:
     tokens = {"vocab_size": 640, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": tied}
     config = CONFIG_MAPPING[kind](**TRACED[kind], **tokens, num_hidden_layers=len(s.stages))
     architecture = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    narrow = tuple((peer, max(speed, LEAST_SPEED)) for peer, speed in s.narrow)
+    s = replace(s, log_bytes=max(s.log_bytes, LOG_BYTES), narrow=narrow)
     return _with(f"model.architecture={json.dumps(architecture)}", "optimizer.eps=0.1")(s, rng)  # as with shared layers
 
 
