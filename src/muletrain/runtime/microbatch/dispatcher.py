@@ -203,7 +203,7 @@ class Dispatcher:
             else:
                 return answer
             failed.add(peer)
-            accumulate = await self._missing(request, accumulate)
+            accumulate = await self.missing(request, accumulate)
             full_s = self._ctx.clock.now()  # full peers were not asked while that one failed
 
     async def _until_room(self) -> None:
@@ -302,7 +302,7 @@ class Dispatcher:
         p = pending
         return await self.request(p.request, (), p.tensors, p.tried, gradient=p.gradient, unfinite=p.unfinite)
 
-    async def _missing(self, request: Attempt, accumulate: tuple[int, ...]) -> tuple[int, ...]:
+    async def missing(self, request: Attempt, accumulate: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
         stages from ours on that hold it already are left out."""
         r, ours, ignored = request, tuple(s for s in accumulate if s >= self._stage), request.without.__contains__

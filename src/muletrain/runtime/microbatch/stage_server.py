@@ -223,11 +223,11 @@ class StageServer:
     ) -> tuple[float, Encoded | None]:
         """Forward, then all later stages, then backward."""
         sent = [await self._compute_forward(job, inputs), targets]
-        message = job.message
+        message, accumulate = job.message, job.message.accumulate
+        if job.absences != self.ctx.meter.absences:  # others may have seen it through
+            accumulate = await dispatcher.missing(message, accumulate)
         backward = message.gradient or message.stage in message.accumulate
-        answer = await dispatcher.request(
-            message, message.accumulate, sent, gradient=backward, unfinite=message.unfinite
-        )
+        answer = await dispatcher.request(message, accumulate, sent, gradient=backward, unfinite=message.unfinite)
         if answer.gradient is None:  # run again for a later stage alone, or held out
             job.work.recomputed += not job.heldout
             return answer.loss, None
