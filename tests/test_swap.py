@@ -17,6 +17,7 @@ import torch
 
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.estimate import Offer, stage_memory
+from muletrain.compute.slot import Turn
 from muletrain.compute.swap.fit import blocks_of, fitted, swap_memory
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
@@ -121,6 +122,25 @@ def test_a_traced_model_is_swapped(made: Made, name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(type(chain), "tables_bytes", lambda self, sequences: 0)
     without = swap_memory(chain, cut, 0, SEQUENCES * chain.context, setup.precision, microbatches=4, lamb=False).beside
     assert plain - without >= TABLES * 4, "they are on the device beside the blocks"
+
+
+@pytest.mark.parametrize("kind", ["resident", "swapped"])
+def test_a_backward_whose_turn_was_refused_has_another(made: Made, kind: str) -> None:
+    """The peer stood still meanwhile, and asks first whether another replica has the microbatch by now."""
+    stage, mb = getattr(made, kind)(2)[0], Microbatch(0, 0)
+
+    def refuse() -> None:
+        raise ProtocolError("not now")
+
+    async def scenario() -> None:
+        output = await (await stage.forward(mb, torch.zeros(SEQUENCES, SPEC.context, dtype=torch.int64)))
+        with pytest.raises(ProtocolError, match="not now"):
+            await stage.backward(mb, torch.ones_like(output), Turn(0, refuse), accumulate=True)
+        await stage.backward(mb, torch.ones_like(output), accumulate=True)
+        await stage.gather(0)
+        assert (await stage.gradient(0)).any()
+
+    run(scenario())
 
 
 @pytest.mark.parametrize("kind", ["regression", "vit"])

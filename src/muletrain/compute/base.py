@@ -118,8 +118,9 @@ class Compute(Protocol):
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         """Differentiate a stage before the last. ``grad``: fp32 [B, T, D], d loss / d output. Returns d loss / d inputs
-        (None at stage 0), and adds the parameter gradient to the accumulator of ``mb.step`` if ``accumulate``. Raises
-        KeyError when nothing is kept for ``mb``, and ProtocolError for a gradient of another shape."""
+        (None at stage 0), and adds the parameter gradient to the accumulator of ``mb.step`` if ``accumulate``. If
+        ``turn.begins`` raises, ``mb`` may have another turn. Raises KeyError when nothing is kept for ``mb``, and
+        ProtocolError for a gradient of another shape."""
         ...
 
     async def loss_backward(

@@ -205,11 +205,23 @@ class SwappedCompute(ThreadedCompute):
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
         checks.check_gradient_shape(grad, self._kept[mb].shape)
         passage = self._kept.pop(mb)
-        passage.grad, passage.accumulate = grad, accumulate
+        passage.grad, passage.accumulate, passage.dropped = grad, accumulate, False
+
+        begun = False
+
+        def begins() -> None:
+            nonlocal begun
+            turn.begins()
+            begun = True
+
+        own_turn, work = Turn(turn.priority, begins), self._on_device(self.arithmetic.backward)
         try:
-            await self.rounds.call("backward", turn, self._on_device(self.arithmetic.backward), passage)
+            await self.rounds.call("backward", own_turn, work, passage)
         finally:
-            self._freed(passage)
+            if begun:
+                self._freed(passage)
+            else:  # it may have another turn
+                self._kept[mb] = passage
         return None if passage.inputs_gradient is None else Result(passage.inputs_gradient)
 
     async def loss_backward(

@@ -60,7 +60,7 @@ class Survey:
         """
         if not stages:
             return (), None
-        clock, me = self._ctx.clock, self._ctx.net.peer_id
+        clock, me, trainers = self._ctx.clock, self._ctx.net.peer_id, {*self._ctx.roster.trainers()}
         begun_s, since_s, done = clock.now(), clock.now(), -1
         for pause in itertools.count():
             current = await self.everyone(lineage, step)
@@ -68,7 +68,7 @@ class Survey:
             at_it = [progress for progress in counted if index in progress.in_flight]
             for peer, progress in current.items() if given else ():
                 asks = index in progress.given or (index in progress.asking and peer < me)
-                if asks and peer != me and not ignored(peer):
+                if asks and peer != me and peer in trainers and not ignored(peer):
                     at_it.append(progress)
             if (now_done := sum(len(progress.accumulated) for progress in at_it)) > done:
                 since_s, done = clock.now(), now_done

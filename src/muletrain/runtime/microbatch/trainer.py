@@ -77,6 +77,7 @@ class Trainer:
         self._passed = False
         """Microbatches that we have not given out yet may have passed to others in this way."""
         self._absences = ctx.meter.absences
+        self._down_before = self._down()
         self._silent: set[int] = set()
         """Stages with a peer that does not answer, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
@@ -119,9 +120,9 @@ class Trainer:
     async def take_over_orphans(self, *, late: bool = False) -> None:
         """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
         while no peer works on any, those of live trainers pass on, too."""
-        if missing := self._claims(self._work.missing(), 0):
+        if self._claims(self._work.missing(), 0):
             self._silent = await self._silent_stages()
-            await self._run(missing, retry=True)
+        await self._run(self._work.missing(), retry=True)
         if not late or not all(self._begun.values()):  # our own show that the stages are slow, not the trainers
             return
         if self._claimed - self._begun.keys():
@@ -181,7 +182,7 @@ class Trainer:
         try:
             missing, _ = await self._still_missing(index, (stage,), doubted)
             if missing:
-                await self.see_through(index, (stage,), doubted=doubted)
+                await self.see_through(index, (stage,), doubted=doubted, asked=True)
                 self._begun[index] = True
         finally:
             self._refilling.discard((stage, index))
@@ -229,14 +230,20 @@ class Trainer:
         return loss
 
     async def see_through(
-        self, index: int, accumulate: tuple[int, ...], *, retry: bool = False, doubted: tuple[PeerId, ...] = ()
+        self,
+        index: int,
+        accumulate: tuple[int, ...],
+        *,
+        retry: bool = False,
+        asked: bool = False,
+        doubted: tuple[PeerId, ...] = (),
     ) -> float:
         """Try one microbatch until it is through. Returns its loss [nats/token]. ``retry``: some peer may have it
-        already; ``doubted``: see ``refill``."""
+        already; ``asked``: all were asked, and none has; ``doubted``: see ``refill``."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
-            if retry or self._may_have_passed(index):
+            if retry or (self._may_have_passed(index) and not asked):
                 self._work.asking.add(index)
                 try:
                     accumulate, loss = await self._still_missing(index, accumulate, passed_on=True)
@@ -282,10 +289,13 @@ class Trainer:
             self._lineage, self._step, index, stages, patience_s, ignored, silent=silent, given=passed_on
         )
 
+    def _down(self) -> set[PeerId]:
+        return {p for p in self._ctx.roster.everyone() if not self._ctx.roster.is_alive(p)}
+
     async def _silent_stages(self) -> set[int]:
-        """The stages that have a peer which is down, and may come back."""
+        """The stages with a peer that went down in this step, and may come back."""
         roster, detector = self._ctx.roster, self._ctx.detector
-        down = [p for p in roster.everyone() if not roster.is_alive(p)]
+        down = sorted(self._down() - self._down_before)
         gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in down))
         return {roster.member(p).stage for p, never in zip(down, gone, strict=True) if not never}
 
