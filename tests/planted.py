@@ -53,7 +53,9 @@ if TYPE_CHECKING:
 
 
 def retry_accumulates_again(patch: pytest.MonkeyPatch) -> None:
-    async def all_stages(self: Survey, lineage: bytes, step: int, index: int, stages: Any, *rest: Any) -> Any:
+    async def all_stages(
+        self: Survey, lineage: bytes, step: int, index: int, stages: Any, *rest: Any, **more: Any
+    ) -> Any:
         return stages, None
 
     def begin(self: Ledger, index: int) -> bool:

@@ -77,7 +77,9 @@ class Trainer:
         self._passed = False
         """Microbatches that we have not given out yet may have passed to others in this way."""
         self._absences = ctx.meter.absences
+        """How often others may have believed us dead, until this step began."""
         self._down_before = self._down()
+        """Peers that can have nothing of this step."""
         self._silent: set[int] = set()
         """Stages with a peer that does not answer, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
@@ -295,9 +297,9 @@ class Trainer:
     async def _silent_stages(self) -> set[int]:
         """The stages with a peer that went down in this step, and may come back."""
         roster, detector = self._ctx.roster, self._ctx.detector
-        down = sorted(self._down() - self._down_before)
-        gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in down))
-        return {roster.member(p).stage for p, never in zip(down, gone, strict=True) if not never}
+        stages = {p: roster.member(p).stage for p in self._down() - self._down_before}
+        gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in stages))
+        return {stage for stage, never in zip(stages.values(), gone, strict=True) if not never}
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
         """Returns peers of ``stages`` that should not compute a microbatch, if others can."""
