@@ -73,9 +73,9 @@ def test_peers_that_swap_equal_a_single_process_though_one_is_killed(tmp_path: P
     worked = [e for e in events if isinstance(e, SwapWorked)]
     assert {e.step for e in worked} == set(range(1, 13))
     assert sum(e.microbatches for e in worked) > sum(e.rounds for e in worked), "several pass a load together"
-    # each round passes its sub-models forward and back; the two of the last turn may be there still. Of all reports: one
-    # may be made when the next step's first round is over
-    assert sum(e.loads for e in worked) >= 2 * (joined[0].swapped - 2) * sum(e.rounds for e in worked)
+    # each round passes its sub-models forward, and back unless it only computes what another peer accumulates; the two of the
+    # last turn may be there still. Of all reports: one may be made when the next step's first round is over
+    assert sum(e.loads for e in worked) >= (joined[0].swapped - 2) * sum(e.rounds for e in worked)
     assert not list((tmp_path / "run").glob("swap-peer-0*")), "its files end with it"
     assert not need.resident(Offer(int(2 * GIB * 2**30)))
 
