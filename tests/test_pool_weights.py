@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:
-    """Enlisting takes a second. The client has the weights by then, and says so at once."""
+    """A client asks for the weights before the server has enlisted it, which takes a second here. Then it is ready at once."""
     _, config, scene = staged(tmp_path, HUB, "hub.clients=0")
     plan, came_s = hollow_plan(scene, config, strategy_of(config), trace=False), dict[str, float]()
 

@@ -103,7 +103,9 @@ def test_a_trainer_that_comes_within_a_step_has_nothing_computed_twice(join_s: f
     assert again(outcome) == 0
 
 
-@pytest.mark.parametrize(("freeze_s", "for_s", "most"), [(0.9, 4.0, 15), (1.3, 4.0, 15), (1.3, 12.0, 30)])
+@pytest.mark.parametrize(
+    ("freeze_s", "for_s", "most"), [(0.9, 4.0, 15), (1.3, 4.0, 15), (1.7, 4.0, 20), (1.3, 12.0, 30)]
+)
 def test_who_stood_still_computes_nothing_that_others_have_by_now(freeze_s: float, for_s: float, most: int) -> None:
     """What it had under way, and what it would have given out, passed to others. (88 to 116 were computed again.)"""
     outcome = whole(played(4, Fault(freeze_s, "freeze", ("peer-0b",), for_s), microbatches=48))

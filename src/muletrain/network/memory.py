@@ -160,7 +160,7 @@ class MemoryNetwork:
         """Bytes of tensors that came."""
         self._carried: Counter[PeerId] = Counter()
         self._losses: dict[str, LossHandler] = {}
-        self._jobs = Jobs(copy_context())  # whoever begins a task of ours may be frozen (``sim.loop.MACHINE``)
+        self._jobs = Jobs(copy_context())  # not the context of the machine that calls: that may be frozen
         hub.peers[peer_id] = self
 
     # Calls ----------------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ MOST_HELD_BACK = 3
 """Late looks in a row at which peers work on microbatches, after which those of live trainers pass on all the same."""
 DOUBTED_TURN = 2
 """How often a replica asks in vain before a trainer, too, ignores the peers that it does not count on."""
+MOST_ASKED = 4
+"""Peers of a stage that are asked whether they are gone, at most: a partition may take hundreds at once."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
 """Seconds before a microbatch that failed is tried again, the first time and at most; doubles."""
 
@@ -296,8 +298,10 @@ class Trainer:
 
     async def _silent_stages(self) -> set[int]:
         """The stages with a peer that went down in this step, and may come back."""
-        roster, detector = self._ctx.roster, self._ctx.detector
-        stages = {p: roster.member(p).stage for p in self._down() - self._down_before}
+        roster, detector, down = self._ctx.roster, self._ctx.detector, defaultdict[int, list[str]](list)
+        for peer in sorted(self._down() - self._down_before):
+            down[roster.member(peer).stage].append(peer)
+        stages = {p: stage for stage, peers in down.items() for p in peers[:MOST_ASKED]}
         gone = await asyncio.gather(*(detector.is_gone(p, self._lineage, self._step) for p in stages))
         return {stage for stage, never in zip(stages.values(), gone, strict=True) if not never}
 

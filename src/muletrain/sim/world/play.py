@@ -60,14 +60,11 @@ def _short_memory(*, short: bool) -> Iterator[None]:
 def play(scenario: Scenario) -> Outcome:
     """Run the scenario to its end and check the invariants."""
     outcome = Outcome(scenario)
-    overflows = (
-        "compute.precision=fp16" in scenario.overrides
-    )  # the first gradients do, and each stage computes them again
-    history = reference.history(scenario)
-    limit_s = LIMIT_S + TIMES * (scenario.steps + overflows) * scenario.step_s
-    limit_s += max(
-        (f.for_s for f in scenario.faults if f.kind == "freeze"), default=0.0
-    )  # the world ends when that machine has woken up
+    history, fp16 = reference.history(scenario), "compute.precision=fp16" in scenario.overrides
+    # in fp16 the first gradients overflow, and each stage computes them again
+    limit_s = LIMIT_S + TIMES * (scenario.steps + fp16) * scenario.step_s
+    # the world ends when the last machine has woken up
+    limit_s += max((f.for_s for f in scenario.faults if f.kind == "freeze"), default=0.0)
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
