@@ -104,11 +104,15 @@ def test_a_trainer_that_comes_within_a_step_has_nothing_computed_twice(join_s: f
 
 
 @pytest.mark.parametrize(
-    ("freeze_s", "for_s", "most"), [(0.9, 4.0, 15), (1.3, 4.0, 15), (1.7, 4.0, 20), (1.3, 12.0, 30)]
+    ("freeze_s", "for_s", "delay_s", "most"),
+    [(0.9, 4.0, 0.01, 15), (1.7, 4.0, 0.01, 20), (1.3, 12.0, 0.01, 30), (1.3, 12.0, 0.1, 30)],
 )
-def test_who_stood_still_computes_nothing_that_others_have_by_now(freeze_s: float, for_s: float, most: int) -> None:
+def test_who_stood_still_computes_nothing_that_others_have_by_now(
+    freeze_s: float, for_s: float, delay_s: float, most: int
+) -> None:
     """What it had under way, and what it would have given out, passed to others. (88 to 116 were computed again.)"""
-    outcome = whole(played(4, Fault(freeze_s, "freeze", ("peer-0b",), for_s), microbatches=48))
+    frozen = Fault(freeze_s, "freeze", ("peer-0b",), for_s)
+    outcome = whole(play(Scenario(21, (2, 2), 4, STEPS, 48, delay_s, (frozen,))))
     assert again(outcome) <= most
     assert all("step=1 " in line for _, line in outcome.timeline if "microbatches_rerun" in line)
 
