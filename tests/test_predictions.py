@@ -36,7 +36,8 @@ from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.planner import confirmed
 from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import Settled, played_step_s, promising, settled
-from muletrain.sim.setting import UPDATE_S
+from muletrain.sim.setting import UPDATE_S, Setting
+from muletrain.sim.steps.steps import Took
 from tests.planned_fleets import FLEET, TINY
 
 ROOT = Path(__file__).parents[1]
@@ -250,6 +251,26 @@ def test_of_each_number_of_stages_the_best_is_played_unless_it_is_far_behind(tmp
     best, near, other, same, far = does(1.0, 4), does(0.85, 4), does(0.65, 2), does(0.63, 2), does(0.5, 1)
     assert promising([same, near, far, best, other]) == [near, best, other]
     assert promising([near] * 20 + [other, best])[-2:] == [other, best]
+
+
+def test_what_is_too_slow_by_rates_is_not_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    run = load_config(None, [*TINY, "train.batch=64"])
+    question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model))
+    played, step = list[int](), plan_swarm.step
+
+    def counted(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
+        played.append(len(found.serving))
+        return step(setting, found, delayed=delayed)
+
+    monkeypatch.setattr(plan_swarm, "step", counted)
+    assert plan_swarm.predict(question, least=math.inf).problem
+    assert not played
+    found = plan_swarm.predict(question)
+    some = len(played)
+    monkeypatch.setattr(plan_swarm, "FASTER", math.inf)
+    assert plan_swarm.predict(question) == found
+    assert 0 < some < len(played) - some, "with all promising layouts"
 
 
 def test_a_search_that_the_time_limit_ended_is_said(tmp_path: Path) -> None:

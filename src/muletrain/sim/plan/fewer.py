@@ -69,18 +69,22 @@ def _where_faster(predicted: Predictions, parts: Iterable[Question]) -> Predicti
     best = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
     swaps = any(p.swapped for p in predicted["swap"])
     for part in parts:
-        for p in _tried(part, swaps=swaps):
+        for p in _tried(part, best.values(), swaps=swaps):
             known = best[p.strategy, p.schedule]
             if not p.problem and not known.problem and p.tokens_per_s > (1 + ALIKE) * known.tokens_per_s:
                 best[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
     return {name: [best[p.strategy, p.schedule] for p in own] for name, own in predicted.items()}
 
 
-def _tried(part: Question, *, swaps: bool = False) -> list[Prediction]:
+def _tried(part: Question, known: Iterable[Prediction] = (), *, swaps: bool = False) -> list[Prediction]:
     """Predict strategy swarm, pipelines on its layout, and swap if a machine ``swaps`` under it: otherwise it is swarm with
-    one stage."""
-    swarm = plan_swarm.predict(part)
-    whole = [plan_swap.predict(part)] if swaps else []
+    one stage. ``known``: predictions that are to be improved."""
+
+    def least(*strategies: str) -> float:
+        return min((p.tokens_per_s for p in known if p.strategy in strategies and not p.problem), default=0.0)
+
+    swarm = plan_swarm.predict(part, least=least("swarm", "pipeline"))
+    whole = [plan_swap.predict(part, least=least("swap"))] if swaps else []
     blank = [
         Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
         for s in plan_pipeline.SCHEDULES

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Prediction, Split, Stage
@@ -42,6 +42,8 @@ MOVING_PERIODS = (3, 9)
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
 """Layouts that are played at most, their least part of the best one's rate, and the least for the best layout of
 each cut: between cuts rates err most."""
+FASTER = 1.1
+"""A play is at most so many times as fast as rates say; with a few microbatches a step it may be more."""
 ALIKE = 0.01
 """Relative difference below which the layout with fewer stages wins, and then the one with larger microbatches."""
 
@@ -59,6 +61,16 @@ class Settled:
     roughly_s: float
     """Seconds of a step by rates."""
 
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        cost = self.scene.setting.cost
+        return cost.microbatches * cost.tokens
+
+    def may_reach(self, tokens_per_s: float) -> bool:
+        """Is a play worth its time, where another layout does so many?"""
+        return FASTER * self.tokens / self.roughly_s >= tokens_per_s
+
     @cached_property
     def took(self) -> Took:
         """A step, played."""
@@ -70,15 +82,17 @@ class Settled:
 
     @property
     def tokens_per_s(self) -> float:
-        cost = self.scene.setting.cost
-        return cost.microbatches * cost.tokens / self.step_s
+        return self.tokens / self.step_s
 
 
 def predict(
-    question: Question, watch: Callable[[float], None] = lambda share: None, cuts: Iterable[Cut] = ()
+    question: Question,
+    watch: Callable[[float], None] = lambda share: None,
+    cuts: Iterable[Cut] = (),
+    least: float = 0.0,
 ) -> Prediction:
     """Find the best layout, or why there is none. ``cuts``: to try beside the most even one of each number of
-    stages."""
+    stages; ``least``: tokens/s of interest: without a layout that may reach them, none is played."""
     found, problems = [], []
     ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
     for n, (stages, cut) in enumerate(ways):
@@ -96,12 +110,15 @@ def predict(
             runnable=find("swarm").runs,
             problem=str(problems[-1]) + (either if question.stages is None else ""),
         )
-    return told(question, chosen(promising(found)))
+    worth = [s for s in promising(found) if s.may_reach(least)]
+    if not worth:
+        return Prediction(strategy="swarm", runnable=find("swarm").runs, problem="others are faster by rates")
+    return told(question, chosen(worth))
 
 
 def promising(found: Sequence[Settled]) -> list[Settled]:
     """Select the layouts that may be the fastest."""
-    tokens = [s.scene.setting.cost.microbatches * s.scene.setting.cost.tokens / s.roughly_s for s in found]
+    tokens = [s.tokens / s.roughly_s for s in found]
     order = sorted(range(len(found)), key=lambda n: -tokens[n])
     leaders = {found[n].scene.setting.cut: n for n in reversed(order)}.values()
     leading = [n for n in leaders if tokens[n] >= LEADING * max(tokens)]
@@ -111,8 +128,12 @@ def promising(found: Sequence[Settled]) -> list[Settled]:
 
 def chosen(found: Sequence[Settled]) -> Settled:
     """Choose the fastest layout, or one as fast with fewer stages."""
-    best = max(s.tokens_per_s for s in found)
-    near = [s for s in found if s.tokens_per_s >= (1 - ALIKE) * best]
+    played, best = list[Settled](), 0.0
+    for s in sorted(found, key=lambda s: s.roughly_s / s.tokens):
+        if s.may_reach((1 - ALIKE) * best):
+            played.append(s)
+            best = max(best, s.tokens_per_s)
+    near = [s for s in played if s.tokens_per_s >= (1 - ALIKE) * best]
     return min(near, key=lambda s: (len(s.serving), -s.scene.setting.cost.sequences))
 
 
@@ -168,7 +189,13 @@ def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> To
     """Play a step of ``found`` in ``setting``."""
     run = found.scene.run
     late = run.optimizer.delayed if delayed is None else delayed
-    return Pace(setting, trainers=run.fleet.trainers or TRAINERS, delayed=late).step(found.serving)
+    return _step(setting, tuple(map(tuple, found.serving)), run.fleet.trainers or TRAINERS, late)
+
+
+@lru_cache(maxsize=1024)
+def _step(setting: Setting, serving: tuple[Counts, ...], trainers: int, delayed: bool) -> Took:
+    """The same layout comes up again where swapping is off, and where other strategies ask for it."""
+    return Pace(setting, trainers=trainers, delayed=delayed).step(serving)
 
 
 def split(found: Settled) -> Split:
