@@ -270,6 +270,9 @@ def test_a_process_that_was_stopped_counts_a_moment_of_it(
         def now(self) -> float:
             return looked.now
 
+        def stood_still_s(self) -> float:
+            return 0.0
+
         async def sleep(self, seconds: float) -> None:
             slept.append(seconds)
             looked.now += seconds if len(slept) > 1 else 3600.0

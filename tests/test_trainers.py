@@ -13,7 +13,7 @@ from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from muletrain.sim.world.scenario import SUSPENDED, Fault, Scenario
 from muletrain.sim.world.verdict import Outcome, readable
 
 pytestmark = pytest.mark.timeout(240)
@@ -103,15 +103,16 @@ def test_a_trainer_that_comes_within_a_step_has_nothing_computed_twice(join_s: f
     assert again(outcome) == 0
 
 
+@pytest.mark.parametrize("how", ["", SUSPENDED])
 @pytest.mark.parametrize(
     ("freeze_s", "for_s", "delay_s", "most"),
     [(0.9, 4.0, 0.01, 15), (1.7, 4.0, 0.01, 20), (1.3, 12.0, 0.01, 30), (1.3, 12.0, 0.1, 30)],
 )
 def test_who_stood_still_computes_nothing_that_others_have_by_now(
-    freeze_s: float, for_s: float, delay_s: float, most: int
+    freeze_s: float, for_s: float, delay_s: float, most: int, how: str
 ) -> None:
     """What it had under way, and what it would have given out, passed to others. (88 to 116 were computed again.)"""
-    frozen = Fault(freeze_s, "freeze", ("peer-0b",), for_s)
+    frozen = Fault(freeze_s, "freeze", ("peer-0b",), for_s, how=how)
     outcome = whole(play(Scenario(21, (2, 2), 4, STEPS, 48, delay_s, (frozen,))))
     assert again(outcome) <= most
     assert all("step=1 " in line for _, line in outcome.timeline if "microbatches_rerun" in line)

@@ -7,6 +7,7 @@ the next timer.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -16,13 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
 T = TypeVar("T")
+ALWAYS = {"linux": getattr(time, "CLOCK_BOOTTIME", None), "darwin": getattr(time, "CLOCK_MONOTONIC", None)}.get(
+    sys.platform
+)
+"""The system's clock that also counts while the machine is suspended (a laptop whose lid is closed); None: it has none."""
 
 
 class Clock(Protocol):
     """Time as protocol code sees it."""
 
     def now(self) -> float:
-        """Seconds on a monotonic clock with an arbitrary origin."""
+        """Seconds on a monotonic clock with an arbitrary origin. It may stand still while the machine is suspended."""
+        ...
+
+    def stood_still_s(self) -> float:
+        """Seconds, since an arbitrary origin, that passed while this clock stood still."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -48,6 +57,9 @@ class LoopClock:
             return loop_time_s()
         except RuntimeError:  # called from a compute thread
             return time.monotonic()
+
+    def stood_still_s(self) -> float:
+        return 0.0 if ALWAYS is None else time.clock_gettime(ALWAYS) - time.monotonic()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

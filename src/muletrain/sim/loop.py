@@ -15,7 +15,7 @@ from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, Unpack, cast
 
 from muletrain.clock import LoopClock
-from muletrain.errors import MuletrainError
+from muletrain.errors import DeadlineExceeded, MuletrainError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
@@ -112,6 +112,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Of tasks."""
         self._frozen: dict[str, list[_Call | _Timer]] = {}
         """By frozen machine: the calls that have become due since."""
+        self._suspended_at_s: dict[str, float] = {}
+        """By machine that is frozen and whose clock stands still: since when."""
+        self._stood_still_s: dict[str, float] = {}
+        """By machine: how long its clock stood still before that."""
         super().__init__()
 
     def time(self) -> float:
@@ -193,13 +197,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             except BaseException as e:  # as asyncio does
                 self.call_exception_handler({"message": f"exception in {call.callback}", "exception": e})
 
-    def freeze(self, machine: str) -> None:
-        """Stop ``machine`` as SIGSTOP does: nothing of it runs, no timer goes off."""
+    def freeze(self, machine: str, *, suspended: bool = False) -> None:
+        """Stop ``machine`` as SIGSTOP does: nothing of it runs, no timer goes off. ``suspended``: a clock of its own
+        (``MachineClock``) stands still meanwhile."""
         self._frozen.setdefault(machine, [])
+        if suspended:
+            self._suspended_at_s.setdefault(machine, self._virtual_s)
 
     def thaw(self, machine: str) -> None:
         """Let it go on with all that was due meanwhile."""
         self._calls.extend(self._frozen.pop(machine, ()))
+        self._stood_still_s[machine] = self.stood_still_s(machine)
+        self._suspended_at_s.pop(machine, None)
+
+    def stood_still_s(self, machine: str) -> float:
+        """Seconds for which the clock of ``machine`` has stood still so far."""
+        now_s = self._virtual_s
+        return self._stood_still_s.get(machine, 0.0) + now_s - self._suspended_at_s.get(machine, now_s)
 
     def _forget_the_cancelled(self) -> None:
         timers = self.timers
@@ -237,20 +251,45 @@ def context_of(machine: str) -> Context:
     return context
 
 
-class SkewedClock(LoopClock):
-    """A machine's own clock: ``offset_s`` + ``rate`` times the loop's time."""
+class MachineClock(LoopClock):
+    """A machine's own clock: ``offset_s`` + ``rate`` times the loop's time, without that in which it was suspended."""
 
-    def __init__(self, rate: float, offset_s: float) -> None:
-        self._rate, self._offset_s = rate, offset_s
+    def __init__(self, machine: str, rate: float, offset_s: float) -> None:
+        self._machine, self._rate, self._offset_s = machine, rate, offset_s
 
     def now(self) -> float:
-        return self._offset_s + self._rate * super().now()
+        return self._offset_s + self._rate * (super().now() - virtual_loop().stood_still_s(self._machine))
+
+    def stood_still_s(self) -> float:
+        return virtual_loop().stood_still_s(self._machine)
 
     async def sleep(self, seconds: float) -> None:
+        until = self.now() + seconds
         await super().sleep(seconds / self._rate)
+        while self._left_s(until) > RESOLUTION_S:  # it was suspended meanwhile
+            await super().sleep(self._left_s(until))
+
+    def _left_s(self, until: float) -> float:
+        return (until - self.now()) / self._rate
 
     async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
-        return await super().deadline(awaitable, seconds / self._rate, what)
+        loop, until = virtual_loop(), self.now() + seconds
+        timers = list[asyncio.TimerHandle]()
+
+        def due() -> None:
+            if (left_s := self._left_s(until)) > RESOLUTION_S:  # it was suspended meanwhile
+                timers.append(loop.call_later(left_s, due))
+            else:
+                limit.reschedule(loop.time())
+
+        timers.append(loop.call_later(seconds / self._rate, due))
+        try:
+            async with asyncio.timeout(None) as limit:
+                return await awaitable
+        except TimeoutError as e:
+            raise DeadlineExceeded(f"no answer within {seconds:.2f} s", what) from e
+        finally:
+            timers[-1].cancel()
 
 
 @contextmanager

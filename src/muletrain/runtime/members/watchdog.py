@@ -14,7 +14,7 @@ usually takes (``compute.jobs``). There are three limits, from measured times:
 - *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.
 
 Only time in which this process ran counts: between two looks no more than twice the usual pause, however long it was
-stopped or suspended.
+stopped or suspended. That it was away for so long that others must have missed it is counted, too (``Meter.absences``).
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Watchdog:
         """Look until cancelled. Raises DeviceHung."""
         clock = self._ctx.clock
         while True:
-            before = clock.now()
+            before, stood_still_s = clock.now(), clock.stood_still_s()
             await clock.sleep(LOOK_S)
             passed_s = clock.now() - before
-            self._ctx.meter.absences += passed_s - LOOK_S >= self._ctx.detector.deadline.seconds()
+            away_s = passed_s - LOOK_S + clock.stood_still_s() - stood_still_s
+            self._ctx.meter.absences += away_s >= self._ctx.detector.deadline.seconds()
             self.look(min(passed_s, 2 * LOOK_S))
 
     def look(self, seconds: float) -> None:

@@ -16,6 +16,8 @@ FOR_EVER_S = 1e9
 """Two machines that cannot connect to each other."""
 SIDES = ("partition", "blackhole")
 """Faults that leave two sides."""
+SUSPENDED = "suspended"
+"""How a machine freezes whose clock stands still, as a laptop's does while its lid is closed."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,14 @@ class Fault:
     """At ``at_s``: 'kill', 'freeze', 'cut' (one from everyone else, or two from each other), 'slow' or 'damage' (the
     next frame of) ``who``, for ``for_s``; a 'partition' between ``who`` and all others, or a 'blackhole', of which
     nobody is told; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to
-    the next stage (or to stage ``to``). A kill or damage with ``on`` waits, from ``at_s`` on, for the ``nth`` frame of
-    that kind that ``who`` would send: it dies instead, or that frame is damaged. 'corrupt': ``who`` computes wrongly
-    (``how``: see ``sim.world.faulty``). 'hang': no operation of its device ends, while its event loop answers. 'one
-    way': the first of ``who`` does not reach the second, which reaches it. 'small': between the two only frames of up
-    to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see ``sim.world.lying``). 'kick': all others
-    refuse ``who`` from now on. 'stop': it asks for the run's orderly end. 'disk': the disk that ``who`` writes
-    checkpoints to is 'slow', 'hangs', or is 'full' (``how``). 'directory': it answers nobody. A 'join' may come under
-    the name ``how`` of another."""
+    the next stage (or to stage ``to``). Who freezes may be ``SUSPENDED``. A kill or damage with ``on`` waits, from
+    ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged.
+    'corrupt': ``who`` computes wrongly (``how``: see ``sim.world.faulty``). 'hang': no operation of its device ends,
+    while its event loop answers. 'one way': the first of ``who`` does not reach the second, which reaches it. 'small':
+    between the two only frames of up to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see
+    ``sim.world.lying``). 'kick': all others refuse ``who`` from now on. 'stop': it asks for the run's orderly end.
+    'disk': the disk that ``who`` writes checkpoints to is 'slow', 'hangs', or is 'full' (``how``). 'directory': it
+    answers nobody. A 'join' may come under the name ``how`` of another."""
 
     at_s: float
     kind: str

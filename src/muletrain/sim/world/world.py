@@ -52,12 +52,12 @@ from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
-from muletrain.sim.loop import SkewedClock, context_of, virtual_loop
+from muletrain.sim.loop import MachineClock, context_of, virtual_loop
 from muletrain.sim.world import reference
 from muletrain.sim.world.faulty import FaultyCompute
 from muletrain.sim.world.links import Links
 from muletrain.sim.world.lying import Liar
-from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, stage_of
+from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, SUSPENDED, stage_of
 from muletrain.sim.world.verdict import LEFT, Outcome
 from muletrain.sim.world.virtual_disks import Disks
 from muletrain.sim.world.witness import Watched
@@ -179,7 +179,10 @@ class World:
 
     def _own_clock(self, name: str) -> LoopClock:
         rng, skew = random.Random(f"clock/{self.scenario.seed}/{name}"), self.scenario.skew
-        return SkewedClock(math.exp(rng.uniform(-skew, skew)), rng.uniform(0.0, 1e6)) if skew else self.clock
+        if not skew and not any(f.how == SUSPENDED and name in f.who for f in self.scenario.faults):
+            return self.clock
+        rate = math.exp(rng.uniform(-skew, skew))
+        return MachineClock(name, rate, rng.uniform(0.0, 1e6) if skew else 0.0)
 
     def join(self, name: str, called: str) -> None:
         """A newcomer."""
@@ -199,10 +202,11 @@ class World:
         self.tasks[name].cancel()
         virtual_loop().thaw(name)
 
-    def freeze(self, name: str) -> None:
-        """Stop ``name``: its timers, too, as SIGSTOP does. Its device goes on with what it has begun."""
+    def freeze(self, name: str, how: str) -> None:
+        """Stop ``name``: its timers, too, as SIGSTOP does. Its device goes on with what it has begun, unless it is
+        suspended."""
         self.hub.barriers.freeze(name)
-        virtual_loop().freeze(name)
+        virtual_loop().freeze(name, suspended=how == SUSPENDED)
 
     def thaw(self, name: str) -> None:
         """What came for ``name`` reaches it before timers go off that were due meanwhile."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from muletrain.sim.world.draws.common import Kind, calm, replicas, span, spare, with_faults
 from muletrain.sim.world.lying import LIES
-from muletrain.sim.world.scenario import FOR_EVER_S, SIDES, Fault, Scenario, planned, stage_of
+from muletrain.sim.world.scenario import FOR_EVER_S, SIDES, SUSPENDED, Fault, Scenario, planned, stage_of
 
 MANY = 0.3
 """Share of the worlds with naps in which a stage has five to seven replicas."""
@@ -117,13 +117,18 @@ def _naps(s: Scenario, rng: random.Random) -> Scenario | None:
         microbatches=rng.randint(8, 16),
         overrides=(*others, *planned(stages, schedule, shared=rng.random() < 0.5)),
     )
-    faults = []
+    faults, how = [], _stands_still(s)
     for who in spare(s):
         at_s = 0.0
         while (at_s := at_s + rng.expovariate(1 / s.step_s)) < 0.8 * span(s):
-            faults.append(Fault(at_s, "freeze", (who,), 1.0 + rng.expovariate(2 / s.step_s)))
+            faults.append(Fault(at_s, "freeze", (who,), 1.0 + rng.expovariate(2 / s.step_s), how=how))
             at_s += faults[-1].for_s
     return with_faults(s, faults)
+
+
+def _stands_still(s: Scenario) -> str:
+    """How machines of this world freeze: stopped, or suspended."""
+    return random.Random(f"stands still/{s.seed}").choice(["", SUSPENDED])
 
 
 def _minutes(s: Scenario, rng: random.Random) -> Scenario | None:
@@ -145,7 +150,19 @@ def _sleep(s: Scenario, rng: random.Random) -> Scenario | None:
         return None
     sleep = rng.sample(spare(changed), rng.randint(1, len(spare(changed))))
     times = {who: (rng.uniform(0.0, 0.8 * span(changed)), rng.uniform(400.0, 4000.0)) for who in sleep}
-    return with_faults(changed, [Fault(at_s, "freeze", (who,), for_s) for who, (at_s, for_s) in times.items()])
+    how = _stands_still(changed)
+    return with_faults(changed, [Fault(at_s, "freeze", (who,), for_s, how=how) for who, (at_s, for_s) in times.items()])
+
+
+def _suspended(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Who freezes is suspended, as a laptop is while its lid is closed: its clock stands still, too."""
+    if not any(f.kind == "freeze" for f in s.faults):
+        if not (spared := spare(s)):
+            return None
+        closed = rng.sample(spared, rng.randint(1, len(spared)))
+        times = {who: (rng.uniform(0.0, 0.8 * span(s)), rng.uniform(0.2, 60.0)) for who in closed}
+        s = with_faults(calm(s), [Fault(at_s, "freeze", (who,), for_s) for who, (at_s, for_s) in times.items()])
+    return replace(s, faults=tuple(replace(f, how=SUSPENDED) if f.kind == "freeze" else f for f in s.faults))
 
 
 def _slow(s: Scenario, rng: random.Random) -> Scenario | None:
@@ -182,6 +199,7 @@ KINDS: dict[str, Kind] = {
     "naps": _naps,
     "sleep": _sleep,
     "minutes": _minutes,
+    "suspended": _suspended,
     "lie": _lie,
     "shared data": _shared_data,
 }
