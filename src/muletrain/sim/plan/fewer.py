@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Prediction
@@ -36,6 +37,7 @@ LARGER = (4, 16)
 
 Predictions = Mapping[str, Sequence[Prediction]]
 """By strategy."""
+NONE: Predictions = MappingProxyType({})
 
 
 def unswapped(question: Question, predicted: Predictions) -> Predictions:
@@ -66,25 +68,35 @@ def _able(predicted: Predictions) -> list[Prediction]:
 
 
 def _where_faster(predicted: Predictions, parts: Iterable[Question]) -> Predictions:
-    best = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
+    found = predicted
     swaps = any(p.swapped for p in predicted["swap"])
     for part in parts:
-        for p in _tried(part, best.values(), swaps=swaps):
-            known = best[p.strategy, p.schedule]
-            if not p.problem and not known.problem and p.tokens_per_s > (1 + ALIKE) * known.tokens_per_s:
-                best[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
-    return {name: [best[p.strategy, p.schedule] for p in own] for name, own in predicted.items()}
+        tried = {(p.strategy, p.schedule): p for p in _tried(part, found, swaps=swaps) if not p.problem}
+        left_out = {"left_out": part.left_out}
+        found = {
+            name: [
+                other.model_copy(update=left_out)
+                if (other := tried.get((p.strategy, p.schedule))) is not None
+                and not p.problem
+                and other.tokens_per_s > (1 + ALIKE) * p.tokens_per_s
+                else p
+                for p in own
+            ]
+            for name, own in found.items()
+        }
+    return found
 
 
-def _tried(part: Question, known: Iterable[Prediction] = (), *, swaps: bool = False) -> list[Prediction]:
+def _least(known: Predictions, *strategies: str) -> float:
+    """Tokens/s of the slowest prediction that is to be improved."""
+    return min((p.tokens_per_s for name in strategies for p in known.get(name, ()) if not p.problem), default=0.0)
+
+
+def _tried(part: Question, known: Predictions = NONE, *, swaps: bool = False) -> list[Prediction]:
     """Predict strategy swarm, pipelines on its layout, and swap if a machine ``swaps`` under it: otherwise it is swarm with
     one stage. ``known``: predictions that are to be improved."""
-
-    def least(*strategies: str) -> float:
-        return min((p.tokens_per_s for p in known if p.strategy in strategies and not p.problem), default=0.0)
-
-    swarm = plan_swarm.predict(part, least=least("swarm", "pipeline"))
-    whole = [plan_swap.predict(part, least=least("swap"))] if swaps else []
+    swarm = plan_swarm.predict(part, least=_least(known, "swarm", "pipeline"))
+    whole = [plan_swap.predict(part, least=_least(known, "swap"))] if swaps else []
     blank = [
         Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
         for s in plan_pipeline.SCHEDULES
