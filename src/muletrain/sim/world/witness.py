@@ -236,7 +236,8 @@ class Witness:
         begins_s = min(f.at_s for f in self._scenario.faults)
         for step, length in enumerate(lengths):
             least_s = AT_FIRST_S if begins_s < ends[0] else HELD_UP_S
-            if length > HELD_UP * min(lengths) + least_s * max(1.0, self._scenario.longer):
+            least_s *= max(1.0, self._scenario.longer) * math.exp(self._scenario.skew)  # by each one's own clock
+            if length > HELD_UP * min(lengths) + least_s:
                 self._broken(
                     f"step {step + 1} took {length:.1f} s, the shortest {min(lengths):.1f} s: it waited for a device"
                 )
