@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
         config.stash[LEFT_OUT] = len(without)
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector need not look again and again at what was imported: a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

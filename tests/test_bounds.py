@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import pkgutil
 import re
 import time
@@ -95,13 +94,13 @@ def test_a_message_costs_its_receiver_a_bounded_multiple_of_its_bytes(kind: str)
     cls = KINDS[kind]
     assert cls.most() > 0
     schema: Any = cls.__pydantic_core_schema__
-    for wrong, length in itertools.product((None, "", [], {}), (30_000, 100)):
-        packed: bytes = msgpack.packb(filled(schema, length, wrong))
-        names: bytes = msgpack.packb({f"n{k}": 0 for k in range(length)})
-        for payload in (packed, names):
+    for length in (30_000, 100):
+        contents = [filled(schema, length, wrong) for wrong in (None, "", [], {})]
+        for n, content in enumerate([*contents, {f"n{k}": 0 for k in range(length)}]):
+            payload: bytes = msgpack.packb(content)
             seconds, peak = cost(cls, payload)
-            assert seconds <= 0.02 + CPU_S_PER_BYTE * len(payload), (wrong, length)
-            assert peak <= (1 << 16) + MEMORY_TIMES * len(payload), (wrong, length)
+            assert seconds <= 0.02 + CPU_S_PER_BYTE * len(payload), (n, length)
+            assert peak <= (1 << 16) + MEMORY_TIMES * len(payload), (n, length)
 
 
 def cost(cls: type[Message], payload: bytes) -> tuple[float, int]:
