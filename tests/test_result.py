@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ from rich.console import Console
 
 from muletrain.cli.actions.session import Session
 from muletrain.cli.show.console import LiveConsole, plain_line
+from muletrain.cli.show.view import PeerView
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
-from muletrain.events import Note, RunFinished, RunStarted, read_events
+from muletrain.events import Note, RunFinished, RunStarted, StageEmpty, StepDone, read_events
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.runs import result
@@ -168,6 +170,31 @@ def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest
     told = capsys.readouterr().out
     assert "killed by signal 9 (Killed): out of memory?" in told
     assert f"{tmp_path}/peer-0.log" in told
+
+
+def test_a_run_that_waits_for_a_peer_that_nobody_can_bring_ends(tmp_path: Path) -> None:
+    """It waited for 15 minutes, though no other machine can join it. (The module's own operation failed in one stage.)"""
+    with LocalFleet(tmp_path, 1) as fleet:
+        session = Session(tmp_path, fleet, json=True)
+        fleet.spawn(["peer-0", "peer-1"])
+        session.view.fold(replace(STARTED, stages=2, peers=2))
+        for stage, name in enumerate(("peer-0", "peer-1")):
+            session.view.peers[name] = PeerView(name, stage=stage)
+        session.show(Note(level="error", message="its matrix is singular", peer="peer-1"))
+        session.show(StageEmpty(stages="stage 1", lacks="and there is no checkpoint", minutes=15))
+        assert not session._stranded(["peer-0", "peer-1"]), "it may answer again"
+        assert session._stranded(["peer-0"])
+        session.founder = "peer-0"
+        assert not session._stranded(["peer-0"]), "another machine may join"
+        session.founder = None
+        session.show(StepDone(step=1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, duration_s=1.0, lineage=""))
+        assert not session._stranded(["peer-0"]), "the run goes on"
+        session.show(StageEmpty(stages="stage 1", lacks="and there is no checkpoint", minutes=15))
+        os.kill(fleet.pid("peer-1"), signal.SIGKILL)
+        with pytest.raises(MuletrainError, match=r"^peer-1: its matrix is singular; logs: "):
+            session.watch()
+        assert not fleet.alive()
+        session.close()
 
 
 def test_what_all_peers_say_is_said_once(tmp_path: Path) -> None:

@@ -251,7 +251,8 @@ async def work(spec: WorkerSpec, listen: Callable[[Worker], Coroutine[Any, Any, 
             if task is not None and task.cancelling():
                 raise  # the command in whose process we are ends at once
             full = no_room(e)
-            log.note(full or f"{type(e).__name__}: {e} (a bug; {spec.name}.log has the traceback)", "error")
+            whose = "an operation of your module failed, or this is a bug" if spec.factories else "a bug"
+            log.note(full or f"{type(e).__name__}: {e} ({whose}; {spec.name}.log has the traceback)", "error")
             if full is None:
                 raise
             return EXIT_ERROR

@@ -22,6 +22,7 @@ from muletrain.events import (
     FleetMeasured,
     Note,
     RunStarted,
+    StageEmpty,
     StepDone,
     SteppedBack,
     events_in,
@@ -77,7 +78,10 @@ class Session:
         self._asked: float | None = None
         self.chaos: Injector | None = None
         self.founder: str | None = None
-        """Name of our founding peer, which measures the fleet on request."""
+        """Name of our founding peer, which measures the fleet on request, and lets other machines join; None: all of the run's
+        processes are ours."""
+        self._waits = False
+        """The run waits for a peer of a stage that has none."""
 
     def poll(self) -> None:
         """Handle the events since the last poll, and the first Ctrl-C."""
@@ -105,6 +109,8 @@ class Session:
             self.checkpoint = here / (Path(event.path).name if inside else f"step-{event.step:08d}")
         if isinstance(event, FleetMeasured) and isinstance(self.console, LiveConsole):
             self.console.console.print(fleet_tables(event))
+        if isinstance(event, StageEmpty | SteppedBack | StepDone):
+            self._waits = isinstance(event, StageEmpty)
         if isinstance(event, Note) and event.level == "error":
             self.errors.setdefault(event.message, []).append(event.peer)
 
@@ -164,7 +170,7 @@ class Session:
             self._dismiss(alive)
             begun = not whole or self.view.started is not None or self.interrupted
             late = self._asked is not None and time.monotonic() - self._asked > STOP_S
-            if late or (not begun and any(self.fleet.exit_codes().values())):
+            if late or self._stranded(alive) or (not begun and any(self.fleet.exit_codes().values())):
                 self._ended.update(self.fleet.alive())  # we killed these ourselves
                 self.fleet.kill()
             time.sleep(POLL_S)
@@ -177,6 +183,15 @@ class Session:
             raise MuletrainError(
                 f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
             )
+
+    def _stranded(self, alive: list[str]) -> bool:
+        """Does the run wait for a peer that nobody can bring? All processes of a stage have ended, no machine can join, and
+        no planned fault is about one that may."""
+        ours = self.hears_all and self.founder is None and self.chaos is None
+        if not (ours and self._waits) or self.view.started is None:
+            return False
+        serving = {self.view.peers[name].stage for name in alive if name in self.view.peers}
+        return not serving.issuperset(range(self.view.started.stages))
 
     def _dismiss(self, alive: list[str]) -> None:
         """End the clients once no other process is left: a client that missed the end looks for a server for minutes."""
