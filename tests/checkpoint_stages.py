@@ -45,7 +45,7 @@ def state(stage: int, elements: int = 1 << 19) -> dict[str, Tensor]:
 class Offloads:
     """Nothing here computes; hashing has a thread."""
 
-    n_params = 0
+    n_params = n_trained = 0
 
     async def offload(self, fn: Any, *args: Any) -> Any:
         return await asyncio.to_thread(fn, *args)

@@ -39,7 +39,7 @@ SIZES = {"loss_scale": 2, "model/a": 700, "model/empty": 0, "model/b": 1301, "mo
 class State:
     """What a transfer asks of a ``Compute``."""
 
-    n_params = 2001
+    n_params = n_trained = 2001
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -101,7 +101,7 @@ def images_with_classes() -> tuple[Any, Any]:
 
 
 class Words(nn.Module):
-    """Tokens int64 [B, T] and their next ones, of a text; the weights of input and output are one."""
+    """Tokens int64 [B, T] and their next ones, of a text."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -119,6 +119,13 @@ class Words(nn.Module):
 
 def words(vocab: int = 300) -> nn.Module:
     return Words(vocab)
+
+
+def tied_words(*, frozen: bool) -> nn.Module:
+    """The weights of input and output are one."""
+    model = Words(300)
+    model.head.weight = model.embed.weight.requires_grad_(not frozen)
+    return model
 
 
 class Windowed(Words):

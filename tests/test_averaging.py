@@ -43,7 +43,7 @@ ROUND = Round(bytes(32), bytes(32), 0, 0, IDS, IDS, IDS, 3, SIZE, False)
 class Vector:
     """What averaging asks of a ``Compute``."""
 
-    n_params = SIZE
+    n_params = n_trained = SIZE
 
     def __init__(self) -> None:
         self.jobs = Jobs(LoopClock().now)

@@ -22,7 +22,7 @@ from muletrain.events import StepDone, Validated
 from muletrain.model.chain import TensorType
 from muletrain.model.dropout import Masks
 from muletrain.model.generate import generate_ids
-from muletrain.model.make import make_model, make_stage, model_from_json
+from muletrain.model.make import make_model, make_stage, model_from_json, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import Writes, first_weights
 from muletrain.model.traced.making import made
@@ -212,14 +212,33 @@ def test_a_frozen_parameter_stays_as_it_is(rule: Literal["adamw", "lamb"]) -> No
     optimizer = OptimizerConfig(name=rule, weight_decay=0.1, lr=0.01, warmup=0)
     setup = StageSetup(optimizer, 10, 0, 4)
     stage = StageArithmetic(0, [make_stage(spec, None, spec.cut(1))], setup, before.__getitem__)
+    trained = stage.weights.layout.trained
+    assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad), "nothing else is averaged"
     for step in range(2):
         mb = Microbatch(step, 0)
         _, gradients, _ = stage.loss_backward(mb, torch.rand(4, 3, 8, 8), torch.rand(4, 2), accumulate=True)
         stage.accumulate(gradients, step)
-        stage.apply(stage.weights.accumulator(step).clone(), Update(step, 1.0, skip=False))
+        assert not stage.weights.accumulator(step)[trained:].any()
+        stage.apply(stage.weights.accumulator(step)[:trained].clone(), Update(step, 1.0, skip=False))
     state = stage.state()
     for name, parameter in model.named_parameters():
         assert torch.equal(state[f"model/{name}"], before[name]) != parameter.requires_grad, name
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_frozen_is_not_tied(frozen: bool) -> None:
+    """Both copies stay as they are, and have no gradient to add."""
+    facts = named(
+        "tied_words", None, "model.vocab=300", "model.context=16", f"model.arguments={{frozen={str(frozen).lower()}}}"
+    )
+    cut, size = facts.spec.cut(2), 300 * 16
+    tied = tied_between(facts.spec, cut)
+    assert (tied is None) == frozen
+    layouts = [make_stage(facts.spec, stage, cut).layout() for stage in range(2)]
+    assert [layout.size - layout.trained for layout in layouts] == [size * frozen] * 2
+    for stage, layout in enumerate(layouts):  # as plans count them
+        assert facts.spec.trained_params(cut, stage) == layout.trained
+        assert facts.spec.shared_params(cut, stage) == size * (not frozen)
 
 
 WORLDS: dict[str, dict[str, Any]] = {
@@ -243,6 +262,16 @@ WORLDS: dict[str, dict[str, Any]] = {
     },
     "swapped": {"swapped": ("peer-1a",)},
     "frozen, killed and swapped": {"faults": (Fault(0.5, "kill", ("peer-1b",)),), "swapped": ("peer-1a",)},
+    "frozen stage, killed and joined": {
+        "stages": (2, 2, 1, 2),
+        "faults": (
+            Fault(0.5, "kill", ("peer-0b",)),
+            Fault(0.7, "join", ("peer-0j0",)),
+            Fault(0.8, "kill", ("peer-3b",)),
+        ),
+        "steps": 6,
+    },
+    "frozen hub": {"stages": (1, 1), "clients": ("client-0a", "client-0b", "client-1a"), "sequences": 3},
     "hub": {"stages": (1, 1), "clients": ("client-0a", "client-0b", "client-1a"), "sequences": 3},
 }
 

@@ -130,7 +130,7 @@ def test_where_nothing_is_kept_it_takes_state_after_state_and_says_why_it_gives_
 class Vector:
     """What keeping a gradient asks of a ``Compute``."""
 
-    n_params = 2 * PIECE + 100
+    n_params = n_trained = 2 * PIECE + 100
 
     async def offload(self, fn: Any, *args: Any) -> Any:
         return fn(*args)

@@ -210,7 +210,7 @@ def test_all_are_asked_what_they_know_before_a_wait_is_given_up(peers: int, at_o
         for peer, net in nets.items():
             net.serve(GetProgress.KIND, answers(peer))
         plan = cast("Plan", SimpleNamespace(stages=1, microbatches=1, delayed=False, chunk=1, tied=None))
-        compute = cast("Any", SimpleNamespace(n_params=1))
+        compute = cast("Any", SimpleNamespace(n_params=1, n_trained=1))
         ctx = Context(nets["p007"], LoopClock(), compute, Roster(genesis, "p007"), plan, emit=lambda event: None)
         exchange = runner_of(ctx).exchange
         for _ in range(MAX_SILENCE - 1):

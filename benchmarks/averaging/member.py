@@ -49,7 +49,7 @@ class Alone:
 class Vector:
     """What the averager asks of a ``Compute``: the length, and a thread beside the loop."""
 
-    n_params = SIZE
+    n_params = n_trained = SIZE
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)

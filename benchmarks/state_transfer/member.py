@@ -46,7 +46,7 @@ donor.TIMES = ROUNDS + WARM_UP  # the same copy goes to the same peer each time
 class State:
     """What a transfer asks of a ``Compute``: weights and two moments, in ``TENSORS`` tensors each."""
 
-    n_params = PARAMS
+    n_params = n_trained = PARAMS
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)

@@ -181,18 +181,19 @@ class StageArithmetic:
 
     def sketch(self, gradients: Gradients, step: int, seed: bytes) -> Sketch:
         """Returns the sketch of one microbatch's gradients, as ``accumulate`` would add them."""
-        return sketch(torch.cat([g.reshape(-1).float() for g in gradients]), seed) / self.scale.of(step)
+        flat = torch.cat([g.reshape(-1).float() for g in gradients])[: self.weights.layout.trained]
+        return sketch(flat, seed) / self.scale.of(step)
 
     def add(self, gradient: Tensor, step: int) -> None:
-        """Add ``gradient``, fp32 [P], to the accumulator of ``step``."""
-        self.weights.accumulator(step).add_(gradient.to(self.setup.device))
+        """Add ``gradient``, fp32 [G], to the accumulator of ``step``."""
+        self.weights.accumulator(step)[: len(gradient)].add_(gradient.to(self.setup.device))
 
     def clear(self, step: int) -> None:
         """Empty the accumulator of ``step``."""
         self.weights.accumulator(step).zero_()
 
     def apply(self, gradient: Tensor, update: Update) -> None:
-        """Optimizer step with ``gradient``, fp32 [P]."""
+        """Optimizer step with ``gradient``, fp32 [G]."""
         with self._timed("apply_s"), self._locked():
             self.weights.apply(gradient, update)
             self.scale.update(update.step, skipped=update.skip)

@@ -71,9 +71,11 @@ class Update:
     they lie in this one's."""
 
     def write_scaled(self, gradient: Tensor, begin: int, out: Tensor) -> None:
-        """Fill ``out``, fp32 on any device, with the numbers of ``gradient``, fp32 [P], from ``begin`` on: ``tied`` added,
-        then scaled."""
+        """Fill ``out``, fp32 on any device, with the numbers of ``gradient``, fp32 [G], from ``begin`` on: ``tied`` added,
+        then scaled. Behind them are zeros, for what is frozen."""
         part = gradient[begin : begin + len(out)]
+        out[len(part) :].zero_()
+        out = out[: len(part)]
         if not self.tied and part.device == out.device:
             torch.mul(part, self.scale, out=out)
             return
@@ -102,7 +104,9 @@ class Compute(Protocol):
     delayed: bool
     """Updates are delayed: ``apply`` runs beside the next step. Otherwise nothing computes during ``apply``."""
     n_params: int
-    """P: length of the flat gradient."""
+    """P: numbers of the weights."""
+    n_trained: int
+    """G: length of the flat gradient, which frozen parameters are not in (``optim.flat``)."""
     parts: int
     """Parts of the stage that take turns on the device; 1: it stays there as a whole."""
     lends: bool
@@ -149,7 +153,7 @@ class Compute(Protocol):
         ...
 
     def add(self, step: int, gradient: Tensor) -> None:
-        """Add a gradient that was summed elsewhere, flat fp32 [P] on the CPU, to the accumulator of ``step``."""
+        """Add a gradient that was summed elsewhere, flat fp32 [G] on the CPU, to the accumulator of ``step``."""
         ...
 
     async def gather(self, step: int) -> None:
@@ -158,7 +162,7 @@ class Compute(Protocol):
         ...
 
     async def gradient(self, step: int) -> Tensor:
-        """The step's accumulator: flat fp32 [P] on the CPU, the *sum* of the accumulated microbatches' gradients. The
+        """The step's accumulator: flat fp32 [G] on the CPU, the *sum* of the accumulated microbatches' gradients. The
         caller must not use it after ``apply`` or ``clear`` of that step. A caller that changes it must ``apply`` what it
         has become, or ``clear``: more microbatches cannot be added."""
         ...
@@ -169,7 +173,7 @@ class Compute(Protocol):
         ...
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
-        """Update the weights with the reduced mean gradient (flat fp32 [P], CPU), then clear the step's accumulator. A
+        """Update the weights with the reduced mean gradient (flat fp32 [G], CPU), then clear the step's accumulator. A
         cancelled call has either not begun or completes. When its turn begins, no microbatch computes with the weights
         that it replaces."""
         ...

@@ -54,7 +54,8 @@ class TorchCompute(ThreadedCompute):
         self.delayed, self.lends = setup.optimizer.delayed, False
         versions = [self._empty(spec, cut) for _ in range(2 if self.delayed else 1)]
         self.arithmetic = StageArithmetic(stage, versions, setup, source)
-        self.n_params = self.arithmetic.weights.layout.size
+        layout = self.arithmetic.weights.layout
+        self.n_params, self.n_trained = layout.size, layout.trained
         self.threads = Threads(stage, delayed=self.delayed, inline=setup.inline)
         self.jobs = self.threads.jobs
         token_bytes = stash_bytes(spec, cut, stage, 1, setup.precision)
@@ -160,7 +161,7 @@ class TorchCompute(ThreadedCompute):
             await asyncio.shield(asyncio.wrap_future(self._changed))  # a cancelled caller must not cancel the addition
         if self._staging is not None:
             self._staging.follow()
-        return await self._to_host(self.arithmetic.weights.accumulator(step))
+        return await self._to_host(self.arithmetic.weights.accumulator(step)[: self.n_trained])
 
     async def room(self, numbers: int) -> Tensor:
         return torch.empty(numbers)
@@ -176,10 +177,10 @@ class TorchCompute(ThreadedCompute):
         return out.view(values.shape)
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
-        """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
+        """Raises ProtocolError unless ``gradient`` is fp32 [G]. A cancelled call has either not started or is
         completed.
         """
-        checks.check_gradient_shape(gradient, (self.n_params,))
+        checks.check_gradient_shape(gradient, (self.n_trained,))
         async with self._slot(turn, brief=self.delayed):
             if self.delayed:
                 await self._compute(passed)  # a ``clear`` that waits would empty what the update computes in

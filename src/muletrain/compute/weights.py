@@ -81,7 +81,7 @@ class StageWeights:
         torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
     def apply(self, gradient: Tensor, update: Update) -> None:
-        """Update the masters with ``gradient`` (flat fp32 [P], not changed). The newest weights replace those that the
+        """Update the masters with ``gradient`` (flat fp32 [G], not changed). The newest weights replace those that the
         step computed with. Clears the step's accumulator."""
         step = update.step
         newest, accumulator = self._working[self._version(step)], self.accumulator(step)

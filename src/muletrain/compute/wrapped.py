@@ -22,7 +22,8 @@ class WrappedCompute:
     """See ``Compute``; microbatches are for those that derive from it."""
 
     def __init__(self, inner: Compute) -> None:
-        self.stage, self.stages, self.n_params = inner.stage, inner.stages, inner.n_params
+        self.stage, self.stages = inner.stage, inner.stages
+        self.n_params, self.n_trained = inner.n_params, inner.n_trained
         self.delayed, self.lends = inner.delayed, inner.lends
         self.jobs, self.parts = inner.jobs, inner.parts
         self.inner = inner

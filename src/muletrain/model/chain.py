@@ -21,7 +21,7 @@ from muletrain.errors import ConfigError
 from muletrain.planning.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
@@ -88,6 +88,11 @@ class Model(ABC):
     """Longest sequence [tokens]."""
     share_layers: bool
     """Inside a stage one block is repeated."""
+
+    @property
+    def frozen(self) -> Collection[str]:
+        """Names of the parameters that are not trained."""
+        return ()
 
     @property
     def own_loss(self) -> bool:
@@ -208,15 +213,24 @@ class Model(ABC):
         total += self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
         return total + self.copied_params(cut, stage)
 
+    def trained_params(self, cut: Cut, stage: int) -> int:
+        """G: those of ``stage_params`` that have a gradient, which is averaged; at least one number (``optim.flat``)."""
+        return max(1, self.stage_params(cut, stage) - self.frozen_params(cut, stage))
+
+    def frozen_params(self, cut: Cut, stage: int) -> int:
+        """Parameters of ``stage`` that are never changed."""
+        return 0
+
     def copied_params(self, cut: Cut, stage: int) -> int:
         """Parameters that ``stage`` shares with an earlier one: the costs of its parts do not count them."""
         shared = (name for name, stages in self.users(cut).items() if stage in stages and stage != stages[0])
         return sum(self.tied[name].size for name in shared)
 
     def shared_params(self, cut: Cut, stage: int) -> int:
-        """Parameters of ``stage`` that another stage has as well: their gradients are exchanged at the end of a step."""
-        users = self.users(cut).items()
-        return sum(self.tied[name].size for name, stages in users if stage in stages and len({*stages}) > 1)
+        """Trained parameters of ``stage`` that another stage has as well: their gradients are exchanged at the end of a
+        step."""
+        users = {name: stages for name, stages in self.users(cut).items() if name not in self.frozen}
+        return sum(self.tied[name].size for name, stages in users.items() if stage in stages and len({*stages}) > 1)
 
     def stage_flops(self, cut: Cut, stage: int, tokens: int | None = None) -> float:
         """Forward FLOPs per token of ``stage``."""

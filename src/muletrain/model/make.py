@@ -42,7 +42,7 @@ def make_stage(model: Model, index: int | None, cut: Cut) -> StageModule:
 
 
 def tied_between(model: Model, cut: Cut) -> Tied | None:
-    """The parameters that two stages share, if any."""
+    """The trained parameters that two stages share, if any."""
     users = {name: {*stages} for name, stages in model.users(cut).items()}
     names = sorted(name for name, stages in users.items() if len(stages) > 1)
     if not names:
@@ -50,8 +50,14 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
     a, b = sorted(users[names[0]])  # the only two: ``check_cut``
     layouts = [make_stage(model, stage, cut).layout() for stage in (a, b)]
     where = [dict(zip(layout.names, layout.ranges(), strict=True)) for layout in layouts]
+    trained = [
+        {name for name in names if each[name][1] <= its.trained} for each, its in zip(where, layouts, strict=True)
+    ]
+    names = sorted(trained[0] & trained[1])  # both copies of a frozen one stay as they are
+    if not names:
+        return None
     first, second = (tuple(each[name] for name in names) for each in where)
-    return Tied((a, b), (first, second), (layouts[0].size, layouts[1].size))
+    return Tied((a, b), (first, second), (layouts[0].trained, layouts[1].trained))
 
 
 def middle_block(model: Model) -> StageModule:

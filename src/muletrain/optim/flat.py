@@ -27,8 +27,8 @@ def flat_digest(values: Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms and what is frozen, so that
-    weight decay applies to one contiguous run."""
+    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms, then what is frozen, so that
+    weight decay applies to one contiguous run, and the gradient is another one."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -36,16 +36,24 @@ class FlatLayout:
     """P: numbers in the buffer."""
     decayed: int
     """Numbers of the first run, to which weight decay applies."""
+    trained: int
+    """G: numbers of the first two runs, which have a gradient. At least one, which is zero if all are frozen."""
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()) -> FlatLayout:
-        """The layout of parameters with these ``shapes``, in their order within each run. ``frozen`` ones never change,
-        since their gradient is zero and no weight decay applies to them."""
-        second = {name: len(shape) < 2 or name in frozen for name, shape in shapes.items()}
-        names = tuple(sorted(shapes, key=second.__getitem__))
-        sizes = {name: math.prod(shapes[name]) for name in names}
-        decayed = sum(size for name, size in sizes.items() if not second[name])
-        return cls(names, tuple(shapes[name] for name in names), sum(sizes.values()), decayed)
+        """The layout of parameters with these ``shapes``, in their order within each run. ``frozen`` ones never change."""
+        run = {name: 2 if name in frozen else int(len(shape) < 2) for name, shape in shapes.items()}
+        names = tuple(sorted(shapes, key=run.__getitem__))
+        sizes = [0, 0, 0]
+        for name in names:
+            sizes[run[name]] += math.prod(shapes[name])
+        return cls(
+            names,
+            tuple(shapes[name] for name in names),
+            sum(sizes),
+            sizes[0],
+            _trained(sizes[0] + sizes[1], sum(sizes)),
+        )
 
     def only(self, names: Collection[str]) -> FlatLayout:
         """Of some of the parameters, in the same order."""
@@ -53,8 +61,13 @@ class FlatLayout:
         ends = [end for _, end in self.ranges()]
         shapes = tuple(self.shapes[k] for k in kept)
         sizes = [math.prod(shape) for shape in shapes]
-        decayed = sum(size for k, size in zip(kept, sizes, strict=True) if ends[k] <= self.decayed)
-        return FlatLayout(tuple(self.names[k] for k in kept), shapes, sum(sizes), decayed)
+        decayed, trained = (
+            sum(size for k, size in zip(kept, sizes, strict=True) if ends[k] <= run)
+            for run in (self.decayed, self.trained)
+        )
+        return FlatLayout(
+            tuple(self.names[k] for k in kept), shapes, sum(sizes), decayed, _trained(trained, sum(sizes))
+        )
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of ``flat`` [P] in the parameter's shape."""
@@ -65,3 +78,7 @@ class FlatLayout:
         """(begin, end) of each parameter in the flat buffer, in the order of ``names``."""
         ends = list(itertools.accumulate(map(math.prod, self.shapes)))
         return zip([0, *ends[:-1]], ends, strict=True)
+
+
+def _trained(numbers: int, size: int) -> int:
+    return max(numbers, min(size, 1))

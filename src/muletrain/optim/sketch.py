@@ -23,7 +23,7 @@ Sketch = NDArray[np.float64]
 
 
 def sketch(values: Tensor, seed: bytes) -> Sketch:
-    """Of ``values``, flat fp32 [P], computed where they are. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy
+    """Of ``values``, flat fp32, computed where they are. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy
     promises to draw it for ever: peers have different versions of everything."""
     total = np.zeros(SIZE)
     whole = values.numel() // SIZE

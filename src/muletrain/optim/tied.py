@@ -2,7 +2,7 @@
 update, so that both copies stay equal bit for bit.
 
 The gradient of the sum has the squared norm |a|^2 + |b|^2 + 2 a.b. Stages state the first two anyway, so the last is all
-that a global norm still needs. P: parameters of a stage; T: numbers that two stages share.
+that a global norm still needs. G: numbers of a stage's gradient; T: those that two stages share.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Tied:
     stages: tuple[int, int]
     ranges: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
     sizes: tuple[int, int]
-    """P of each of the stages."""
+    """G of each of the stages."""
 
     def ranges_of(self, stage: int) -> tuple[tuple[int, int], ...]:
         """One of ``ranges``."""
         return self.ranges[self.stages.index(stage)]
 
     def part(self, gradient: Tensor, stage: int) -> Tensor:
-        """The shared numbers of a stage's ``gradient`` [P]: [T], to read only; a copy if they do not lie together."""
+        """The shared numbers of a stage's ``gradient`` [G]: [T], to read only; a copy if they do not lie together."""
         found = [gradient[begin:end] for begin, end in self.ranges_of(stage)]
         return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -191,7 +191,8 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         state = (16 if config.optimizer.delayed else 12) * params
         flops = spec.stage_flops(cut, s) * sequences * tokens
         ending_s = UPDATE_S * params if config.optimizer.state_device == "cpu" else 0.0
-        averaged, tied = (_flat_size(config.wire.gradients, n) for n in (params, spec.shared_params(cut, s)))
+        exchanged = spec.trained_params(cut, s), spec.shared_params(cut, s)
+        averaged, tied = (_flat_size(config.wire.gradients, n) for n in exchanged)
         costs.append(StageCost(flops, s < stages - 1, state, averaged, tied, ending_s))
     return RunCost(
         stages=tuple(costs),

@@ -289,14 +289,15 @@ class SwappedArithmetic:
         self._round.empty = True
 
     def add(self, gradient: Tensor) -> None:
-        """Add ``gradient``, fp32 [P], to the accumulator."""
+        """Add ``gradient``, fp32 [G], to the accumulator."""
         self.accumulated()
         self._add(gradient)
 
     def _add(self, gradient: Tensor) -> None:
         total = self._total()
         for a, b in total.windows():
-            total.values[a:b].add_(gradient[a:b])
+            part = gradient[a:b]
+            total.values[a : a + len(part)].add_(part)
         self._sum.empty = False
 
     def _total(self) -> Region:
@@ -309,17 +310,17 @@ class SwappedArithmetic:
         self._sum.empty, self._summed = True, []
 
     def accumulated(self) -> Tensor:
-        """The accumulator, flat fp32 [P]."""
+        """The accumulator, flat fp32 [G]."""
         total = self._total()
         if self._sum.empty:
             self.state.finish()  # its gradient may be there
             for a, b in total.windows():
                 total.values[a:b].zero_()
             self._sum.empty = False
-        return total.values
+        return total.values[: self.state.layout.trained]
 
     def apply(self, gradient: Tensor, update: Update) -> None:
-        """Optimizer step with ``gradient``, fp32 [P]."""
+        """Optimizer step with ``gradient``, fp32 [G]."""
         with self._jobs.at("apply"), self._timed("apply_s"):
             self.loader.forget()  # its memory is the update's
             with self._changing:

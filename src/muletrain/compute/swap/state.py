@@ -108,7 +108,7 @@ class State:
             self._count(state, 0)
 
     def update(self, rule: Rule, gradient: Tensor, update: Update) -> None:
-        """Apply one update with ``gradient``, flat fp32 [P], which does not change."""
+        """Apply one update with ``gradient``, flat fp32 [G], which does not change."""
         with self._lock, torch.no_grad():
             old, new = self._current, self._next
             ranges = self._ranges(rule)

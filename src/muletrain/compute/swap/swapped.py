@@ -140,7 +140,7 @@ class SwappedCompute(ThreadedCompute):
         stage, setup = self.stage, self._setup
         whole = make_stage(spec, stage, cut)
         shapes, layout = whole.shapes(), whole.layout()
-        self.n_params = layout.size
+        self.n_params, self.n_trained = layout.size, layout.trained
         self.threads = Threads(stage, delayed=swap.alone, inline=setup.inline)
         self.jobs = self.threads.jobs
         self.state_ = state = State(layout, self._backing)
@@ -328,10 +328,10 @@ class SwappedCompute(ThreadedCompute):
         return (await self.offload(self._backing.region, numbers)).values
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
-        """Raises ProtocolError unless ``gradient`` is fp32 [P]. A cancelled call has either not started or is
+        """Raises ProtocolError unless ``gradient`` is fp32 [G]. A cancelled call has either not started or is
         completed.
         """
-        checks.check_gradient_shape(gradient, (self.n_params,))
+        checks.check_gradient_shape(gradient, (self.n_trained,))
 
         async def work(nobody: Sequence[Passage]) -> None:
             await self._compute(self.arithmetic.apply, gradient, update)

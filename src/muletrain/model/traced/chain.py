@@ -147,6 +147,10 @@ class TracedModel(Described):
         return self._made.parts
 
     @property
+    def frozen(self) -> tuple[str, ...]:
+        return self.outline.frozen
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter; tied ones once."""
         return dict(self.outline.shapes)
@@ -229,6 +233,11 @@ class TracedModel(Described):
     @property
     def largest_tensor(self) -> int:
         return max(math.prod(shape) for shape in self.shapes.values())
+
+    def frozen_params(self, cut: Cut, stage: int) -> int:
+        parts = self.outline.parts[slice(*self._run(stage, cut))]
+        names = {name for part in parts for name in part.weights}
+        return sum(math.prod(self.shapes[name]) for name in names.intersection(self.frozen))
 
     def params_of(self, layer: int) -> int:
         return self._cost(1 + layer).params

@@ -125,6 +125,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
         digest=_digest(traced, parts, own) if blocks is None else None,
         width=width,
         shapes=traced.shapes,
+        frozen=tuple(sorted(parts.frozen)),
         parts=costs(parts, traced, spec.context, tables.causal(spec.context)),
     )
     if not spec.own_loss and precision == "float32" and blocks is None:

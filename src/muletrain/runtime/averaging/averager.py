@@ -66,11 +66,11 @@ class Limits:
     sent: int
 
     @classmethod
-    def of(cls, n_params: int, chunk: int) -> Limits:
+    def of(cls, n_trained: int, chunk: int) -> Limits:
         """For two members, each of which sends its own half and its part of the other's half. More members send less
         each."""
-        chunks = n_params // chunk + 4
-        return cls(ATTEMPTS_WAIT * (4 * n_params + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
+        chunks = n_trained // chunk + 4
+        return cls(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Averager:
         self._tries = 0
         """Rounds of this step so far. Each waits twice as long for late members: the one before sent the whole gradient."""
         self._inbox = _Inbox()
-        self._limits = Limits.of(ctx.compute.n_params, ctx.plan.chunk)
+        self._limits = Limits.of(ctx.compute.n_trained, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
         """Members whose stream ended before a chunk that we waited for."""
@@ -206,12 +206,12 @@ class Averager:
             waiter.cancel()
 
     async def reduce(self, round_: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
-        """The stage's mean gradient, flat fp32 [P], and the facts of each member's shard for the record.
+        """The stage's mean gradient, flat fp32 [G], and the facts of each member's shard for the record.
 
-        ``gradient``: this peer's accumulator, flat fp32 [P], a sum. A peer alone makes the mean in its place. Raises
+        ``gradient``: this peer's accumulator, flat fp32 [G], a sum. A peer alone makes the mean in its place. Raises
         RoundFailed.
         """
-        result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_params)
+        result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_trained)
         me = self._ctx.net.peer_id
         self._attendance = Attendance(self._ctx, round_, self, self._holders, self._usual.seconds(self._tries))
         self._tries += 1
@@ -380,7 +380,7 @@ def _of_shard(chunks: list[ShardFacts]) -> ShardFacts:
 
 
 def contents(gradient: Tensor, members: int, chunk: int) -> tuple[bytes, ...]:
-    """The content hashes of the ``members`` shards of a mean gradient, flat fp32 [P], averaged in chunks of ``chunk``
+    """The content hashes of the ``members`` shards of a mean gradient, flat fp32 [G], averaged in chunks of ``chunk``
     elements."""
     return tuple(
         _of_shard([_of_chunk(gradient[i:j]) for i, j in chunk_ranges(a, b, chunk)]).content

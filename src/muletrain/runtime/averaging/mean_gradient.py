@@ -49,7 +49,7 @@ HEADERS = 1 << 16
 
 @dataclass(eq=False)
 class MeanGradient:
-    """A stage's whole mean gradient, flat fp32 [P], and its round entry. Neither changes."""
+    """A stage's whole mean gradient, flat fp32 [G], and its round entry. Neither changes."""
 
     entry: RoundEntry
     values: Tensor
@@ -162,9 +162,9 @@ async def _take(
     ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
 ) -> MeanGradient:
     """Download and verify the gradient. Raises ProtocolError for another one than ``entry``'s, and NetworkError."""
-    n_params = ctx.compute.n_params
-    pieces = await _pieces(downloader, packed, range(0, n_params, PIECE), donors)
-    gradient = await ctx.compute.room(n_params)
+    n_trained = ctx.compute.n_trained
+    pieces = await _pieces(downloader, packed, range(0, n_trained, PIECE), donors)
+    gradient = await ctx.compute.room(n_trained)
     for begin, piece in pieces.items():
         into = gradient[begin : begin + PIECE]
         into.copy_(_decoded(ctx, entry, piece, len(into)))

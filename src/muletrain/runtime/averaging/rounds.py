@@ -55,7 +55,7 @@ class Round:
     """Members that reduce one shard each, in the order of the shards."""
     contributors: tuple[PeerId, ...]
     microbatches: int
-    n_params: int
+    n_trained: int
     stop: bool
     leaves: tuple[PeerId, ...] = ()
     expelled: tuple[PeerId, ...] = ()
@@ -73,7 +73,7 @@ class Round:
         """(chunk number, element range) of the shard that ``owner`` reduces, if any. Numbers are unique in the round."""
         if owner not in self.owners:
             return []
-        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_params, len(self.owners))]
+        shards = [chunk_ranges(a, b, self.chunk) for a, b in shard_ranges(self.n_trained, len(self.owners))]
         k = self.owners.index(owner)
         first = sum(len(s) for s in shards[:k])
         return list(enumerate(shards[k], start=first))

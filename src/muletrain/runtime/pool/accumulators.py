@@ -196,7 +196,7 @@ class Accumulators:
             self.news.set()
 
     def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
-        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [P]."""
+        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
         self._inner.add(step, values)
         self._pool.drop_parts(self._parts.again(client, step))
         self._parts.of(step).arrived(client, numbers)
@@ -220,8 +220,8 @@ class Accumulators:
             if not wanted:
                 raise NothingLeft
             self._numbers += 1
-            chunks = range(-(-self._inner.n_params // self._receiver.plan.chunk))
-            transfer = Transfer(self._numbers, torch.empty(self._inner.n_params), set(chunks))
+            chunks = range(-(-self._inner.n_trained // self._receiver.plan.chunk))
+            transfer = Transfer(self._numbers, torch.empty(self._inner.n_trained), set(chunks))
             ask = AskAccumulator(
                 generation=generation, step=step, transfer=transfer.number, givings=tuple(sorted(wanted))
             )
@@ -270,7 +270,7 @@ class Accumulators:
         transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
         if transfer is None or message.transfer != transfer.number:
             raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")
-        size = min(plan.chunk, self._inner.n_params - message.chunk * plan.chunk)
+        size = min(plan.chunk, self._inner.n_trained - message.chunk * plan.chunk)
         if (chunk.codec, chunk.shape) != (plan.gradients, (size,)) or message.chunk in transfer.begun:
             raise Malformed(f"{message.KIND}: no chunk {message.chunk} of {chunk.codec} {chunk.shape} is expected")
 

@@ -153,7 +153,7 @@ class Accumulator:
         self._room.set()
 
     async def hand_over(self, generation: int, step: int, givings: Collection[int]) -> tuple[Tensor, set[int]]:
-        """Returns the sum of ``step``, flat fp32 [P], with all ``givings`` that are here, and the numbers in it. It
+        """Returns the sum of ``step``, flat fp32 [G], with all ``givings`` that are here, and the numbers in it. It
         begins anew."""
         async with self._lock:
             self._begin_anew(step, generation)

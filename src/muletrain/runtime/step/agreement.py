@@ -101,7 +101,7 @@ class RoundAgreement:
             owners=plan.strategy.shard_owners(members),
             contributors=tuple(m for m in chosen if sealed.get(m)),
             microbatches=plan.microbatches,
-            n_params=self._ctx.compute.n_params,
+            n_trained=self._ctx.compute.n_trained,
             stop=stop,
             leaves=leaves,
             expelled=expelled,

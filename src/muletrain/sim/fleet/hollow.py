@@ -48,7 +48,8 @@ class HollowCompute:
     parts = 1
 
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
-        self.stage, self.stages, self.n_params, self.delayed = stage, stages, PARAMS, delayed
+        self.stage, self.stages, self.delayed = stage, stages, delayed
+        self.n_params = self.n_trained = PARAMS
         self.lends = False
         self.jobs = Jobs(clock.now)
         self._clock, self._ending_s = clock, ending_s
