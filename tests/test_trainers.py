@@ -118,6 +118,29 @@ def test_who_stood_still_computes_nothing_that_others_have_by_now(
     assert all("step=1 " in line for _, line in outcome.timeline if "microbatches_rerun" in line)
 
 
+def silenced(stages: tuple[int, ...], silent: str, at_s: float, kill_s: float) -> Outcome:
+    """``silent`` stands still for 4 s, and a trainer dies ``kill_s`` later than that begins."""
+    faults = Fault(at_s, "freeze", (silent,), 4.0), Fault(at_s + kill_s, "kill", ("peer-0b",))
+    return whole(play(Scenario(21, stages, 4, STEPS, 48, 0.01, faults)))
+
+
+@pytest.mark.parametrize(
+    ("stages", "silent", "at_s", "kill_s", "most"),
+    [((3, 2), "peer-1a", 0.9, 0.0, 10), ((3, 2), "peer-1a", 0.9, 0.5, 12), ((2, 2), "peer-1b", 1.5, 0.5, 20)],
+)
+def test_what_a_silent_peer_may_have_is_not_accumulated_in_its_place(
+    stages: tuple[int, ...], silent: str, at_s: float, kill_s: float, most: int
+) -> None:
+    """The dead trainer had given it out, and another stage has it. (42 to 46 were computed again.)"""
+    assert again(silenced(stages, silent, at_s, kill_s)) <= most
+
+
+def test_what_was_dropped_after_it_was_run_again_is_run_once_more() -> None:
+    """A replica accumulates what another one lacks, and then drops its accumulator. Who runs it again for the first of the
+    two forgot the second, and everyone waited for 24 s."""
+    assert silenced((2, 2), "peer-1b", 0.9, 0.5).virtual_s < 45
+
+
 @pytest.mark.parametrize("overrides", [(), ("optimizer.delayed=true",)])
 def test_a_trainer_that_wakes_at_the_moment_at_which_they_pass_on_changes_no_number(
     overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

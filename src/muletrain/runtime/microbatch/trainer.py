@@ -85,6 +85,10 @@ class Trainer:
         self._silent: set[int] = set()
         """Stages with a peer that does not answer, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
+        """(stage, microbatch): what is run again now."""
+        self._again: dict[tuple[int, int], tuple[PeerId, ...]] = {}
+        """Of these, what was asked for again meanwhile, and the peers that are doubted: what a replica had accumulated it may
+        have dropped since."""
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out, and whether they are through."""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
@@ -153,8 +157,12 @@ class Trainer:
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
             self._gaps += 1
-        mine = [i for i in gap.indices if (gap.stage, i) not in self._refilling and self._is_mine(i, gap.turn)]
-        if gap.early:
+        ours = [i for i in gap.indices if self._is_mine(i, gap.turn)]
+        mine = [i for i in ours if (gap.stage, i) not in self._refilling]
+        if not gap.early:
+            again = [i for i in ours if (gap.stage, i) in self._refilling]
+            self._again |= {(gap.stage, i): self._doubted(sender, gap, i) for i in again}
+        else:
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
             mine = [i for i in mine if self._begun.get(i)]
@@ -183,11 +191,16 @@ class Trainer:
     async def refill(self, index: int, stage: int, doubted: tuple[PeerId, ...] = ()) -> None:
         """Run a microbatch again for a ``stage`` that lacks it; ``doubted``: peers whose word does not count."""
         self._refilling.add((stage, index))
+        wanted: tuple[PeerId, ...] | None = doubted
         try:
-            missing, _ = await self._still_missing(index, (stage,), doubted)
-            if missing:
-                await self.see_through(index, (stage,), doubted=doubted, asked=True)
-                self._begun[index] = True
+            while wanted is not None:
+                doubted = wanted
+                missing, _ = await self._still_missing(index, (stage,), doubted)
+                self._again.pop((stage, index), None)
+                if missing:
+                    await self.see_through(index, (stage,), doubted=doubted, asked=True)
+                    self._begun[index] = True
+                wanted = self._again.pop((stage, index), None)
         finally:
             self._refilling.discard((stage, index))
 
