@@ -141,6 +141,11 @@ def test_what_was_dropped_after_it_was_run_again_is_run_once_more() -> None:
     assert silenced((2, 2), "peer-1b", 0.9, 0.5).virtual_s < 45
 
 
+def test_a_trainer_that_comes_back_hears_what_falls_to_it_now() -> None:
+    """Those that had told the others did not tell it, and waited for 24 s."""
+    assert silenced((2, 3), "peer-1b", 0.9, 0.0).virtual_s < 45
+
+
 @pytest.mark.parametrize("overrides", [(), ("optimizer.delayed=true",)])
 def test_a_trainer_that_wakes_at_the_moment_at_which_they_pass_on_changes_no_number(
     overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

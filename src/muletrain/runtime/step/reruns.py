@@ -63,6 +63,10 @@ class Reruns:
         self._known_down = self._down()
         self._filled_most = 0
         """Of the last gaps, as many were held by some replica."""
+        self._asked: Gap | None = None
+        """What trainers were told of last,"""
+        self._told: set[PeerId] = set()
+        """and which of them."""
         self._claims: dict[PeerId, frozenset[int]] = {}
         """Which of the last gaps each replica said it now holds. We stopped waiting because of that; its next seal shows
         whether it was true."""
@@ -139,6 +143,7 @@ class Reruns:
             if alone or gaps <= union or later:
                 self._claims = claims
                 return
+            await self._tell_newcomers()
             await self._pause(pause, self._ctx.clock.now() - begin)
 
     async def _follow(self, answers: dict[PeerId, Progress]) -> None:
@@ -209,4 +214,13 @@ class Reruns:
             indices=tuple(sorted(indices)),
             without=without,
         )
-        await ctx.tell(ctx.roster.trainers(), gap)
+        trainers = ctx.roster.trainers()
+        self._asked, self._told = None if early else gap, {*trainers}
+        await ctx.tell(trainers, gap)
+
+    async def _tell_newcomers(self) -> None:
+        """What others were told of may fall to trainers that came, or came back, meanwhile."""
+        live = {*self._ctx.roster.trainers()}
+        new, self._told = tuple(sorted(live - self._told)), live
+        if new and self._asked is not None:
+            await self._ctx.tell(new, self._asked)
