@@ -146,6 +146,21 @@ def test_a_trainer_that_comes_back_hears_what_falls_to_it_now() -> None:
     assert silenced((2, 3), "peer-1b", 0.9, 0.0).virtual_s < 45
 
 
+@pytest.mark.parametrize(
+    ("how", "at_s"),
+    [
+        pytest.param(
+            SUSPENDED, (2.8, 4.25), id="it had missed that microbatches were through, and asked for that late"
+        ),
+        pytest.param("", (2.8, 4.0), id="it was asked what it had just before it dropped that"),
+    ],
+)
+def test_nobody_waits_for_long_for_two_that_slept(how: str, at_s: tuple[float, float]) -> None:
+    """(Everyone waited for 24 s.)"""
+    faults = Fault(at_s[0], "freeze", ("peer-1b",), 10.0, how=how), Fault(at_s[1], "freeze", ("peer-0b",), 8.0)
+    assert whole(play(Scenario(78, (2, 2, 2), 6, STEPS, 48, 0.01, faults))).virtual_s < 42
+
+
 @pytest.mark.parametrize("overrides", [(), ("optimizer.delayed=true",)])
 def test_a_trainer_that_wakes_at_the_moment_at_which_they_pass_on_changes_no_number(
     overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

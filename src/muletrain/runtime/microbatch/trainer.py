@@ -87,8 +87,8 @@ class Trainer:
         self._refilling: set[tuple[int, int]] = set()
         """(stage, microbatch): what is run again now."""
         self._again: dict[tuple[int, int], tuple[PeerId, ...]] = {}
-        """Of these, what was asked for again meanwhile, and the peers that are doubted: what a replica had accumulated it may
-        have dropped since."""
+        """Of these, what was asked for again meanwhile, and the peers that are doubted: what a replica had when we asked, it
+        may have dropped since."""
         self._begun: dict[int, bool] = {}
         """Microbatches that were given out, and whether they are through."""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
@@ -196,7 +196,6 @@ class Trainer:
             while wanted is not None:
                 doubted = wanted
                 missing, _ = await self._still_missing(index, (stage,), doubted)
-                self._again.pop((stage, index), None)
                 if missing:
                     await self.see_through(index, (stage,), doubted=doubted, asked=True)
                     self._begun[index] = True

@@ -110,6 +110,8 @@ class Exchange:
         if self._state.hear_entry(sender, entry):
             self._question(sender)
         self._ctx.news.touched()
+        if not self._work.all_completed:
+            self._overtaken_by(sender, applied=False)
         for member in entry.without:  # the round counts only if they are down
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
 
