@@ -106,7 +106,7 @@ def test_a_trainer_that_comes_within_a_step_has_nothing_computed_twice(join_s: f
 @pytest.mark.parametrize("how", ["", SUSPENDED])
 @pytest.mark.parametrize(
     ("freeze_s", "for_s", "delay_s", "most"),
-    [(0.9, 4.0, 0.01, 15), (1.7, 4.0, 0.01, 20), (1.3, 12.0, 0.01, 30), (1.3, 12.0, 0.1, 30)],
+    [(0.9, 4.0, 0.01, 15), (1.7, 4.0, 0.01, 20), (1.3, 12.0, 0.01, 34), (1.3, 12.0, 0.1, 34)],
 )
 def test_who_stood_still_computes_nothing_that_others_have_by_now(
     freeze_s: float, for_s: float, delay_s: float, most: int, how: str
