@@ -72,6 +72,7 @@ def test_a_store_that_hangs_keeps_one_copy_of_the_state_and_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every open checkpoint had a copy, and the end was waited for without bound."""
+    gc.freeze()  # what other tests left need not be looked at each time
     copies: list[weakref.ref[Tensor]] = []
     most, right = 0, OwnPart.write
 
