@@ -137,6 +137,27 @@ def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
     assert run_virtually(repaired(), 100.0, []) == 1, "this one"
 
 
+def test_who_asks_again_and_again_holds_up_no_repair() -> None:
+    """A trainer says that all is through when its repairs are. A liar that asks each time that it looks held it up for ever."""
+    looks = []
+
+    class Asked(Trainer):
+        def __init__(self) -> None:
+            self._refilling, self._again = set(), {}
+
+        async def _still_missing(self, *_: object, **__: object) -> tuple[tuple[int, ...], float | None]:
+            looks.append(1)
+            self._again[0, 7] = ()
+            await asyncio.sleep(0.1)
+            return (), None
+
+    trainer = Asked()
+    run_virtually(trainer.refill(7, 0), 100.0, [])
+    assert 1 < len(looks) < 5
+    assert not trainer._again
+    assert not trainer._refilling
+
+
 def test_a_trainer_believes_only_a_replica_of_the_stage_and_only_once() -> None:
     """Whom a replica does not count on. Else a liar could have microbatches run again and again."""
     trainer = Trainer.__new__(Trainer)

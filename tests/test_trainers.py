@@ -142,7 +142,7 @@ def test_what_was_dropped_after_it_was_run_again_is_run_once_more() -> None:
 
 
 def test_a_trainer_that_comes_back_hears_what_falls_to_it_now() -> None:
-    """Those that had told the others did not tell it, and waited for 24 s."""
+    """Replicas had told the other trainers what they lack, but not this one. They waited for 24 s."""
     assert silenced((2, 3), "peer-1b", 0.9, 0.0).virtual_s < 45
 
 

@@ -37,6 +37,9 @@ MOST_HELD_BACK = 3
 """Late looks in a row at which peers work on microbatches, after which those of live trainers pass on all the same."""
 DOUBTED_TURN = 2
 """How often a replica asks in vain before a trainer, too, ignores the peers that it does not count on."""
+MOST_AGAIN = 3
+"""Times that a microbatch is looked at in one repair: who asks for it again and again may lie, and our word that all is through
+waits for repairs."""
 MOST_ASKED = 4
 """Peers of a stage that are asked whether they are gone, at most: a partition may take hundreds at once."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
@@ -191,16 +194,17 @@ class Trainer:
     async def refill(self, index: int, stage: int, doubted: tuple[PeerId, ...] = ()) -> None:
         """Run a microbatch again for a ``stage`` that lacks it; ``doubted``: peers whose word does not count."""
         self._refilling.add((stage, index))
-        wanted: tuple[PeerId, ...] | None = doubted
         try:
-            while wanted is not None:
-                doubted = wanted
-                missing, _ = await self._still_missing(index, (stage,), doubted)
+            for _ in range(MOST_AGAIN):
+                missing, _loss = await self._still_missing(index, (stage,), doubted)
                 if missing:
                     await self.see_through(index, (stage,), doubted=doubted, asked=True)
                     self._begun[index] = True
-                wanted = self._again.pop((stage, index), None)
+                if (wanted := self._again.pop((stage, index), None)) is None:
+                    return
+                doubted = wanted
         finally:
+            self._again.pop((stage, index), None)
             self._refilling.discard((stage, index))
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
