@@ -1,4 +1,4 @@
-"""A peer alone updates its state in memory beside the next forward pass."""
+"""A peer alone updates its state beside the next forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from muletrain.compute.base import Microbatch, Update
-from muletrain.compute.swap.state import State, overlap
+from muletrain.compute.swap.state import State
 
 from .small_stages import SPEC, run, through
 from .swapped_stages import ADAMW, LAMB, MICROBATCHES, Made, stages_in
@@ -23,10 +23,16 @@ if TYPE_CHECKING:
 made = pytest.fixture(stages_in)
 
 
-def test_alone_the_next_step_begins_while_the_update_runs(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+on_disk = pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
+
+
+@on_disk
+def test_alone_the_next_step_begins_while_the_update_runs(
+    made: Made, monkeypatch: pytest.MonkeyPatch, disk: bool
+) -> None:
     """Each sub-model waits for its own weights, and the update reads the accumulator itself. Numbers are those of a resident
     stage."""
-    (resident,), (swapped,) = made.resident(1), made.swapped(1, disk=False, alone=True)
+    (resident,), (swapped,) = made.resident(1), made.swapped(1, disk=disk, alone=True)
     ended, update = list[int](), State.update
 
     def slowly(state: State, rule: Any, gradient: torch.Tensor, change: Update) -> None:
@@ -49,14 +55,15 @@ def test_alone_the_next_step_begins_while_the_update_runs(made: Made, monkeypatc
     assert ended == [0, 1, 2]
 
 
+@on_disk
 @pytest.mark.parametrize("optimizer", [ADAMW, LAMB], ids=["adamw", "lamb"])
 def test_an_update_changes_first_what_is_needed_first(
-    made: Made, monkeypatch: pytest.MonkeyPatch, optimizer: OptimizerConfig
+    made: Made, monkeypatch: pytest.MonkeyPatch, optimizer: OptimizerConfig, disk: bool
 ) -> None:
     """The embedding lies behind all layers, and is needed with the first of them."""
     monkeypatch.setattr("muletrain.compute.swap.state.IN_PLACE", 1)  # small windows
     spec = replace(SPEC, vocab=8192)
-    (swapped,) = made.swapped(1, spec, disk=False, alone=True, optimizer=optimizer)
+    (swapped,) = made.swapped(1, spec, disk=disk, alone=True, optimizer=optimizer)
     state, rule = swapped.state_, swapped.arithmetic._rule
     first = swapped.arithmetic.models[0].segments
     state.begin_update(rule)
@@ -66,7 +73,8 @@ def test_an_update_changes_first_what_is_needed_first(
         by_tensor = rule.by_tensor
 
         def update(self, *args: Any, **kwargs: Any) -> None:
-            needed.append(any(overlap(state._left[0], segment) for segment in first))
+            begin, end = next(iter(state._left.items()))
+            needed.append(any(begin < b and a < end for a, b in first))
             rule.update(*args, **kwargs)
 
     state.update(Watched(), torch.zeros(swapped.n_params), Update(0, 1.0, skip=False))
@@ -75,8 +83,11 @@ def test_an_update_changes_first_what_is_needed_first(
     state.finish()
 
 
-def test_an_update_that_fails_is_an_error_of_whoever_needs_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    (swapped,) = made.swapped(1, disk=False, alone=True)
+@on_disk
+def test_an_update_that_fails_is_an_error_of_whoever_needs_it(
+    made: Made, monkeypatch: pytest.MonkeyPatch, disk: bool
+) -> None:
+    (swapped,) = made.swapped(1, disk=disk, alone=True)
 
     def fails(*args: Any) -> None:
         raise MemoryError("no room for the update")

@@ -38,7 +38,7 @@ SMALL = replace(SPEC, layers=1, width=64, heads=2, kv_heads=2, ffn=128)
 SEQUENCES = 2
 FOLD = 4
 """The model (weights, gradient and moments, fp32) has so many times the budget."""
-CASES = ("resident", "swapped", "no prefetch", "one by one")
+CASES = ("resident", "swapped", "with replicas", "no prefetch", "one by one")
 SLACK = 1.1
 READ = 1 << 28
 """Bytes that are written and read to measure the disk."""
@@ -84,12 +84,14 @@ def child(case: str, steps: int, tokens: int, folder: Path) -> None:
         compute: TorchCompute | SwappedCompute = TorchCompute(SPEC, SPEC.cut(1), 0, setup)
     else:
         most = 1 if case == "one by one" else microbatches
-        compute = SwappedCompute(SPEC, SPEC.cut(1), 0, setup, Swap(Offer(budget()), folder, most, most))
+        swap = Swap(Offer(budget()), folder, most, most, alone=case != "with replicas")
+        compute = SwappedCompute(SPEC, SPEC.cut(1), 0, setup, swap)
         compute.arithmetic.loader.prefetch = case != "no prefetch"
     begun = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = time.process_time()
     took_s = sorted(asyncio.run(train(compute, steps, microbatches)))
-    swapped = isinstance(compute, SwappedCompute)
+    if swapped := isinstance(compute, SwappedCompute):
+        compute.state_.finish()  # the last update
     used = resource.getrusage(resource.RUSAGE_SELF)
     figures = {
         "tokens_per_s": tokens / took_s[len(took_s) // 2],
@@ -113,7 +115,8 @@ def child(case: str, steps: int, tokens: int, folder: Path) -> None:
 
 
 async def train(compute: TorchCompute | SwappedCompute, steps: int, microbatches: int) -> list[float]:
-    """Seconds of each step but the first: all microbatches, the norm for clipping, the update."""
+    """Seconds of each step but the first: all microbatches, the norm for clipping, the update. A peer alone is through with
+    that in the next step."""
     took = []
     for step in range(steps + 1):
         begin = time.perf_counter()

@@ -66,7 +66,7 @@ class SwappedArithmetic:
         alone: bool = False,
     ) -> None:
         """``where``: the stage, and their number; ``width``: D; ``kept``: see ``Loader``; ``alone``: rounds are added to the
-        accumulator as they are computed, and an update in memory runs beside the next forward: nobody waits for its digest."""
+        accumulator as they are computed, and an update runs beside the next forward: nobody waits for its digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
         self._width, self.models = width, models
         self.setup, self.state, self._backing, self._threads = setup, state, backing, threads
@@ -83,7 +83,8 @@ class SwappedArithmetic:
         own = backing.durable and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
         state.order = [model.segments for model in models]
-        self._alone, self._beside = alone, alone and state.in_place
+        self._alone = alone
+        self._beside = alone and (state.in_place or not self._rule.by_tensor)  # a tensor in memory needs the loader's
         self._summed: list[Sequence[Passage]] = []
         """Alone: the rounds in the accumulator. Nothing can be taken out of it, so all of them are computed again if a part
         of a later round does not count."""

@@ -3,14 +3,17 @@
 A durable backing holds two versions. An update reads one and writes the other, and a single number that is written last
 says which of them counts. So the end of the process in the middle of an update leaves the state before it whole, and a
 process that opens the same folder finds it (``step``). Loss of power is another matter: the kernel writes pages in any
-order. Pinned memory holds one version, since it ends with the process anyway. There an update may run beside the next
-forward pass, which waits for the weights that it needs: no numbers change.
+order. Pinned memory holds one version, since it ends with the process anyway.
+
+An update may run beside the next forward pass, which waits for the weights that it needs: no numbers change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left, bisect_right
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,8 +53,12 @@ class State:
         self._counts = backing.named("counts", 1)
         self._lock = threading.Lock()
         self._progress = threading.Condition()
-        self._left: list[tuple[int, int]] = []
-        """What the update that has begun has not changed yet."""
+        self._left: dict[int, int] = {}
+        """What the update that has begun has not changed yet: begin -> end of ranges, in its order."""
+        self._begins: list[int] = []
+        """Where its ranges begin, ascending."""
+        self._writing: dict[str, Region] | None = None
+        """The version that it writes."""
         self._broken: BaseException | None = None
         """Why that update will not end."""
         self.order: Sequence[Sequence[tuple[int, int]]] = ()
@@ -75,8 +82,8 @@ class State:
 
     @property
     def model(self) -> Region:
-        """The newest weights, fp32 [P]."""
-        return self._current["model"]
+        """The newest weights, fp32 [P]; of an update that has begun, those for which ``ready`` has returned."""
+        return (self._writing or self._current)["model"]
 
     @property
     def _current(self) -> dict[str, Region]:
@@ -111,9 +118,9 @@ class State:
         """Apply one update with ``gradient``, flat fp32 [G], which does not change."""
         with self._lock, torch.no_grad():
             old, new = self._current, self._next
-            ranges = self._ranges(rule)
+            ranges = list(self._left.items()) or self._ranges(rule)
             buffers = torch.empty(1 if self.in_place else 4, max((b - a for a, b in ranges), default=0))
-            for a, b in ranges:
+            for (a, b), coming in pairwise([*ranges, (0, 0)]):
                 piece, *state = buffers[:, : b - a]
                 update.write_scaled(gradient, a, piece)
                 if self.in_place:
@@ -125,28 +132,37 @@ class State:
                 rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
                 for kind, values in zip(KINDS, state, strict=True) if not self.in_place else ():
                     new[kind].write(a, values)
-                    old[kind].expect(b, min(2 * b - a, self.layout.size))
+                    old[kind].expect(*coming)
                 with self._progress:
-                    self._left = [left for left in self._left if left != (a, b)]
+                    self._left.pop(a, None)
                     self._progress.notify_all()
             self._count(new, update.step + 1)
+            self._writing = None
 
     def begin_update(self, rule: Rule) -> None:
-        """``update`` follows in another thread, in place. Until it is through, ``ready`` waits for it."""
-        self.finish()
-        self._left = self._ranges(rule)
+        """``update`` follows in another thread. Until it is through, ``ready`` waits for it."""
+        with self._whole():
+            self._writing, self._left = self._next, dict(self._ranges(rule))
+            self._begins = sorted(self._left)
 
     def ready(self, begin: int, end: int) -> None:
         """Returns when the weights from ``begin`` to before ``end`` are the newest. Raises what ended their update."""
+        self._wait(lambda: self._is_left(begin, end))
+
+    def finish(self) -> None:
+        """Returns when no weights are left to change. Raises what ended their update."""
+        self._wait(lambda: bool(self._left))
+
+    def _is_left(self, begin: int, end: int) -> bool:
+        near = self._begins[max(0, bisect_right(self._begins, begin) - 1) : bisect_left(self._begins, end)]
+        return any(self._left.get(a, 0) > begin for a in near)
+
+    def _wait(self, lasts: Callable[[], bool]) -> None:
         with self._progress:
-            while any(overlap((begin, end), left) for left in self._left):
+            while lasts():
                 if self._broken is not None:
                     raise self._broken
                 self._progress.wait()
-
-    def finish(self) -> None:
-        """Returns when no update is under way. Raises what ended it."""
-        self.ready(0, self.layout.size)
 
     def abandon(self, why: BaseException) -> None:
         """The update that has begun will not end: ``ready`` raises ``why``."""
@@ -162,18 +178,19 @@ class State:
             yield
 
     def _ranges(self, rule: Rule) -> list[tuple[int, int]]:
-        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. In place,
-        what is needed first comes first; files are passed over from the beginning to the end."""
+        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. What is
+        needed first comes first."""
         ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
         window = update_window(self.layout.size) * (IN_PLACE if self.in_place else 1)
         windows = [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
-        found = list(self.layout.ranges()) if rule.by_tensor else windows
-        return sorted(found, key=self._needed) if self.in_place else found
+        needed = sorted((begin, n) for n, part in enumerate(self.order) for begin, _ in part)
 
-    def _needed(self, changed: tuple[int, int]) -> int:
-        """Returns which of ``order`` is the first that needs some of a range."""
-        parts = (n for n, part in enumerate(self.order) if any(overlap(changed, segment) for segment in part))
-        return next(parts, len(self.order))
+        def first(changed: tuple[int, int]) -> int:
+            begin, end = changed
+            parts = needed[max(0, bisect_left(needed, (begin + 1, 0)) - 1) : bisect_left(needed, (end, 0))]
+            return min((n for _, n in parts), default=0)
+
+        return sorted(self.layout.ranges() if rule.by_tensor else windows, key=first)
 
     def skip(self, step: int) -> None:
         """Count update number ``step`` without a change."""
@@ -203,8 +220,8 @@ class State:
 
     def named(self) -> dict[str, Tensor]:
         """The same, but no copy: it holds until the next change."""
-        self.finish()
-        return self._named({kind: region.values for kind, region in self._current.items()})
+        with self._whole():
+            return self._named({kind: region.values for kind, region in self._current.items()})
 
     def _named(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -230,8 +247,3 @@ class State:
         with self._whole(), torch.no_grad():
             for a, b in self.model.windows():
                 self.model.values[a:b].copy_(weights[a:b])
-
-
-def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Have two ranges a number in common?"""
-    return one[0] < other[1] and other[0] < one[1]
