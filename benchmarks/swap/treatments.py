@@ -50,9 +50,9 @@ class Stage:
 
     def bytes_of(self, runs: tuple[tuple[int, int], ...], treatments: tuple[int, ...]) -> float:
         """Of the device. A graph that is sent needs room for another one that comes or goes."""
-        graphs = [sum(self.graphs[a:b]) for a, b in runs]
-        kept = MICROBATCHES * sum(g for g, t in zip(graphs, treatments, strict=True) if t == KEPT)
-        second = max([g for g, t in zip(graphs, treatments, strict=True) if t == SENT], default=0.0)
+        graphs = [sum(self.graphs[a:b]) for a, b in runs[:-1]]  # the last one's is there for a microbatch at a time
+        kept = MICROBATCHES * sum(g for g, t in zip(graphs, treatments, strict=False) if t == KEPT)
+        second = max([g for g, t in zip(graphs, treatments, strict=False) if t == SENT], default=0.0)
         return places_bytes(self.layers, runs) + kept + second
 
     def memory(self, share: float) -> float:
@@ -72,15 +72,16 @@ class Stage:
                     continue
                 found += [
                     self.round_s(runs, treatments)
-                    for treatments in product((AGAIN, SENT, KEPT), repeat=len(runs))
+                    for others in product((AGAIN, SENT, KEPT), repeat=len(runs) - 1)
+                    for treatments in [(*others, KEPT)]
                     if self.bytes_of(runs, treatments) <= memory
                 ]
         return min(found)
 
     def ours_s(self, memory: float) -> float:
-        """Seconds of a round under our rule: all is computed again."""
+        """Seconds of a round under our rule: all but what is in the last sub-model is computed again."""
         runs = swapping(self.layers, memory, self.rate, MICROBATCHES).runs
-        return self.round_s(runs, (AGAIN,) * len(runs))
+        return self.round_s(runs, (*(AGAIN,) * (len(runs) - 1), KEPT))
 
 
 def stage(name: str, rate: float, width: int) -> Stage:

@@ -8,8 +8,10 @@ consecutive sub-models. While one computes C minibatches, the next one is loaded
 - time: C x what a sub-model computes for a minibatch >= what loading its successor takes, forward and backward.
 
 Among these cuts, fig. 13 wants the one across which the fewest bytes go. The last sub-model stays for its backward, and
-the first one for the next forward (fig. 12). Algorithm 1 of the paper is exhaustive. Both constraints concern
-neighbours only, so ``swapping`` finds the optimum by dynamic programming over pairs of neighbours, in O(layers^3).
+the first one for the next forward (fig. 12). Beyond the paper: where backward computes each forward again, the last
+sub-model need not, since its backward follows at once, so it may be worth more than hidden loads to make it large.
+Algorithm 1 of the paper is exhaustive. All of this concerns neighbours or the last sub-model only, so ``swapping`` finds
+the optimum by dynamic programming over pairs of neighbours, in O(layers^3).
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class Layer:
     """Bytes that go on to the next layer; by default all cuts are equal."""
     sum_bytes: float = 0.0
     """Of the bytes beside the weights, the gradient that is summed over a round."""
+    again_s: float = 0.0
+    """Of the seconds of backward, those that the last sub-model saves: it has just computed its forward."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,19 @@ class Swapping:
     """Sub-models that stay on the device once they were loaded, until the weights change. The others take turns."""
 
     @property
+    def each_s(self) -> float:
+        """Seconds of a round for each minibatch."""
+        return self.round_s / self.minibatches
+
+    @property
     def lost(self) -> float:
         """Share of the time in which the device waits for weights; 0: all loading is hidden."""
         return self.waits_s / self.round_s if self.round_s > 0 else 0.0
 
 
 def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Swapping:
-    """Find the best sub-models for ``minibatches`` in a row: those for whose weights the device waits least, and among
-    these those with the fewest bytes across their cuts. Exact. Raises CapacityError if single layers do not fit."""
+    """Find the best sub-models for ``minibatches`` in a row: those that take the least time, and among these those with the
+    fewest bytes across their cuts. Exact. Raises CapacityError if single layers do not fit."""
     runs = _best(layers, memory_bytes, load_bytes_per_s, minibatches)
     if runs is None:
         alone = tuple((i, i + 1) for i in range(len(layers)))
@@ -127,14 +136,16 @@ def crossing_bytes(layers: Sequence[Layer], found: Swapping, minibatches: int) -
 
 
 def hidden(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, most: int) -> Swapping:
-    """Find the smallest C with which some sub-models hide all loading, and the best of these; if ``most`` minibatches
-    do not hide it either, the best for ``most``. Raises CapacityError as ``swapping`` does."""
+    """Find the smallest C with which some sub-models take no longer for a minibatch than the best for ``most`` in a row do,
+    and the best of these: if anything hides all loading, no more minibatches than that needs. Raises CapacityError as
+    ``swapping`` does."""
     found = swapping(layers, memory_bytes, load_bytes_per_s, most)
-    low, high = 1, most  # more minibatches never hide less
-    while found.waits_s <= 0 and low < high:
+    enough_s = found.each_s + EQUAL * sum(layer.forward_s + layer.backward_s for layer in layers)
+    low, high = 1, most  # more minibatches never take longer, each
+    while low < high:
         middle = (low + high) // 2
         tried = swapping(layers, memory_bytes, load_bytes_per_s, middle)
-        if tried.waits_s <= 0:
+        if tried.each_s <= enough_s:
             found, high = tried, middle
         else:
             low = middle + 1
@@ -170,7 +181,8 @@ def round_s(
 ) -> float:
     """Seconds for forward and backward of ``minibatches`` in a row: each sub-model takes as long as its compute or
     its neighbour's loading."""
-    busy_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    last = range(*runs[-1])
+    busy_s = sum(x.forward_s + x.backward_s - (x.again_s if n in last else 0.0) for n, x in enumerate(layers))
     return minibatches * busy_s + _waits_s(layers, runs, load_bytes_per_s, minibatches, kept)
 
 
@@ -199,9 +211,9 @@ def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float,
     """The best cut, None if none fits. State [i, j]: the last sub-model so far is the layers from i to before j. What
     comes after it depends on nothing else."""
     count = len(layers)
-    ahead_s, back_s, load, work = (
+    ahead_s, back_s, again_s, load, work = (
         np.array([0.0, *np.cumsum([getattr(layer, name) for layer in layers])])
-        for name in ("forward_s", "backward_s", "load_bytes", "work_bytes")
+        for name in ("forward_s", "backward_s", "again_s", "load_bytes", "work_bytes")
     )
     if load[count] + work[count] <= memory_bytes:
         return ((0, count),)
@@ -228,10 +240,11 @@ def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float,
         best = np.where(cost <= least + slack_s, so_far[:, None], np.inf).argmin(0)
         waits_s[i, ends] = cost[best, np.arange(len(ends))]
         crossed[i, ends], before[i, ends] = so_far[best], begins[best]
-    least = waits_s[1:, count].min(initial=np.inf)
+    takes_s = waits_s[1:, count] + minibatches * again_s[1:count]  # and what all cuts take
+    least = takes_s.min(initial=np.inf)
     if not np.isfinite(least):
         return None
-    able = np.where(waits_s[1:, count] <= least + slack_s, crossed[1:, count], np.inf)
+    able = np.where(takes_s <= least + slack_s, crossed[1:, count], np.inf)
     return _traced(before, 1 + int(able.argmin()), count)
 
 

@@ -1,11 +1,12 @@
 """Which sub-models of a stage fit into how much memory, and how many microbatches a load is worth.
 
-The rules: everything inside a sub-model is computed again before its backward; what goes from one sub-model to the next
+The rules: everything inside a sub-model is computed again before its backward, but for the last sub-model of the whole
+model, whose backward follows its forward; what goes from one sub-model to the next
 is kept in backing memory; the gradient of a sub-model is summed on the device over the microbatches of a round. C is the
-smallest number of microbatches with which loading is hidden, as far as the profile goes (``planning.swapping.hidden``).
+smallest number of microbatches with which loading is hidden as well as it can be (``planning.swapping.hidden``).
 Sub-models take turns on the device. If it has memory of its own, some stay there as well, as many as have room. Smaller
 sub-models leave more room for that, since their graphs are smaller, but more goes from one to the next. So a few cuts are
-compared: the one that waits least is taken; of equal ones, the one with the fewest bytes on the bus.
+compared: the one that takes the least time is taken, and what goes over the bus takes some, though it is hidden.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ TENSORS, TENSORS_IN_MEMORY = 8, 3
 """Temporaries of the size of a tensor while LAMB updates it: of a state on a disk, and in memory (measured: 2.98)."""
 SHARES = 1.0, 0.8, 0.6, 0.4
 """Of the room on the device, for sub-models that take turns: the cuts that are compared."""
+HIDDEN_COST = 0.22
+"""Seconds by which a second of copies beside the computation delays that: 0.24 with 1.35 B parameters on an H200, 0.21 with
+6.7 B (benchmarks/swap)."""
 NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
 
@@ -52,11 +56,13 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
     ``flops`` [FLOP/s]."""
     size = 4 if precision is Precision.FP32 else 2
     goes_on = 4.0 * tokens * spec.width
+    loss = stage == len(cut) - 1
 
     def block(params: int, forward_flops: float, graph: float) -> Layer:
         forward_s = forward_flops * tokens / flops
         works = (4 + size) * params + graph
-        return Layer(forward_s, BACKWARD * forward_s, float(size * params), works, goes_on, 4.0 * params)
+        again_s = forward_s if loss else 0.0
+        return Layer(forward_s, BACKWARD * forward_s, float(size * params), works, goes_on, 4.0 * params, again_s)
 
     def layers(first: int, end: int) -> Layer:
         """One block of these layers; if they are several, they share their weights."""
@@ -151,7 +157,8 @@ def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes
         kept = staying(blocks, cut.runs, room) if own else ()
         cut = cut_into(blocks, cut.runs, load_bytes_per_s, cut.minibatches, kept)
         found.append(replace(cut, device_bytes=places_bytes(blocks, cut.runs, kept)))
-    return min(found, key=lambda cut: (cut.waits_s, crossing_bytes(blocks, cut, most)))
+    bus_s = HIDDEN_COST / load_bytes_per_s
+    return min(found, key=lambda cut: most * cut.each_s + bus_s * crossing_bytes(blocks, cut, most))
 
 
 def _within(blocks: Sequence[Layer], room: float, asked: float, load_bytes_per_s: float, most: int) -> Swapping:
@@ -174,4 +181,4 @@ def _one_by_one(blocks: Sequence[Layer]) -> Cut:
 def swapped_s(blocks: Sequence[Layer], found: Swapping) -> tuple[float, float]:
     """Seconds of a microbatch of a full round, forward and backward."""
     forward_s = sum(block.forward_s for block in blocks)
-    return forward_s, found.round_s / found.minibatches - forward_s
+    return forward_s, found.each_s - forward_s
