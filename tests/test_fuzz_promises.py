@@ -20,7 +20,7 @@ from muletrain.sim.world.verdict import POWERLESS, Outcome, readable
 from tests import planted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(240)
@@ -156,6 +156,36 @@ def test_who_asks_again_and_again_holds_up_no_repair() -> None:
     assert 1 < len(looks) < 5
     assert not trainer._again
     assert not trainer._refilling
+
+
+def test_who_has_ever_more_repaired_holds_up_no_word_of_a_trainer() -> None:
+    """A liar begins a repair before each of its repairs has ended."""
+
+    class Busy(Trainer):
+        def __init__(self) -> None:
+            self._claimed, self._repairs = set(), set()
+            plan = SimpleNamespace(stages=1)
+            self._ctx = cast("Any", SimpleNamespace(plan=plan))
+
+        def _claims(self, indices: Iterable[int], turn: int) -> list[int]:
+            return []
+
+        async def again(self, repairs: int) -> None:
+            await asyncio.sleep(0.1)
+            if repairs:
+                self._repairs.add(asyncio.create_task(self.again(repairs - 1)))
+            await asyncio.sleep(0.1)
+            self._repairs.discard(cast("Any", asyncio.current_task()))
+
+    async def told_after() -> float:
+        trainer, loop = Busy(), asyncio.get_running_loop()
+        trainer._repairs.add(asyncio.create_task(trainer.again(40)))
+        await trainer._run((), retry=False)
+        took_s = loop.time()
+        await asyncio.gather(*trainer._repairs)
+        return took_s
+
+    assert run_virtually(told_after(), 100.0, []) == pytest.approx(0.2)
 
 
 def test_a_trainer_believes_only_a_replica_of_the_stage_and_only_once() -> None:

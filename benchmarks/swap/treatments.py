@@ -101,6 +101,7 @@ def main() -> None:
         "width",
         "forward of a layer",
         "its graph on the bus",
+        "all graphs of a round",
         "ours / best, half of the weights fit",
         "all of them",
     ):
@@ -108,6 +109,7 @@ def main() -> None:
     for (name, rate), width in product(GPUS, WIDTHS):
         found = stage(name, rate, width)
         cells = [f"{found.layers[1].forward_s * 1e3:.1f} ms", f"{found.graphs[1] / rate * 1e3:.1f} ms"]
+        cells.append(f"{MICROBATCHES * sum(found.graphs) / 2**30:.0f} GiB")
         for share in (0.5, 1.0):
             memory = found.memory(share)
             cells.append(f"{found.ours_s(memory) / found.best_s(memory):.2f}")

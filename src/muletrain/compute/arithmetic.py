@@ -155,7 +155,7 @@ class StageArithmetic:
     def differentiate(
         self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
     ) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage
+        """Gradients of what is trained (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage
         0)."""
         wanted = [leaf] if leaf.requires_grad else []
         wanted += self.weights.parameters(mb.step) if accumulate else []
@@ -181,7 +181,7 @@ class StageArithmetic:
 
     def sketch(self, gradients: Gradients, step: int, seed: bytes) -> Sketch:
         """Returns the sketch of one microbatch's gradients, as ``accumulate`` would add them."""
-        flat = torch.cat([g.reshape(-1).float() for g in gradients])[: self.weights.layout.trained]
+        flat = torch.cat([g.reshape(-1).float() for g in gradients] or [torch.zeros(1)])
         return sketch(flat, seed) / self.scale.of(step)
 
     def add(self, gradient: Tensor, step: int) -> None:

@@ -72,10 +72,8 @@ class Update:
 
     def write_scaled(self, gradient: Tensor, begin: int, out: Tensor) -> None:
         """Fill ``out``, fp32 on any device, with the numbers of ``gradient``, fp32 [G], from ``begin`` on: ``tied`` added,
-        then scaled. Behind them are zeros, for what is frozen."""
+        then scaled."""
         part = gradient[begin : begin + len(out)]
-        out[len(part) :].zero_()
-        out = out[: len(part)]
         if not self.tied and part.device == out.device:
             torch.mul(part, self.scale, out=out)
             return

@@ -51,7 +51,7 @@ def times(spec: Model, sequences: int, device: torch.device, precision: Precisio
     block = middle_block(spec)
     shapes = block.shapes().items()
     block.bind({name: torch.randn(shape, device=device, dtype=dtype).mul_(INIT_STD) for name, shape in shapes})
-    weights = list(block.parameters())
+    weights = [p for p in block.parameters() if p.requires_grad]
 
     def once(count: int) -> tuple[float, float]:
         inputs = torch.randn(count, spec.context, spec.width, device=device, dtype=dtype, requires_grad=True)

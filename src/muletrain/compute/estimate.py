@@ -205,14 +205,16 @@ def client_memory(
 ) -> StageMemory:
     """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens.
     ``delayed``: it has weights and accumulators of two steps."""
-    params = spec.stage_params(cut, stage)
+    params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     older = params * size if delayed else 0
     copy = older + (0 if precision is Precision.FP32 else params * size)
-    second = 4 * params * delayed
-    masters, accumulator, parts = 4 * params, 4 * params + second, PARTS * params * size
+    second = 4 * trained * delayed
+    masters, accumulator, parts = 4 * params, 4 * trained + second, PARTS * trained * size
     activations = stash_bytes(spec, cut, stage, tokens, precision)
-    copies = 2 * 4 * params  # the next weights on their way here, and the accumulator on its way to the server
+    copies = (
+        4 * params + 4 * trained
+    )  # the next weights on their way here, and the accumulator on its way to the server
     return StageMemory(
         weights=masters + copy,
         moments=0,
@@ -242,17 +244,17 @@ def stage_memory(
     two steps are under way at once, each with an accumulator and weights of its own; copies of the state have both
     weights.
     """
-    params = spec.stage_params(cut, stage)
+    params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     older = params * size if delayed else 0
     copy = older + (0 if precision is Precision.FP32 else params * size)
-    masters, moments, reduced, kept = 4 * params, 8 * params, 4 * params, 4 * params
-    accumulator, second = 4 * params, 4 * params * delayed
+    masters, moments, reduced, kept = 4 * params, 8 * trained, 4 * trained, 4 * trained
+    accumulator, second, gradients = 4 * trained, 4 * trained * delayed, size * trained
     tied = tied_bytes(spec, cut, stage)
     activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
     older_copies = COPIES * 4 * params * delayed
     copies = COPIES * (masters + moments) + older_copies
-    computing = accumulator + second + params * size + activations
+    computing = accumulator + second + gradients + activations
     if state_on_cpu:
         on_device = params * size + older + computing
         on_host = masters + moments + 2 * reduced + kept + copies + tied  # as it came, and scaled
@@ -262,7 +264,7 @@ def stage_memory(
     return StageMemory(
         weights=masters + copy,
         moments=moments,
-        gradient=accumulator + second + params * size + reduced + kept + tied,
+        gradient=accumulator + second + gradients + reduced + kept + tied,
         activations=activations,
         copies=copies,
         on_device=on_device,

@@ -137,7 +137,7 @@ class Block:
     def once(self) -> tuple[float, float]:
         """Returns seconds of forward and of backward."""
         inputs = self._inputs.detach()
-        wanted: list[Tensor] = list(self._module.parameters())
+        wanted: list[Tensor] = [p for p in self._module.parameters() if p.requires_grad]
         if not self._module.is_first:
             wanted.append(inputs.requires_grad_())
         begin = now(self._device)

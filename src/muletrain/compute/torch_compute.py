@@ -104,7 +104,7 @@ class TorchCompute(ThreadedCompute):
                 gradients, inputs_gradient = await self._compute(self.arithmetic.backward, mb, kept, grad, accumulate)
             finally:
                 self._stash.release(reserved)
-            self._commit(mb, gradients)
+            self._commit(mb, gradients, accumulate)
         return None if inputs_gradient is None else Result(inputs_gradient, self._to_host)
 
     async def loss_backward(
@@ -115,7 +115,7 @@ class TorchCompute(ThreadedCompute):
         async with self._slot(turn):
             work = self._compute(self.arithmetic.loss_backward, mb, inputs, targets, accumulate)
             loss, gradients, inputs_gradient = await work
-            self._commit(mb, gradients)
+            self._commit(mb, gradients, accumulate)
         return loss, None if inputs_gradient is None else Result(inputs_gradient, self._to_host)
 
     def busy_s(self, mb: Microbatch, took_s: float) -> float:
@@ -139,10 +139,12 @@ class TorchCompute(ThreadedCompute):
 
     # The accumulator and the step -----------------------------------------------------------------------------------
 
-    def _commit(self, mb: Microbatch, gradients: Gradients) -> None:
-        if gradients and mb.whole:
+    def _commit(self, mb: Microbatch, gradients: Gradients, accumulate: bool) -> None:
+        if not accumulate or mb.heldout:
+            return
+        if mb.whole:
             self._uncounted[mb] = gradients
-        elif gradients:
+        else:
             self._add(gradients, mb.step)
 
     def _add(self, gradients: Gradients, step: int) -> None:

@@ -1,6 +1,7 @@
 """The numbers of one stage: fp32 masters, working copies, moments and gradient accumulators, each one flat buffer.
 
-P: parameters of the stage. Not thread-safe; ``StageArithmetic`` calls it on the compute thread or under its lock.
+P: parameters of the stage; G: those that are trained. Not thread-safe; ``StageArithmetic`` calls it on the compute thread
+or under its lock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from muletrain.config.schema import OptimizerConfig
     from muletrain.model.module import StageModule
     from muletrain.optim.flat import FlatLayout
+
+
+MOMENTS = "moment1", "moment2"
 
 
 class StageWeights:
@@ -45,6 +49,7 @@ class StageWeights:
     ) -> None:
         """``updates`` false: no moments are kept, so ``apply`` and ``state`` are not available."""
         self.layout = versions[0].layout()
+        self._trainable = self.layout.trainable()
         state_device = torch.device("cpu") if optimizer.state_device == "cpu" else device
         self.masters = torch.empty(self.layout.size, device=state_device)
         for name, view in self.layout.views(self.masters).items():
@@ -55,30 +60,32 @@ class StageWeights:
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
         if updates:
             self.rule = make_rule(optimizer, total_steps, self.layout, state_device)
-        self._accumulators = [torch.zeros(self.layout.size, device=device) for _ in versions]
-        self._accumulator_views = [list(self.layout.views(a).values()) for a in self._accumulators]
+        self._accumulators = [torch.zeros(self.layout.trained, device=device) for _ in versions]
+        learned = [a[: self.layout.learned] for a in self._accumulators]
+        self._accumulator_views = [list(self._trainable.views(a).values()) for a in learned]
         self.next = 0
         """The step whose update comes next; it computes with the oldest version."""
 
     def _bound(self, stage: StageModule, working: Tensor) -> list[Tensor]:
         stage.bind(self.layout.views(working))
         by_name = dict(stage.named_parameters())
-        return [by_name[name] for name in self.layout.names]
+        return [by_name[name] for name in self._trainable.names]
 
     def _version(self, step: int) -> int:
         return step % len(self._working)
 
     def parameters(self, step: int) -> list[Tensor]:
-        """The parameters that ``step`` computes with."""
+        """The parameters that ``step`` computes with, but for frozen ones."""
         return self._parameters[self._version(step)]
 
     def accumulator(self, step: int) -> Tensor:
-        """The sum of the gradients of ``step``'s microbatches, flat fp32 [P]."""
+        """The sum of the gradients of ``step``'s microbatches, flat fp32 [G]."""
         return self._accumulators[self._version(step)]
 
     def accumulate(self, gradients: Sequence[Tensor], step: int, loss_scale: float) -> None:
         """Add one microbatch's gradients, in the order of ``parameters``, divided by ``loss_scale``."""
-        torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
+        if gradients:
+            torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Update the masters with ``gradient`` (flat fp32 [G], not changed). The newest weights replace those that the
@@ -89,9 +96,10 @@ class StageWeights:
             newest.copy_(self.masters)
             self.masters = newest
         if not update.skip:
-            scratch = accumulator if self.masters.device == accumulator.device else torch.empty_like(self.masters)
+            masters = self.masters[: len(accumulator)]
+            scratch = accumulator if masters.device == accumulator.device else torch.empty_like(masters)
             update.write_scaled(gradient, 0, scratch)
-            self.rule.step(self.masters, scratch, step)
+            self.rule.step(masters, scratch, step)
         if not self._direct:
             newest.copy_(self.masters)
         accumulator.zero_()
@@ -119,12 +127,12 @@ class StageWeights:
         return flat_digest(self.masters.cpu())
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32. With two versions also 'delayed/NAME', the
-        older weights, and 'step' [1], the step that computes with them."""
+        """Copies on the CPU: 'model/NAME', and of what is trained 'moment1/NAME', 'moment2/NAME', fp32. With two versions
+        also 'delayed/NAME', the older weights, and 'step' [1], the step that computes with them."""
         state = {
             f"{kind}/{name}": view
             for kind, flat in self._buffers().items()
-            for name, view in self.layout.views(flat.to("cpu", torch.float32, copy=True)).items()
+            for name, view in self._views(kind, flat.to("cpu", torch.float32, copy=True)).items()
         }
         return state if len(self._working) == 1 else {**state, "step": torch.tensor([self.next], dtype=torch.float64)}
 
@@ -141,19 +149,28 @@ class StageWeights:
             self.masters = newest
         for kind, flat in self._buffers().items():
             if not sources[kind]:
-                flat.zero_() if kind.startswith("moment") else flat.copy_(self.masters)
+                flat.zero_() if kind in MOMENTS else flat.copy_(self.masters)
             for name, value in sources[kind].items():
-                self.layout.views(flat)[name].copy_(value)
+                self._views(kind, flat)[name].copy_(value)
         newest.copy_(self.masters)
+
+    def _views(self, kind: str, flat: Tensor) -> dict[str, Tensor]:
+        return state_layout(self.layout, kind).views(flat[: self.layout.learned] if kind in MOMENTS else flat)
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}
         return buffers if len(self._working) == 1 else {**buffers, "delayed": self._working[self._version(self.next)]}
 
 
+def state_layout(layout: FlatLayout, kind: str) -> FlatLayout:
+    """Of the parameters that a state has ``kind`` of: what is frozen has no moments."""
+    return layout.trainable() if kind in MOMENTS else layout
+
+
 def checked_state(layout: FlatLayout, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     """The tensors of one kind by parameter name; empty for absent moments. Raises CheckpointError for missing names and
     other shapes."""
+    layout = state_layout(layout, kind)
     if kind != "model" and not any(key.startswith(f"{kind}/") for key in state):
         return {}
     found = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
@@ -30,17 +30,24 @@ class StageModule(nn.Module):
         """Name -> shape of every parameter, in a fixed order."""
         return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
 
+    @property
+    def frozen(self) -> Collection[str]:
+        """Names of parameters that are not trained, perhaps of other stages, too."""
+        return ()
+
     def layout(self) -> FlatLayout:
         """Of the parameters, in one flat buffer."""
-        return FlatLayout.of(self.shapes())
+        return FlatLayout.of(self.shapes(), self.frozen)
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Returns the stage."""
+        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters, of which those that are not frozen
+        have a gradient. Returns the stage."""
+        frozen = set(self.frozen)
         for name, shape in self.shapes().items():
             if tuple(weights[name].shape) != shape:
                 raise ValueError(f"{name}: shape {tuple(weights[name].shape)}, expected {shape}")
             module, _, leaf = name.rpartition(".")
-            setattr(self.get_submodule(module), leaf, nn.Parameter(weights[name]))
+            setattr(self.get_submodule(module), leaf, nn.Parameter(weights[name], requires_grad=name not in frozen))
         return self
 
     def caches(self) -> Mapping[int, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +36,14 @@ class FlatLayout:
     """P: numbers in the buffer."""
     decayed: int
     """Numbers of the first run, to which weight decay applies."""
-    trained: int
-    """G: numbers of the first two runs, which have a gradient. At least one, which is zero if all are frozen."""
+    learned: int
+    """Numbers of the first two runs, which are trained."""
+
+    @property
+    def trained(self) -> int:
+        """G: length of the gradient and of the moments. As many as are ``learned``, but at least one, which stays zero if
+        all are frozen."""
+        return max(self.learned, min(self.size, 1))
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()) -> FlatLayout:
@@ -52,7 +58,7 @@ class FlatLayout:
             tuple(shapes[name] for name in names),
             sum(sizes),
             sizes[0],
-            _trained(sizes[0] + sizes[1], sum(sizes)),
+            sizes[0] + sizes[1],
         )
 
     def only(self, names: Collection[str]) -> FlatLayout:
@@ -61,24 +67,24 @@ class FlatLayout:
         ends = [end for _, end in self.ranges()]
         shapes = tuple(self.shapes[k] for k in kept)
         sizes = [math.prod(shape) for shape in shapes]
-        decayed, trained = (
+        decayed, learned = (
             sum(size for k, size in zip(kept, sizes, strict=True) if ends[k] <= run)
-            for run in (self.decayed, self.trained)
+            for run in (self.decayed, self.learned)
         )
-        return FlatLayout(
-            tuple(self.names[k] for k in kept), shapes, sum(sizes), decayed, _trained(trained, sum(sizes))
-        )
+        return FlatLayout(tuple(self.names[k] for k in kept), shapes, sum(sizes), decayed, learned)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Name -> view of ``flat`` [P] in the parameter's shape."""
         pieces = torch.split(flat, [math.prod(shape) for shape in self.shapes])
         return {name: piece.view(shape) for name, shape, piece in zip(self.names, self.shapes, pieces, strict=True)}
 
+    def trainable(self) -> FlatLayout:
+        """Of the parameters that are not frozen, in the same places."""
+        ends = [end for _, end in self.ranges()]
+        count = sum(end <= self.learned for end in ends)
+        return replace(self, names=self.names[:count], shapes=self.shapes[:count], size=self.learned)
+
     def ranges(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each parameter in the flat buffer, in the order of ``names``."""
         ends = list(itertools.accumulate(map(math.prod, self.shapes)))
         return zip([0, *ends[:-1]], ends, strict=True)
-
-
-def _trained(numbers: int, size: int) -> int:
-    return max(numbers, min(size, 1))

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class Rule(Protocol):
-    """One optimizer of one stage. ``weights`` and ``gradient`` are flat fp32 [P]; moments live beside the weights."""
+    """One optimizer of one stage. ``weights`` and ``gradient`` are flat fp32 [G], of what is trained; moments live beside the
+    weights."""
 
     moment1: Tensor
     moment2: Tensor
@@ -45,7 +46,7 @@ def make_rule(
     """The rule that ``config.name`` asks for, with zero moments on ``device``. Without ``moments`` it has ``update``
     only."""
     rule = AdamW if config.name == "adamw" else Lamb
-    return rule(config, total_steps, layout, device, layout.size if moments else 0)
+    return rule(config, total_steps, layout, device, layout.trained if moments else 0)
 
 
 class _Moments:
@@ -56,7 +57,7 @@ class _Moments:
     ) -> None:
         self._config = config
         self._total_steps = total_steps
-        self._layout = layout
+        self._layout = layout.trainable()
         self.moment1 = torch.zeros(size, device=device)
         self.moment2 = torch.zeros(size, device=device)
 

@@ -1,7 +1,7 @@
 """``SwappedArithmetic`` computes rounds: microbatches that pass each sub-model one after the other while it is on the
 device (ATOM sec. III-C, fig. 12). It decides nothing about order, threads or cancellation.
 
-Shapes: B sequences, T tokens, D width, P parameters of the stage, S of a sub-model.
+Shapes: B sequences, T tokens, D width, G trained parameters of the stage, S parameters of a sub-model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BESIDE = 0.75
 
 @dataclass
 class _Accumulator:
-    """A gradient in backing memory, flat [P]. ``empty``: whatever is there does not count. ``region`` None: none is taken
+    """A gradient in backing memory, flat [G]. ``empty``: whatever is there does not count. ``region`` None: none is taken
     yet. A round uses the sum's while that is empty, so that a step of one round needs no second region."""
 
     region: Region | None
@@ -83,6 +83,8 @@ class SwappedArithmetic:
         own = backing.durable and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
         state.order = [model.segments for model in models]
+        self._trained_from = next((k for k, model in enumerate(models) if model.trainable.size), len(models))
+        """All sub-models before it are frozen as a whole."""
         self._alone = alone
         self._beside = alone and (state.in_place or not self._rule.by_tensor)  # a tensor in memory needs the loader's
         self._summed: list[Sequence[Passage]] = []
@@ -153,11 +155,11 @@ class SwappedArithmetic:
     def _back(self, passages: Sequence[Passage], begin: int) -> None:
         """Backward through the sub-models from ``begin`` to the first."""
         passages = [p for p in passages if self._wanted(p)]
-        for k in range(begin, -1, -1) if passages else ():
-            if k == 0 and not any(p.accumulate for p in passages) and self.stage == 0:
-                break
+        end = self._trained_from if self.stage == 0 else 0
+        for k in range(begin, end - 1, -1) if passages else ():
             parameters: list[Tensor] = []  # those of the sub-model before leave first
-            parameters = self.loader.get(k, k - 1 if k > 0 else min(1, len(self.models) - 1))
+            first = min(1, len(self.models) - 1) if k == 0 else None  # only a neighbour has a place beside ``k``
+            parameters = self.loader.get(k, k - 1 if k > end else first)
             for p, (x, seed) in self._arriving(k, passages, backward=True):
                 with self._jobs.at("backward", part=k), torch.enable_grad():
                     with self._timed("recompute_s"):
@@ -176,7 +178,8 @@ class SwappedArithmetic:
         """Gradients of sub-model ``k``: the parameters' into the sum, the inputs' to where the next one finds it."""
         with self._timed("backward_s"):
             wanted = [leaf] if leaf.requires_grad else []
-            gradients = torch.autograd.grad(output, wanted + (parameters if p.accumulate else []), seed)
+            targets = wanted + (parameters if p.accumulate else [])
+            gradients = torch.autograd.grad(output, targets, seed) if targets else ()
             if leaf.requires_grad and k > 0:
                 self.ferry.store(gradients[0], self._between(p, k))
             elif leaf.requires_grad:
@@ -198,7 +201,7 @@ class SwappedArithmetic:
             self._round.empty = False
 
     def _region(self) -> Region:
-        return self._backing.region(self.state.layout.size, copied=True)
+        return self._backing.region(self.state.layout.trained, copied=True)
 
     def _wanted(self, p: Passage) -> bool:
         """Is any gradient wanted?"""
@@ -318,7 +321,7 @@ class SwappedArithmetic:
             for a, b in total.windows():
                 total.values[a:b].zero_()
             self._sum.empty = False
-        return total.values[: self.state.layout.trained]
+        return total.values
 
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Optimizer step with ``gradient``, fp32 [G]."""

@@ -56,6 +56,8 @@ class SubModel:
     blocks: tuple[StageModule, ...]
     layout: FlatLayout
     """The blocks' parameters, [S], in the order that they have in the stage's flat buffer."""
+    trainable: FlatLayout
+    """Those of them that are not frozen, which come first."""
     segments: tuple[tuple[int, int], ...]
     """Where they are in the stage's flat buffer: ranges in order, S numbers together."""
 
@@ -65,12 +67,12 @@ class SubModel:
         return self.layout.size
 
     def bind(self, weights: Tensor) -> list[Tensor]:
-        """Compute with ``weights``, [S]. Returns the parameters, in the order of ``layout``."""
+        """Compute with ``weights``, [S]. Returns the trained parameters, in the order of ``layout``."""
         views = self.layout.views(weights)
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             found.update(block.bind(views).named_parameters())
-        return [found[name] for name in self.layout.names]
+        return [found[name] for name in self.trainable.names]
 
     def unbind(self) -> None:
         """Let go of the weights."""
@@ -90,12 +92,13 @@ class SubModel:
             x = block(x, masks)
         return self.blocks[-1].loss(x, targets, masks)
 
-    def pieces(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """The segments in pieces of at most ``size`` numbers: (begin, end) in the stage's buffer, and begin in [S]."""
-        at = 0
+    def pieces(self, size: int, *, trained: bool = False) -> Iterator[tuple[int, int, int]]:
+        """The segments in pieces of at most ``size`` numbers: (begin, end) in the stage's buffer, and begin in [S].
+        ``trained``: of what is trained only."""
+        at, most = 0, self.trainable.size if trained else self.size
         for begin, end in self.segments:
-            for a in range(begin, end, size):
-                b = min(a + size, end)
+            for a in range(begin, min(end, begin + most - at), size):
+                b = min(a + size, end, a + most - at)
                 yield a, b, at
                 at += b - a
 
@@ -113,4 +116,4 @@ def _sub_model(number: int, blocks: tuple[StageModule, ...], whole: FlatLayout) 
         if segments and segments[-1][1] == begin:
             begin = segments.pop()[0]
         segments.append((begin, end))
-    return SubModel(number, blocks, layout, tuple(segments))
+    return SubModel(number, blocks, layout, layout.trainable(), tuple(segments))

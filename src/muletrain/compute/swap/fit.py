@@ -97,7 +97,7 @@ def swap_memory(
 ) -> SwapMemory:
     """Memory of ``stage`` with microbatches of ``tokens``, of which so many are there at once. ``lamb``: the optimizer
     needs whole tensors; ``disk``, ``alone``: see ``SwapMemory``."""
-    params = spec.stage_params(cut, stage)
+    params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     blocks = blocks_of(spec, cut, stage, tokens, precision, NOMINAL_FLOPS)
     goes_on = 4 * tokens * spec.width
     windows = 4 * WINDOWS * update_window(params)
@@ -109,8 +109,8 @@ def swap_memory(
     return SwapMemory(
         beside=beside,
         least=max(update, beside + int(places_bytes(blocks, _one_by_one(blocks)))),
-        state=12 * params,
-        gradients=(4 if alone else 20) * params,
+        state=4 * params + 8 * trained,
+        gradients=(4 if alone else 20) * trained,
         between=(len(blocks) - 1) * goes_on * microbatches,
         update=4 * (TENSORS_IN_MEMORY * largest if lamb else min(params, IN_PLACE * update_window(params))),
         tied=tied_bytes(spec, cut, stage),

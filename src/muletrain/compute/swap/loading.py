@@ -280,7 +280,7 @@ class Drain:
         self._traffic, self._device, self._jobs = traffic, device, jobs
         window = device_window(sum(model.size for model in models))
         self._lane = Lane("drain", device, torch.float32, window, inline=inline)
-        self._size = max(model.size for model in models)
+        self._size = max(model.trainable.size for model in models)
         self._buffer: Tensor | None = None
         self._leaving: Future[None] | None = None
         self._sum: Tensor | None = None
@@ -293,16 +293,17 @@ class Drain:
             self.finish()  # one sum at a time
             if self._buffer is None:
                 self._buffer = torch.empty(self._size, device=self._device)
-            self._sum = self._buffer[: model.size]
+            self._sum = self._buffer[: model.trainable.size]
             self._fill(model, self._sum, before)
-            self._views = list(model.layout.views(self._sum).values())
-        torch._foreach_add_(self._views, list(gradients), alpha=alpha)
+            self._views = list(model.trainable.views(self._sum).values())
+        if gradients:
+            torch._foreach_add_(self._views, list(gradients), alpha=alpha)
 
     def _fill(self, model: SubModel, total: Tensor, before: Region | None) -> None:
         if before is None:
             total.zero_()
             return
-        for a, b, at in model.pieces(self._lane.window(before)):
+        for a, b, at in model.pieces(self._lane.window(before), trained=True):
             if self._device.type == "cpu":
                 before.read(a, total[at : at + b - a])
             else:
@@ -334,7 +335,7 @@ class Drain:
 
     def _store(self, model: SubModel, values: Tensor | None, target: Region) -> None:
         with self._jobs.at("drain", part=model.number), torch.no_grad():
-            for a, b, at in model.pieces(self._lane.window(target)):
+            for a, b, at in model.pieces(self._lane.window(target), trained=True):
                 if values is None:
                     target.values[a:b].zero_()
                 elif values.device.type == "cpu":

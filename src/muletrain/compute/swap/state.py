@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 
 from muletrain.compute.swap.backing import update_window
-from muletrain.compute.weights import checked_state
+from muletrain.compute.weights import MOMENTS, checked_state, state_layout
 from muletrain.errors import CheckpointError
 from muletrain.optim.flat import flat_digest
 
@@ -36,18 +36,24 @@ if TYPE_CHECKING:
 
 IN_PLACE = 16
 """Times of ``update_window`` that are updated at a time where nothing is copied: each call of the rule costs time."""
-KINDS = ("model", "moment1", "moment2")
+KINDS = ("model", *MOMENTS)
 
 
 class State:
-    """Owns the newest weights and moments. A lock keeps updates, copies and digests apart."""
+    """Owns the newest weights and moments. A lock keeps updates, copies and digests apart. Updates change what is trained:
+    all versions have the frozen weights."""
 
     def __init__(self, layout: FlatLayout, backing: Backing) -> None:
         """Raises CapacityError if the backing memory is too small."""
         self.layout = layout
         versions = 2 if backing.durable else 1
         self._versions = [
-            {kind: backing.named(f"{kind}-{v}", layout.size, copied=kind == "model") for kind in KINDS}
+            {
+                kind: backing.named(
+                    f"{kind}-{v}", layout.trained if kind in MOMENTS else layout.size, copied=kind == "model"
+                )
+                for kind in KINDS
+            }
             for v in range(versions)
         ]
         self._counts = backing.named("counts", 1)
@@ -108,10 +114,10 @@ class State:
                         f"{name} has shape {tuple(value.shape)}, but the model needs {tuple(view.shape)}"
                     )
                 view.copy_(value)
-            for kind in KINDS:
+            for kind in MOMENTS:
                 for a, b in state[kind].windows():
-                    if kind != "model":
-                        state[kind].values[a:b].zero_()
+                    state[kind].values[a:b].zero_()
+            self._share_frozen(state)
             self._count(state, 0)
 
     def update(self, rule: Rule, gradient: Tensor, update: Update) -> None:
@@ -180,7 +186,7 @@ class State:
     def _ranges(self, rule: Rule) -> list[tuple[int, int]]:
         """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. What is
         needed first comes first."""
-        ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.size)
+        ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.learned)
         window = update_window(self.layout.size) * (IN_PLACE if self.in_place else 1)
         windows = [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
         needed = sorted((begin, n) for n, part in enumerate(self.order) for begin, _ in part)
@@ -190,7 +196,7 @@ class State:
             parts = needed[max(0, bisect_left(needed, (begin + 1, 0)) - 1) : bisect_left(needed, (end, 0))]
             return min((n for _, n in parts), default=0)
 
-        return sorted(self.layout.ranges() if rule.by_tensor else windows, key=first)
+        return sorted(self.layout.trainable().ranges() if rule.by_tensor else windows, key=first)
 
     def skip(self, step: int) -> None:
         """Count update number ``step`` without a change."""
@@ -214,7 +220,8 @@ class State:
             return self.model.values.clone()
 
     def copy(self) -> dict[str, Tensor]:
-        """'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more, in backing memory."""
+        """'model/NAME', and of what is trained 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more,
+        in backing memory."""
         with self._whole():
             return self._named({kind: region.copy() for kind, region in self._current.items()})
 
@@ -225,8 +232,19 @@ class State:
 
     def _named(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            f"{kind}/{name}": view for kind, flat in flats.items() for name, view in self.layout.views(flat).items()
+            f"{kind}/{name}": view for kind, flat in flats.items() for name, view in self._views(kind, flat).items()
         }
+
+    def _views(self, kind: str, flat: Tensor) -> dict[str, Tensor]:
+        return state_layout(self.layout, kind).views(flat[: self.layout.learned] if kind in MOMENTS else flat)
+
+    def _share_frozen(self, state: dict[str, Region]) -> None:
+        """The other version has the frozen weights of ``state``, too."""
+        source = state["model"]
+        for other in (version["model"] for version in self._versions if version is not state):
+            for a, b in source.windows(self.layout.learned):
+                other.values[a:b].copy_(source.values[a:b])
+                other.release(a, b)
 
     def load(self, state: dict[str, Tensor], step: int) -> None:
         """Load a ``copy``. Absent moments become zero. Raises CheckpointError, and changes nothing then."""
@@ -234,12 +252,14 @@ class State:
         with self._whole(), torch.no_grad():
             new = self._next
             for kind, region in new.items():
-                for (a, b), name in zip(self.layout.ranges(), self.layout.names, strict=True):
+                layout = state_layout(self.layout, kind)
+                for (a, b), name in zip(layout.ranges(), layout.names, strict=True):
                     if found := sources[kind]:
                         region.values[a:b].copy_(found[name].reshape(-1))
                     else:
                         region.values[a:b].zero_()
                     region.release(a, b)
+            self._share_frozen(new)
             self._count(new, step)
 
     def load_weights(self, weights: Tensor) -> None:
@@ -247,3 +267,4 @@ class State:
         with self._whole(), torch.no_grad():
             for a, b in self.model.windows():
                 self.model.values[a:b].copy_(weights[a:b])
+            self._share_frozen(self._current)

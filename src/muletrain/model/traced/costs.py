@@ -86,7 +86,8 @@ class _Kept:
     def code(self, part: Part) -> str:
         """``PartOutline.code``"""
         kinds = [self._kind(name) for name in part.tables]
-        return hashlib.sha256(f"{part.code} {kinds}".encode()).hexdigest()[:16]
+        frozen = [n for n, name in enumerate(part.weights) if name in self._traced.frozen]
+        return hashlib.sha256(f"{part.code} {kinds} {frozen or ''}".rstrip().encode()).hexdigest()[:16]
 
     def _kind(self, table: str) -> str:
         node = self._nodes[table]
@@ -96,6 +97,8 @@ class _Kept:
 
     def of(self, part: Part) -> float:
         weights = [self._meta(self._weights[name]) for name in part.weights]
+        for name, weight in zip(part.weights, weights, strict=True):
+            weight.requires_grad_(weight.requires_grad and name not in self._traced.frozen)
         inputs = [self._meta(self._nodes[name]) for name in part.inputs]
         key = (self.code(part), *(tuple(tensor.shape) for tensor in (*weights, *inputs)))
         if key not in self._known:

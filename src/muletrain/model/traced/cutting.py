@@ -273,17 +273,10 @@ class _Function:
                 env[node].meta.update(node.meta)
         env[self._traced.device] = graph.placeholder("where")
         masks, first, sequences = (graph.placeholder(name) for name in ("masks", "site", "sequences"))
-        frozen = [n for n in self._weights if self._traced.parameters[n] in self._traced.frozen]
-        holders = [env[n] for n in frozen]
-        for node in frozen:
-            env[node] = graph.call_function(aten.detach.default, (env[node],))
         for node in self._nodes:
             env[node] = self._copied(graph, node, lambda n: env[n], (masks, first, sequences))
             env[node].meta.update(node.meta)  # for those who read the code
-        made = [env[n] for n in outputs]
-        if holders:
-            made[0] = graph.call_function(operators.unchanged, (made[0], *holders))
-        graph.output(tuple(made))
+        graph.output(tuple(env[n] for n in outputs))
         module = fx.GraphModule(nn.Module(), graph)
         shared = functions.setdefault(str(module.code), module)
         return Part(

@@ -23,7 +23,10 @@ _KEEPS_VALUES = {"add", "mul", "to", "type_as", "expand", "unsqueeze", "detach",
 
 def class_names(model: TracedModel) -> list[str]:
     """The name of each part's class: equal parts have one."""
-    keys = [(id(part.function), *(model.shapes[name] for name in part.weights)) for part in model.parts]
+    keys = [
+        (id(part.function), *((model.shapes[name], name in model.frozen) for name in part.weights))
+        for part in model.parts
+    ]
     known: dict[object, str] = {}
     for number, key in enumerate(keys):
         if number in (0, len(model.parts) - 1):

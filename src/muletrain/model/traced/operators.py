@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,27 +27,6 @@ def dropout(x: Tensor, probability: float, masks: Masks | None, site: int, seque
     """``x`` with elements dropped by the counter hash at ``site``; ``x`` itself without ``masks``. The numbers of one
     sequence lie together in ``x``, whose ``sequences`` are in order."""
     return hashed_dropout(x.contiguous(), masks, site, probability, x.numel() // sequences)
-
-
-class _Unchanged(torch.autograd.Function):
-    """A view of ``x``; each of ``weights`` gets a gradient of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.weights = [(weight.shape, weight.dtype) for weight in weights]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        (grad,) = grads
-        zeros = (torch.zeros((), dtype=dtype, device=grad.device).expand(shape) for shape, dtype in ctx.weights)
-        return grad, *zeros
-
-
-def unchanged(x: Tensor, *weights: Tensor) -> Tensor:
-    """``x`` itself. ``weights`` are frozen: a part uses them detached, and this is their gradient of zero."""
-    found: Tensor = _Unchanged.apply(x, *weights)  # type: ignore[no-untyped-call]
-    return found
 
 
 def histogram(x: Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Tensor:

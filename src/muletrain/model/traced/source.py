@@ -42,7 +42,6 @@ _SAYS = {
     "operators.dropout": "(x, probability, dropout_key, site, sequences) -> like x; x holds so many sequences, in order",
     "operators.histogram": "(x, bins, low, high) -> float32 [bins]: how many numbers of x lie in each bin. With\n"
     "  high = bins - 1, how many integers are 0, 1, ...",
-    "operators.unchanged": "(x, *weights) -> x. The weights are frozen: their gradients are zeros.",
     "grouped_mm_fallback": "(x [N, E], w [G, E, F], ends [G]) -> [N, F]: an operator of transformers, with gradients\n"
     "  Rows ends[g - 1] (for g = 0: the first row) to ends[g] of x, times w[g].",
 }
@@ -280,7 +279,8 @@ def _class(model: TracedModel, name: str, part: Part, layers: int) -> _Class:
         "    def __init__(self):",
         "        super().__init__()",
         *(
-            f"        self.{w} = nn.Parameter(torch.empty({', '.join(map(str, model.shapes[full]))}))"
+            f"        self.{w} = nn.Parameter(torch.empty({', '.join(map(str, model.shapes[full]))})"
+            f"{', requires_grad=False' if full in model.frozen else ''})"
             for w, full in zip(weights, part.weights, strict=True)
         ),
         "",

@@ -11,10 +11,9 @@ from torch import Tensor, fx, nn
 
 from muletrain.model.module import StageModule
 from muletrain.model.traced.operators import Causal
-from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
@@ -110,8 +109,9 @@ class TracedStage(StageModule):
         self.tables = self._tables_in(self._dtype)
         return self
 
-    def layout(self) -> FlatLayout:
-        return FlatLayout.of(self.shapes(), self.tables.chain.frozen)
+    @property
+    def frozen(self) -> Collection[str]:
+        return self.tables.chain.frozen
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
         return self._run_parts(inputs, None, masks)

@@ -214,8 +214,8 @@ class Trainer:
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
         try:
             losses = await asyncio.gather(*tasks)
-            while self._repairs:
-                await asyncio.wait(self._repairs)
+            if self._repairs:
+                await asyncio.wait(set(self._repairs))  # for those that others begin meanwhile, these ask again
         finally:
             for task in tasks:  # one failure ends all
                 task.cancel()
