@@ -212,17 +212,15 @@ def client_memory(
     second = 4 * trained * delayed
     masters, accumulator, parts = 4 * params, 4 * trained + second, PARTS * trained * size
     activations = stash_bytes(spec, cut, stage, tokens, precision)
-    copies = (
-        4 * params + 4 * trained
-    )  # the next weights on their way here, and the accumulator on its way to the server
+    coming, going = 4 * params, 4 * trained  # the next weights, and the accumulator on its way to the server
     return StageMemory(
         weights=masters + copy,
         moments=0,
         gradient=accumulator + parts,
         activations=activations,
-        copies=copies,
+        copies=coming + going,
         on_device=masters + copy + accumulator + parts + activations,
-        on_host=copies,
+        on_host=coming + going,
         delayed=older + second,
     )
 

@@ -132,7 +132,7 @@ class StageWeights:
         state = {
             f"{kind}/{name}": view
             for kind, flat in self._buffers().items()
-            for name, view in self._views(kind, flat.to("cpu", torch.float32, copy=True)).items()
+            for name, view in state_views(self.layout, kind, flat.to("cpu", torch.float32, copy=True)).items()
         }
         return state if len(self._working) == 1 else {**state, "step": torch.tensor([self.next], dtype=torch.float64)}
 
@@ -151,11 +151,8 @@ class StageWeights:
             if not sources[kind]:
                 flat.zero_() if kind in MOMENTS else flat.copy_(self.masters)
             for name, value in sources[kind].items():
-                self._views(kind, flat)[name].copy_(value)
+                state_views(self.layout, kind, flat)[name].copy_(value)
         newest.copy_(self.masters)
-
-    def _views(self, kind: str, flat: Tensor) -> dict[str, Tensor]:
-        return state_layout(self.layout, kind).views(flat[: self.layout.learned] if kind in MOMENTS else flat)
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}
@@ -165,6 +162,12 @@ class StageWeights:
 def state_layout(layout: FlatLayout, kind: str) -> FlatLayout:
     """Of the parameters that a state has ``kind`` of: what is frozen has no moments."""
     return layout.trainable() if kind in MOMENTS else layout
+
+
+def state_views(layout: FlatLayout, kind: str, flat: Tensor) -> dict[str, Tensor]:
+    """Name -> view of ``flat``, weights [P] or moments [G]."""
+    found = state_layout(layout, kind)
+    return found.views(flat[: found.size])
 
 
 def checked_state(layout: FlatLayout, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:

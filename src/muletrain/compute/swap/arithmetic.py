@@ -233,8 +233,9 @@ class SwappedArithmetic:
             arrived.clear()
 
     def _leaf(self, x: Tensor, k: int) -> Tensor:
-        """``x`` as it goes into sub-model ``k``; a leaf if its gradient is wanted. That of samples never is."""
-        return x if k == 0 and self.stage == 0 else x.detach().requires_grad_(torch.is_grad_enabled())
+        """``x`` as it goes into sub-model ``k``; a leaf if its gradient is wanted: not if nothing before it is trained."""
+        wanted = torch.is_grad_enabled() and (self.stage > 0 or k > self._trained_from)
+        return x.detach().requires_grad_() if wanted else x
 
     def _masks(self, p: Passage) -> Masks | None:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)

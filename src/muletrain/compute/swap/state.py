@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 
 from muletrain.compute.swap.backing import update_window
-from muletrain.compute.weights import MOMENTS, checked_state, state_layout
+from muletrain.compute.weights import MOMENTS, checked_state, state_layout, state_views
 from muletrain.errors import CheckpointError
 from muletrain.optim.flat import flat_digest
 
@@ -232,11 +232,10 @@ class State:
 
     def _named(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            f"{kind}/{name}": view for kind, flat in flats.items() for name, view in self._views(kind, flat).items()
+            f"{kind}/{name}": view
+            for kind, flat in flats.items()
+            for name, view in state_views(self.layout, kind, flat).items()
         }
-
-    def _views(self, kind: str, flat: Tensor) -> dict[str, Tensor]:
-        return state_layout(self.layout, kind).views(flat[: self.layout.learned] if kind in MOMENTS else flat)
 
     def _share_frozen(self, state: dict[str, Region]) -> None:
         """The other version has the frozen weights of ``state``, too."""
