@@ -31,7 +31,9 @@ GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("disk", "alone"), [(False, False), (True, False), (False, True)], ids=["ram", "disk", "alone"]
+    ("disk", "alone"),
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["ram", "disk", "alone", "alone on a disk"],
 )
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("optimizer", [ADAMW, LAMB], ids=["adamw", "lamb"])
