@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.compute.swap.fit import swap_memory
+from muletrain.compute.estimate import Offer
+from muletrain.compute.swap.fit import blocks_of, fitted, swap_memory
 from muletrain.compute.swap.loading import Loader
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import Precision
@@ -64,6 +65,20 @@ def _with(made: Made, room: str, most: int) -> Any:
             return found
         assert count > 1, "a larger device holds the whole stage"
         budget *= 1.07
+
+
+def test_what_the_bus_carries_has_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 8 GiB: to stream the layers would allow a larger last sub-model, which computes nothing again. But twice as
+    much goes over the bus."""
+    spec = ModelSpec.from_config(ModelConfig(layers=24, width=2048, heads=16, vocab=50257, context=2048))
+    need = swap_memory(spec, spec.cut(1), 0, 4096, Precision.BF16, microbatches=4, lamb=False, disk=False)
+    blocks = blocks_of(spec, spec.cut(1), 0, 4096, Precision.BF16, 4.2e14)
+    priced = fitted(blocks, need, Offer(8 << 30, 1 << 50), 2.75e10, 4)
+    monkeypatch.setattr("muletrain.compute.swap.fit.HIDDEN_COST", 0.0)
+    free = fitted(blocks, need, Offer(8 << 30, 1 << 50), 2.75e10, 4)
+    assert free.each_s < priced.each_s
+    assert free.runs[-1][0] < priced.runs[-1][0]
+    assert crossing_bytes(blocks, free, 4) > 1.5 * crossing_bytes(blocks, priced, 4)
 
 
 def test_places_of_those_that_stay_are_counted_and_they_are_evenly_spread() -> None:

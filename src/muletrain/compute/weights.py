@@ -1,7 +1,7 @@
 """The numbers of one stage: fp32 masters, working copies, moments and gradient accumulators, each one flat buffer.
 
-P: parameters of the stage; G: those that are trained. Not thread-safe; ``StageArithmetic`` calls it on the compute thread
-or under its lock.
+P: parameters of the stage. G: those that are trained. It is not thread-safe: ``StageArithmetic`` calls it on the compute
+thread or under its lock.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ class StageWeights:
         for kind, flat in self._buffers().items():
             if not sources[kind]:
                 flat.zero_() if kind in MOMENTS else flat.copy_(self.masters)
+            views = state_views(self.layout, kind, flat)
             for name, value in sources[kind].items():
-                state_views(self.layout, kind, flat)[name].copy_(value)
+                views[name].copy_(value)
         newest.copy_(self.masters)
 
     def _buffers(self) -> dict[str, Tensor]:

@@ -40,8 +40,8 @@ class StageModule(nn.Module):
         return FlatLayout.of(self.shapes(), self.frozen)
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters, of which those that are not frozen
-        have a gradient. Returns the stage."""
+        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Frozen ones get no gradient. Returns
+        the stage."""
         frozen = set(self.frozen)
         for name, shape in self.shapes().items():
             if tuple(weights[name].shape) != shape:

@@ -56,7 +56,8 @@ class Layer:
     sum_bytes: float = 0.0
     """Of the bytes beside the weights, the gradient that is summed over a round."""
     again_s: float = 0.0
-    """Of the seconds of backward, those that the last sub-model saves: it has just computed its forward."""
+    """Seconds of backward that compute the forward again. In the last sub-model they are saved: its forward comes just
+    before."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class Swapping:
 
 
 def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Swapping:
-    """Find the best sub-models for ``minibatches`` in a row: those that take the least time, and among these those with the
-    fewest bytes across their cuts. Exact. Raises CapacityError if single layers do not fit."""
+    """Find the sub-models that take the least time for ``minibatches`` in a row. Of equal ones, those with the fewest bytes
+    across their cuts are taken. The search is exact. Raises CapacityError if single layers do not fit."""
     runs = _best(layers, memory_bytes, load_bytes_per_s, minibatches)
     if runs is None:
         alone = tuple((i, i + 1) for i in range(len(layers)))
@@ -136,9 +137,8 @@ def crossing_bytes(layers: Sequence[Layer], found: Swapping, minibatches: int) -
 
 
 def hidden(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, most: int) -> Swapping:
-    """Find the smallest C with which some sub-models take no longer for a minibatch than the best for ``most`` in a row do,
-    and the best of these: if anything hides all loading, no more minibatches than that needs. Raises CapacityError as
-    ``swapping`` does."""
+    """Find the best sub-models for the smallest C with which a minibatch takes no longer than with C = ``most``. Raises
+    CapacityError as ``swapping`` does."""
     found = swapping(layers, memory_bytes, load_bytes_per_s, most)
     enough_s = found.each_s + EQUAL * sum(layer.forward_s + layer.backward_s for layer in layers)
     low, high = 1, most  # more minibatches never take longer, each

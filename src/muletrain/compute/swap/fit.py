@@ -1,9 +1,9 @@
 """Which sub-models of a stage fit into how much memory, and how many microbatches a load is worth.
 
 The rules: everything inside a sub-model is computed again before its backward, but for the last sub-model of the whole
-model, whose backward follows its forward; what goes from one sub-model to the next
-is kept in backing memory; the gradient of a sub-model is summed on the device over the microbatches of a round. C is the
-smallest number of microbatches with which loading is hidden as well as it can be (``planning.swapping.hidden``).
+model, whose backward follows its forward; what goes from one sub-model to the next is kept in backing memory; the gradient
+of a sub-model is summed on the device over the microbatches of a round. C is the smallest number of microbatches with which
+loading is hidden as well as it can be (``planning.swapping.hidden``).
 Sub-models take turns on the device. If it has memory of its own, some stay there as well, as many as have room. Smaller
 sub-models leave more room for that, since their graphs are smaller, but more goes from one to the next. So a few cuts are
 compared: the one that takes the least time is taken, and what goes over the bus takes some, though it is hidden.

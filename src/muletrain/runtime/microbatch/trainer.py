@@ -215,7 +215,7 @@ class Trainer:
         try:
             losses = await asyncio.gather(*tasks)
             if self._repairs:
-                await asyncio.wait(set(self._repairs))  # for those that others begin meanwhile, these ask again
+                await asyncio.wait(set(self._repairs))  # not for later ones: a liar could begin them for ever
         finally:
             for task in tasks:  # one failure ends all
                 task.cancel()
