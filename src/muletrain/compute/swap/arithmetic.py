@@ -86,9 +86,8 @@ class SwappedArithmetic:
         self._trained_from = next((k for k, model in enumerate(models) if model.trainable.size), len(models))
         """All sub-models before it are frozen as a whole."""
         self._alone = alone
-        self._beside = alone and (
-            state.in_place or not self._rule.by_tensor
-        )  # whole tensors take the memory of what is loaded
+        self._beside = alone and (state.in_place or not self._rule.by_tensor)
+        """Updates run beside the next forward pass. Whole tensors of a state on a disk take the memory of what is loaded."""
         self._summed: list[Sequence[Passage]] = []
         """Alone: the rounds in the accumulator. Nothing can be taken out of it, so all of them are computed again if a part
         of a later round does not count."""
