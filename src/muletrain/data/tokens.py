@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[float], None]
 
-FORMAT = 1  # goes up when the same text would give other tokens or files
+FORMAT = 2  # goes up when the same text would give other tokens or files
 
 _PIECE = 1 << 14  # characters encoded as one text: long enough to be quick, short enough to spread over threads
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
@@ -49,16 +49,33 @@ _TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Statistics of a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte."""
+    """Statistics of a cache. ``heldout_bytes / heldout_tokens`` turns nats per token into bits per byte. No document is
+    truncated: a long one fills several sequences."""
 
-    paragraphs: int  # unique, both sides
-    heldout_paragraphs: int
-    duplicates: int  # paragraphs removed because an earlier one was the same
-    characters: int  # of the unique paragraphs, both sides
-    train_bytes: int  # of UTF-8
+    documents: int
+    """Documents that are trained, some of them without their end."""
+    heldout_documents: int
+    """Documents that are held out whole: of the corpus, or all of ``data.validation``."""
+    ends: int
+    """Long documents whose end is held out. They count among ``documents``."""
+    duplicates: int
+    """Documents left out because an earlier one is equal (``data.deduplicate``)."""
+    empty: int
+    """Documents left out because they have no text."""
+    replaced: int
+    """Half surrogate pairs in the text, which no UTF-8 can hold: each became U+FFFD."""
+    special: int
+    """Special tokens that the text spells, and that are trained as such (``data.special_tokens``)."""
+    characters: int
+    """Characters of both sides."""
+    train_bytes: int
+    """Bytes of the training text in UTF-8."""
     heldout_bytes: int
+    """Bytes of the held-out text in UTF-8."""
     train_tokens: int
+    """Tokens to train on, with those that begin and end documents."""
     heldout_tokens: int
+    """Held-out tokens. 0: nothing is held out (``data.heldout = 0``)."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +179,13 @@ class _Builder:
                 self._progress(done + (1 - done) * self._corpus.fraction)
         _check_sides(train, heldout, self._share, self._corpus.path)
         stats = TokenStats(
-            paragraphs=train.paragraphs + heldout.paragraphs,
-            heldout_paragraphs=heldout.paragraphs,
+            documents=train.documents,
+            heldout_documents=heldout.documents,
+            ends=0,
             duplicates=self._corpus.duplicates,
+            empty=0,
+            replaced=0,
+            special=0,
             characters=train.characters + heldout.characters,
             train_bytes=train.bytes,
             heldout_bytes=heldout.bytes,
@@ -193,7 +214,7 @@ class _Side:
     """Writer of one .bin file: paragraphs of a document are encoded together, end-of-text follows the last."""
 
     def __init__(self, path: Path, tokenizer: tokenizers.Tokenizer, dtype: np.dtype[Any]) -> None:
-        self.paragraphs = self.characters = self.bytes = self.tokens = 0
+        self.paragraphs = self.documents = self.characters = self.bytes = self.tokens = 0
         self._file = path.open("wb")
         self._tokenizer = tokenizer
         self._end = end_of_text(tokenizer)
@@ -217,6 +238,7 @@ class _Side:
         """Append a paragraph; documents come in order."""
         if document != self._document:
             self._close_piece(ends=True)
+            self.documents += 1
         elif self._piece_size + len(text) > _PIECE:
             self._close_piece(ends=False)
         self._document = document
