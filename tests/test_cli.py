@@ -138,6 +138,17 @@ def test_generate_continues_the_prompt(trained: tuple[Path, str]) -> None:
     assert told == {"step": 6, "prompt": "If the", "text": text.removesuffix("\n")}, "a seed gives the same text again"
 
 
+def test_a_terminal_that_knows_only_ascii_gets_text_all_the_same(trained: tuple[Path, str]) -> None:
+    """``LANG=C`` in a container, or a pipe with an old encoding: a character that it lacks ends no command."""
+    folder, _ = trained
+    (run,) = (folder / "runs").iterdir()
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    process = start("generate", str(run), "Déjà vu →", "--tokens", "2", cwd=folder, **ascii_only)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    assert out.startswith("D?j? vu ?")
+
+
 def test_a_damaged_checkpoint_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:
     import shutil
 

@@ -4,6 +4,7 @@
 libraries are imported when a command runs, so that help and configuration answer at once.
 """
 
+import io
 import os
 import sys
 import threading
@@ -85,6 +86,9 @@ def main() -> None:
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
     os.environ.update(PASSIVE | os.environ)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks (LANG=C) is a '?', no traceback
     try:
         _run()
     except SystemExit as e:
