@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -68,8 +69,13 @@ def toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     return repr(value)
+
+
+def _key(name: str) -> str:
+    """``name`` as a key of TOML, whose bare keys are ASCII."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name, re.ASCII) else toml_value(name)
 
 
 def _items(model: Section) -> Iterator[tuple[str, Any]]:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import re
 import tomllib
+from datetime import date, time
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from muletrain.config.dump import describe, dump_toml
 from muletrain.config.locate import KeyPath, Origins, key_lines
-from muletrain.config.problems import explain, field_at, keys_of, located, submodel
+from muletrain.config.problems import dotted, explain, field_at, keys_of, located, submodel
 from muletrain.config.schema import FINE_TUNING_LR, RunConfig
 from muletrain.config.trusted import trust
 from muletrain.errors import ConfigError
@@ -93,9 +94,10 @@ def _load(kind: type[T], path: Path | None, overrides: Sequence[str]) -> tuple[T
         _override(raw, text, kind, origins)
     if kind is RunConfig:
         _fine_tune(raw)
+    _refuse_dates(raw, (), origins)
     try:
         # through JSON, whose strict mode accepts a list for a tuple and text for an enum
-        return kind.model_validate_json(json.dumps(_nulls(kind, raw), default=str), strict=True), origins
+        return kind.model_validate_json(json.dumps(_nulls(kind, raw)), strict=True), origins
     except ValidationError as e:
         raise explain(e, kind, origins) from None
 
@@ -170,6 +172,17 @@ def _value(text: str, info: FieldInfo | None) -> Any:
     wants_text = info is not None and info.annotation in (str, str | None)
     value = parsed["value"] if len(parsed) == 1 else text
     return text if wants_text and not isinstance(value, str) else value
+
+
+def _refuse_dates(value: Any, path: KeyPath, origins: Origins) -> None:
+    """TOML has dates and times, JSON would carry them as text."""
+    if isinstance(value, date | time):
+        raise ConfigError(
+            f'{origins.where(path)}: {dotted(path)}: {value} is a date or a time, which no field takes; put text in "quotes"'
+        )
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _refuse_dates(item, (*path, key), origins)
 
 
 def _nulls(kind: type[BaseModel], raw: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, PlainValidator, SerializationInfo, SerializerFunctionWrapHandler, model_serializer
+from pydantic_core import PydanticCustomError
 
 from muletrain.config.section import Fraction, PositiveInt, Section
 
 FACTORY = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 """Pattern of an importable function."""
-Argument = Annotated[bool | int | float | str, Field(union_mode="left_to_right")]
+
+
+def _as_typed(value: object) -> object:
+    """``value`` itself: pydantic's own check of several types makes ``True`` of 1 and of "1"."""
+    if type(value) not in (bool, int, float, str) or (isinstance(value, float) and not math.isfinite(value)):
+        raise PydanticCustomError("argument", 'expected a finite number, true, false, or text in "quotes"')
+    return value
+
+
+Argument = Annotated[bool | int | float | str, PlainValidator(_as_typed)]
+"""A value of ``model.arguments``, which keeps its type."""
 ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")]
 
 

@@ -110,7 +110,7 @@ class Checkpoint:
             if manifest["format"] != FORMAT:
                 raise CheckpointError(f"{folder}: written in format {manifest['format']}, this version reads {FORMAT}")
             spec = model_from_json(json.dumps(manifest["spec"]))
-            config = RunConfig.model_validate(manifest["config"])
+            config = RunConfig.model_validate_json(json.dumps(manifest["config"]), strict=True)
             missing = {"step", "parts", "files"} - manifest.keys()
             if missing:
                 raise ValueError(f"it names no {', '.join(sorted(missing))}")
@@ -154,7 +154,7 @@ class Checkpoint:
             for section, fields in now.items()
             if (free := MAY_CHANGE.get(section, set())) is not None
             for name, value in fields.items()
-            if name not in free and value != before[section][name]
+            if name not in free and json.dumps(value) != json.dumps(before[section][name])  # for Python, 1 is True
         ]
         if changed:
             raise ConfigError(

@@ -25,7 +25,7 @@ LEAST_CACHE = 10**9
 
 def machine_checks(question: Question) -> Iterator[Check]:
     """Yield the checks; without torch, only that one."""
-    config = RunConfig.model_validate_json(question.config)
+    config = RunConfig.model_validate_json(question.config, strict=True)
     yield (found := torch_check())
     if found.verdict is Verdict.MISSING:
         return

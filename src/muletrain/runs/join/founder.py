@@ -32,7 +32,7 @@ async def found(host: Host, network: Network) -> Seat:
     """Gather the run's first peers, and begin. Raises MuletrainError."""
     spec = host.spec
     assert spec.config is not None
-    facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config)), alone=spec.alone)
+    facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config, strict=True)), alone=spec.alone)
     cache = await asyncio.to_thread(facts.data)
     checkpoint = _begins_with(spec.resume, cache)
     check_tokenizer(facts, len(cache.tokenizer_json))

@@ -28,7 +28,7 @@ TOKENIZER_BYTES, TOKENIZER_BYTES_PER_TOKEN = 4 << 20, 1 << 10
 def told_config(text: str) -> RunConfig:
     """Parse the run's configuration as another member sent it. Raises AdmissionError."""
     try:
-        return RunConfig.model_validate_json(text)
+        return RunConfig.model_validate_json(text, strict=True)
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"]))[:100]
