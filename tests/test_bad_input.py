@@ -45,7 +45,7 @@ def refusal(*overrides: str) -> str:
         pytest.raises(MuletrainError) as refused,
         opened(Path("my.toml"), overrides, "run", None) as (_, config),
     ):
-        prepare(config, quiet=True)
+        prepare(config)
     assert not Path("runs").exists(), "nothing was trained: nothing is left"
     return str(refused.value)
 
@@ -91,14 +91,14 @@ def test_a_field_of_the_file_is_named_with_its_line(here: Path) -> None:
 
 def test_what_is_fine_is_prepared_and_a_resumed_folder_stays(here: Path) -> None:
     with opened(Path("my.toml"), [], "run", None) as (folder, config):
-        prepare(config, quiet=True)
+        prepare(config)
         (folder / "peer-0.jsonl").touch()  # a peer began
     assert (folder / "config.toml").is_file()
     (folder / "peer-0.jsonl").unlink()
     (here / "text" / "a.txt").unlink()
     expected = rf"{folder.name}/config.toml:\d+: data.path: "
     with pytest.raises(MuletrainError, match=expected), opened(None, [], "run", folder) as (_, config):
-        prepare(config, quiet=True)
+        prepare(config)
     assert (folder / "config.toml").is_file()
 
 
@@ -127,12 +127,12 @@ def test_resume_without_a_folder_takes_the_run_that_was_begun_or_resumed_last(
 
 def test_a_run_goes_on_from_any_working_directory(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(Path("my.toml"), ["data.path=text/*.txt, text/a*", "data.cache=kept"], "run", None) as (folder, config):
-        prepare(config, quiet=True)
+        prepare(config)
         (folder / "peer-0.jsonl").touch()
     folder = folder.resolve()
     monkeypatch.chdir(tmp_path)
     with opened(None, ["data.heldout=0.1"], "run", folder) as (_, resumed):
-        prepare(resumed, quiet=True)
+        prepare(resumed)
     assert resumed.data.path == f"{here}/text/*.txt, {here}/text/a*"
     assert resumed.data.cache == f"{here}/kept"
     assert list((here / "kept" / "tokens").iterdir())

@@ -141,6 +141,7 @@ def test_interrupted_it_shows_what_it_has(tmp_path: Path, number: signal.Signals
     process = long_play(tmp_path)
     try:
         assert process.stderr is not None
+        assert process.stderr.readline() == "preparing to play the fleet ...\n"
         assert PLAYED.match(process.stderr.readline()), "the first line comes while it plays"
         process.send_signal(number)
         out, err = process.communicate(timeout=60)

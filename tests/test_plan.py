@@ -86,7 +86,7 @@ def planned(tmp_path: Path, *arguments: str, text: str = FLEET) -> str:
     )
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return result.output
+    return result.stdout
 
 
 def test_a_plan_adds_up(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_plan_and_simulate_need_the_same_memory(tmp_path: Path) -> None:
     with pytest.raises(CapacityError) as simulated:
         what_if(tmp_path / "fleet.toml", None, "llama-7b", [], hours=1.0, seed=0, plot=None, json=True)
     arguments = ["plan", str(tmp_path / "fleet.toml"), "--model", "llama-7b", "--time-limit", "1", "--json"]
-    found = Plan.model_validate_json(CliRunner().invoke(app, arguments).output)
+    found = Plan.model_validate_json(CliRunner().invoke(app, arguments).stdout)
     needs = "needs 139 GiB in 3 stages, all machines together have 64 GiB"
     assert needs in str(simulated.value)
     runnable = [p for p in found.strategies if p.runnable]

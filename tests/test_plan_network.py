@@ -22,7 +22,7 @@ def plan(*arguments: str) -> str:
     if isinstance(result.exception, ConfigError):
         return str(result.exception)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def net(tmp_path: Path, **others: Any) -> str:

@@ -237,7 +237,7 @@ def test_plan_and_simulate_agree(tmp_path: Path, seed: int) -> None:
     found = plan_swarm.predict(question)
     arguments = [x for text in (*sets, "train.microbatch=1") for x in ("--set", text)]
     said = CliRunner().invoke(app, ["simulate", "fleet", str(file), "--hours", "24", "--json", *arguments])
-    assert json.loads(said.output)["tokens_per_s"] == pytest.approx(found.tokens_per_s, rel=0.05)
+    assert json.loads(said.stdout)["tokens_per_s"] == pytest.approx(found.tokens_per_s, rel=0.05)
 
 
 def test_of_each_number_of_stages_the_best_is_played_unless_it_is_far_behind(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def run(*arguments: str) -> tuple[int, str]:
     if isinstance(result.exception, ConfigError):
         return 2, str(result.exception)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    return result.exit_code, result.stdout
 
 
 def test_the_command_lists_what_there_is() -> None:

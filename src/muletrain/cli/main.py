@@ -22,6 +22,7 @@ from muletrain.cli.commands.steer import kick, status, stop, ticket
 from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.cli.options import Command
+from muletrain.cli.show.doing import begins
 from muletrain.errors import MuletrainError, no_room
 from muletrain.runs.fleet import PASSIVE
 
@@ -108,7 +109,7 @@ def _hangs() -> bool:
 
 def _run() -> None:
     try:
-        app()
+        app(obj=begins)
     except MuletrainError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)

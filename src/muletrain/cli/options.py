@@ -25,7 +25,8 @@ else:
 
 
 class Command(TyperCommand):
-    """A command in which an option of ``ALONE`` may stand without its value."""
+    """A command in which an option of ``ALONE`` may stand without its value. Before it runs, the context's object, if it has
+    one, is called with the command's name."""
 
     ALONE: ClassVar = {"--resume": str(ROOT)}
     """The value that each of these options then has."""
@@ -35,6 +36,11 @@ class Command(TyperCommand):
         for word, after in itertools.pairwise([*args, "-"]):
             given += [word, self.ALONE[word]] if word in self.ALONE and after.startswith("-") else [word]
         return super().parse_args(ctx, given)
+
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.obj is not None:
+            ctx.obj(str(self.name))
+        return super().invoke(ctx)
 
 
 # A run ----------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.tables import new_table
 from muletrain.errors import ConfigError
 from muletrain.papers import INDEX, reproduce
@@ -35,7 +36,7 @@ def list_all(*, json: bool) -> None:
 def show_one(name: str, out: Path | None, *, plot: bool, json: bool) -> bool:
     """Compute, print, and draw into ``out`` (default: the current folder). Returns whether it meets its bars."""
     console = make_console()
-    with console.status(f"{name}: computing") if not json else console.capture():
+    with doing(f"{name}: computing"):
         found = reproduce(name)
     path = (out or Path()) / f"{name}.png"
     if plot:
@@ -50,10 +51,11 @@ def show_one(name: str, out: Path | None, *, plot: bool, json: bool) -> bool:
 
 def write_all(out: Path | None, *, json: bool) -> bool:
     """Write one report of all into ``out`` (default: docs/reproduction). Returns whether all meet their bars."""
-    from rich.progress import track
-
-    console = make_console()
-    found = [reproduce(name) for name in track(INDEX, "computing", console=console, transient=True, disable=json)]
+    console, found = make_console(), []
+    with doing("computing") as tell:
+        for done, name in enumerate(INDEX):
+            tell(done / len(INDEX), f"computing {name}")
+            found.append(reproduce(name))
     path = write(found, out or REPORT)
     if json:
         print(jsonlib.dumps({"report": str(path), "met": {r.name: r.met for r in found}}))

@@ -6,9 +6,8 @@ import dataclasses
 import json as jsonlib
 from typing import TYPE_CHECKING
 
-from rich.progress import track
-
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.tables import new_table
 from muletrain.sim.fleet.churn import Throughput, courses
 from muletrain.sim.fleet.trace import TRACE_A, read_trace
@@ -35,18 +34,20 @@ def compare_rules(
     """Play the trace (None: SWARM's) under each rule and print the shares. Raises ConfigError for a bad trace."""
     changes = read_trace(trace or TRACE_A)
     console, results = make_console(), {}
-    for rule in track(rules, "simulating", console=console, transient=True, disable=json):
-        played = courses(
-            changes,
-            peers=peers,
-            stages=stages,
-            rule=rule,
-            period_s=period_s,
-            downtime_s=downtime_s,
-            runs=runs,
-            seed=seed,
-        )
-        results[rule] = Throughput.mean(played)
+    with doing("simulating") as tell:
+        for done, rule in enumerate(rules):
+            tell(done / len(rules), f"simulating {rule}")
+            played = courses(
+                changes,
+                peers=peers,
+                stages=stages,
+                rule=rule,
+                period_s=period_s,
+                downtime_s=downtime_s,
+                runs=runs,
+                seed=seed,
+            )
+            results[rule] = Throughput.mean(played)
     if json:
         for name, result in results.items():
             print(jsonlib.dumps({"policy": name, **dataclasses.asdict(result)}))

@@ -4,16 +4,15 @@ measure its members."""
 from __future__ import annotations
 
 import json as jsonlib
-import sys
 import time
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress
 from rich.text import Text
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from muletrain.cli.show.doing import Doing
     from muletrain.runs.doctor.examination import Check
 
 
@@ -56,8 +56,8 @@ def examine_machine(
         port=run.network.port if port is None else port,
         announce=announce or run.network.announce,
     )
-    with make_console(sys.stderr).status("checking this machine") as status:
-        checks = list(examine(question, lambda part: status.update(f"checking the {part}")))
+    with doing("checking this machine") as tell:
+        checks = list(examine(question, lambda part: tell(what=f"checking the {part}")))
     missing, warnings = (sum(c.verdict == verdict for c in checks) for verdict in ("missing", "warning"))
     if json:
         print(jsonlib.dumps({"ready": not missing, "checks": [asdict(check) for check in checks]}))
@@ -97,11 +97,10 @@ def probe_peers(folder: Path | None, *, json: bool) -> None:
             f"--run {folder}: no run that was started here and still waits; give the run folder of a waiting 'muletrain start'"
         )
     tail, request = EventTail(folder, from_now=True), folder / PROBE_FILE
-    console = make_console(sys.stderr)
     request.touch()
     try:
-        with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-            measured = _wait(tail, request, progress)
+        with doing("asking 'muletrain start' to measure") as tell:
+            measured = _wait(tail, request, tell)
     finally:
         request.unlink(missing_ok=True)
     if json:
@@ -115,8 +114,7 @@ def probe_peers(folder: Path | None, *, json: bool) -> None:
     )
 
 
-def _wait(tail: EventTail, request: Path, progress: Progress) -> FleetMeasured:
-    bar = progress.add_task("asking", total=1)
+def _wait(tail: EventTail, request: Path, tell: Doing) -> FleetMeasured:
     heard = time.monotonic()
     while True:
         for event in tail.poll():
@@ -127,7 +125,7 @@ def _wait(tail: EventTail, request: Path, progress: Progress) -> FleetMeasured:
                     raise MuletrainError(f"measuring failed: {event.reason}")
                 case ProbeProgress():
                     heard = time.monotonic()
-                    progress.update(bar, total=event.total, completed=event.done, description=event.what)
+                    tell(event.done / max(1, event.total), event.what)
         silent_s = time.monotonic() - heard
         if request.exists() and silent_s > TAKEN_S:
             raise MuletrainError(f"{request.parent}: no answer; 'muletrain start' must be running with this folder")

@@ -8,10 +8,9 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress
-
 from muletrain.cli.actions.planned import follows, planned
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.doing import doing
 from muletrain.config.dump import dump_toml
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
@@ -141,39 +140,33 @@ def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
     return checkpoint.folder
 
 
-def prepare(config: RunConfig, *, quiet: bool) -> RunConfig:
+def prepare(config: RunConfig) -> RunConfig:
     """Check model, device and profile, and tokenise the corpus. Returns the configuration with nothing left to look
     up."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.assemble import RunFacts, resolve_start
 
-    config = resolve_start(config)
-    facts = RunFacts.of(config)
+    with doing("reading the model"):
+        config = resolve_start(config)
+        facts = RunFacts.of(config)
     pick_device(config.compute.device)
     if config.fleet.profile is not None:
         try:
             load_fleet(config.fleet.profile, peers=config.fleet.local_peers + (config.hub.clients or 0))
         except ConfigError as e:
             raise ConfigError(f"fleet.profile: {e}") from e
-    console = make_console(sys.stderr)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task(
-            "tokenising the corpus" if config.data.factory is None else "reading samples", total=1.0
-        )
-        data = facts.data(lambda done: progress.update(task, completed=done))
+    with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
+        data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
     facts.source(data)  # raises if the corpus is shorter than one sequence
     facts.heldout(data)  # raises if a module's own loss could not be measured
     return config
 
 
-def first_checkpoint(folder: Path, config: RunConfig, run_id: str, *, quiet: bool) -> Path:
+def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:
     """The weights of ``model.from`` or ``model.factory`` as a checkpoint, for machines that lack them. Raises CheckpointError."""
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.first_weights import write_first_checkpoint
 
     facts = RunFacts.of(config)
-    with Progress(transient=True, disable=quiet) as progress:
-        task = progress.add_task("cutting the first weights into stages", total=1.0)
-        return write_first_checkpoint(
-            facts, facts.data(), folder / "checkpoints", run_id, lambda done: progress.update(task, completed=done)
-        )
+    with doing("cutting the first weights into stages") as tell:
+        return write_first_checkpoint(facts, facts.data(), folder / "checkpoints", run_id, tell)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
-from rich.progress import Progress
 
 from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
 from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.plan_tables import tell
 from muletrain.config.costs import Costs, DeviceSpeed, load_costs
 from muletrain.config.fleet_file import Fleet, load_located_fleet
@@ -116,15 +116,15 @@ def plan_fleet(
             question = replace(wish.question(fleet := with_speeds(fleet, measured), measured), spec=spec)
         else:
             question = wish.question(fleet := with_speeds(fleet, measured), measured)
-        with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-            bar = progress.add_task("planning", total=1.0)
-
-            def watch(what: str, share: float) -> None:
-                progress.update(bar, completed=share, description=f"planning: {what}")
-
-            found = plan(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
+        with doing("planning") as tell_of:
+            found = plan(
+                question,
+                seed=seed,
+                time_limit_s=time_limit_s,
+                watch=lambda what, share: tell_of(share, f"planning: {what}"),
+            )
             if confirm:
-                progress.update(bar, description="playing every message of the recommended strategy")
+                tell_of(what="playing every message of the recommended strategy")
                 found = confirmed(question, found)
     if plot is not None:
         from muletrain.cli.show.plan_picture import draw

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.progress import Progress
 
 from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.tables import new_table
 from muletrain.config.matrices import load_matrices
 from muletrain.errors import ConfigError
@@ -43,13 +43,14 @@ def plan_network(
     task = _task(matrices, stages, pipelines, spares, activation_bytes, gradient_bytes)
     started = time.monotonic()
     console = make_console()
-    with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-        bar = progress.add_task("searching (the first time, compilation takes some seconds)", total=1.0)
-
-        def watch(share: float, best_s: float) -> None:
-            progress.update(bar, completed=share, description=f"searching: {best_s:.4g} s")
-
-        placement = place(task, search, seed=seed, time_limit_s=limit_s, watch=watch)
+    with doing("searching (the first time, compilation takes some seconds)") as tell:
+        placement = place(
+            task,
+            search,
+            seed=seed,
+            time_limit_s=limit_s,
+            watch=lambda share, best_s: tell(share, f"searching: {best_s:.4g} s"),
+        )
     took_s = time.monotonic() - started
     if json:
         print(jsonlib.dumps({**_as_json(placement), "search": search, "seed": seed, "seconds": round(took_s, 3)}))

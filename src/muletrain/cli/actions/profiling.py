@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress
-
 from muletrain.cli.actions.hypothetical import need_matplotlib
 from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.profile_table import draw, table_of
 from muletrain.config.schema import Precision
 from muletrain.errors import MuletrainError
@@ -44,14 +43,9 @@ def profile_model(
     on = pick_device(device)
     chosen = choose_precision(on) if precision is Precision.AUTO else precision
     at = Conditions(sequences, on, chosen, None if memory_gib is None else int(memory_gib * GIB))
-    with Progress(console=console, transient=True, disable=json or not console.is_terminal) as progress:
-        bar = progress.add_task("building the chain", total=1.0)
+    with doing("building the chain") as tell:
         model = model_named(name, context=context, untie=untie)
-
-        def tell(what: str, share: float) -> None:
-            progress.update(bar, completed=share, description=f"measuring {what}")
-
-        found = measured_profile(model, name, at, tell, again=again)
+        found = measured_profile(model, name, at, lambda what, share: tell(share, f"measuring {what}"), again=again)
     if plot is not None:
         try:
             draw(found, plot)

@@ -45,11 +45,11 @@ def start_run(
         )
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # they import while we tokenise
-            given, config = config, placed(prepare(config, quiet=json), folder)
+            given, config = config, placed(prepare(config), folder)
             run = Ticket.new_run(folder)
             checkpoint = newest_checkpoint(folder, config) if resume is not None else None
             if checkpoint is None and config.model.given is not None:
-                checkpoint = first_checkpoint(folder, config, run.run_id, quiet=json)
+                checkpoint = first_checkpoint(folder, config, run.run_id)
             save_config(folder, given)
             founder, *others = peers.specs(
                 listening,

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.tables import new_table
 from muletrain.errors import MuletrainError
 from muletrain.model.traced.chain import TracedModel
@@ -25,8 +26,7 @@ def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> Non
     from muletrain.model.traced.source import source_of, table_rows
     from muletrain.runs.measure.profile import configured_model
 
-    console = make_console(sys.stderr)
-    with console.status("tracing the model"):
+    with doing("tracing the model"):
         model = configured_model(name, "trace", context=context)
         if model is None:
             model = traced_in(local_folder(name, weights=False), context=context)

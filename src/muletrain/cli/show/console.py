@@ -141,8 +141,10 @@ def plain_line(view: RunView) -> str:
     gone = f"; {gone} gone" if (gone := view.gone()) else ""
     helping = view.clients.working()
     gone += f"; {plural(helping, 'client')}" if view.clients else ""
+    left = _left(view)
     return (
-        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.pace.tokens_per_s)} tokens/s  {_left(view)}  {peers}{gone}"
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.pace.tokens_per_s)} tokens/s  "
+        f"{left}{'  ' if left else ''}{peers}{gone}"
     ).rstrip()
 
 
@@ -208,8 +210,10 @@ def _named_state(peer: PeerView) -> str:
 def _left(view: RunView) -> str:
     if 0 < view.steps <= view.step:
         return "done"
-    stopped = view.finished is not None
-    return "stopped" if stopped else f"{format_duration(view.pace.seconds_left(view.steps))} left"
+    if view.finished is not None:
+        return "stopped"
+    left = view.pace.seconds_left(view.steps)
+    return "" if math.isnan(left) else f"{format_duration(left)} left"
 
 
 def _loss(view: RunView) -> str:

@@ -4,6 +4,7 @@ after a step back, or when it was resumed, it goes on as if they had not been ta
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,10 @@ SMOOTHING = 0.9
 """Weight of the past in the shown loss: about the last ten steps."""
 WINDOW = 20
 """Steps over which speed is measured."""
+KNOWN = 3
+"""Steps, the first one aside, from which the time of the next ones is estimated."""
+OUTLIER = 3.0
+"""A step counts as at most so many medians: one that waited for a lost peer says little about the next ones."""
 
 
 class _Sums(NamedTuple):
@@ -43,12 +48,15 @@ class Pace:
         self._sums = {0: NOTHING}
         """By steps done."""
         self._recent: deque[StepDone] = deque(maxlen=WINDOW)
+        self._steady: deque[float] = deque(maxlen=WINDOW)
+        """Durations [s] of the last steps but the first, in which processes also load code and reserve memory."""
         self._seen: set[tuple[int, str]] = set()
 
     def begin(self, step: int) -> None:
         """Processes begin to train the run after ``step``, perhaps in place of earlier ones."""
         self._before_s, self._begin_s, self.end_s = self.seconds, math.inf, -math.inf
         self._recent.clear()
+        self._steady.clear()
         self.back_to(step)
         self.left = step
 
@@ -71,6 +79,8 @@ class Pace:
             weight = SMOOTHING * weight + (1 - SMOOTHING)
         self._sums[event.step] = _Sums(loss, weight, before.tokens + event.tokens)
         self.step = event.step
+        if self._recent:
+            self._steady.append(event.duration_s)
         self._begin_s, self.end_s = min(self._begin_s, event.t - event.duration_s), max(self.end_s, event.t)
         self._recent.append(event)
         return True
@@ -102,7 +112,8 @@ class Pace:
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
     def seconds_left(self, steps: int) -> float:
-        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN before the first step."""
-        if not self._recent:
+        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough of them tell."""
+        if len(self._steady) < KNOWN:
             return math.nan
-        return max(0, steps - self.step) * sum(e.duration_s for e in self._recent) / len(self._recent)
+        most = OUTLIER * statistics.median(self._steady)
+        return max(0, steps - self.step) * statistics.fmean(min(seconds, most) for seconds in self._steady)

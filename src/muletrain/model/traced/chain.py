@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
 from muletrain.model.chain import LOSS_BYTES, TOKENS, TensorType, TiedParameter
-from muletrain.model.traced.making import Described, digest_of, kept_in_16_bits, made, outlined, tables_bytes_of
+from muletrain.model.traced.making import (
+    Described,
+    computing,
+    digest_of,
+    kept_in_16_bits,
+    made,
+    outlined,
+    tables_bytes_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -212,7 +220,7 @@ class TracedModel(Described):
         return TracedStage(self, self._tables_in, run, self.shapes)
 
     def _tables_in(self, dtype: torch.dtype) -> Tables:
-        return made(self, str(dtype).removeprefix("torch.")).tables
+        return computing(self, str(dtype).removeprefix("torch."))
 
     def _run(self, stage: int, cut: Cut) -> tuple[int, int]:
         """The stage's parts."""

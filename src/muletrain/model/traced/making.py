@@ -19,13 +19,12 @@ from muletrain.model.chain import Model
 from muletrain.model.traced.outline import Outline, agreed, alike, extend, keep_short, known, lengthened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
     from torch import Tensor, nn
 
     from muletrain.model.traced.cutting import Parts
-    from muletrain.model.traced.export import Traced
     from muletrain.model.traced.stage import Tables
 
 WORTHWHILE = 8
@@ -122,7 +121,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
         check_positions(parts, tables, spec.context)
     own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
     found = Outline(
-        digest=_digest(traced, parts, own) if blocks is None else None,
+        digest=_digest(traced.shapes, parts, own) if blocks is None else None,
         width=width,
         shapes=traced.shapes,
         frozen=tuple(sorted(parts.frozen)),
@@ -131,6 +130,23 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
     if not spec.own_loss and precision == "float32" and blocks is None:
         found = agreed(found, spec.architecture, spec.context)
     return Made(parts, constants, found, tables)
+
+
+@functools.lru_cache(maxsize=8)
+def computing(spec: Described, precision: str) -> Tables:
+    """The graphs and tables that stages compute with. From the cache if they are the chain that was agreed on, or else by
+    tracing."""
+    from muletrain.model.traced.kept import keep_graphs, kept_graphs
+    from muletrain.model.traced.stage import Tables
+
+    if spec.own_loss:
+        return made(spec, precision).tables
+    agreed_on, found = digest_of(spec), kept_graphs(spec.architecture, spec.context, precision)
+    if found is not None and (precision != "float32" or _digest(outlined(spec).shapes, found.parts, []) == agreed_on):
+        return Tables(found.parts, found.constants)
+    fresh = made(spec, precision)
+    keep_graphs(fresh.parts, fresh.constants, spec.architecture, spec.context, precision)
+    return fresh.tables
 
 
 @functools.lru_cache(maxsize=8)
@@ -233,10 +249,10 @@ def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
     return max(lists, key=lambda found: sum(p.numel() for p in found[1].parameters()))
 
 
-def _digest(traced: Traced, parts: Parts, buffers: list[str]) -> str:
+def _digest(shapes: Mapping[str, tuple[int, ...]], parts: Parts, buffers: list[str]) -> str:
     """``buffers``: what those of a user's module hold, in a few digits."""
     codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in parts.parts]
-    names = [[[name, traced.shapes[name]] for name in part.weights] for part in parts.parts]
+    names = [[[name, shapes[name]] for name in part.weights] for part in parts.parts]
     return hashlib.sha256(json.dumps([codes, names, parts.tables.code, *buffers]).encode()).hexdigest()
 
 

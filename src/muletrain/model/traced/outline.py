@@ -80,7 +80,7 @@ meanwhile."""
 
 def known(architecture: str, context: int, *, whole: bool = False) -> Outline | None:
     """The outline of a model of ``transformers`` in the cache. ``whole``: only one that has a digest."""
-    found = kept(KIND, _about(architecture, context), Outline)
+    found = kept(KIND, about(architecture, context), Outline)
     if found is None or (whole and found.digest is None):
         return None
     if found.digest is not None:
@@ -91,10 +91,10 @@ def known(architecture: str, context: int, *, whole: bool = False) -> Outline | 
 def agreed(found: Outline, architecture: str, context: int) -> Outline:
     """Keep what tracing the whole chain found. Raises ConfigError if the cache has, or told this process, another chain;
     the next process finds this chain there."""
-    about = _about(architecture, context)
-    entry = kept(KIND, about, Outline)
+    key = about(architecture, context)
+    entry = kept(KIND, key, Outline)
     if entry is None or entry.digest != found.digest:
-        keep(KIND, about, found)
+        keep(KIND, key, found)
     before = None if entry is None else entry.digest
     earlier = told.get((architecture, context), before or found.digest)
     if earlier != found.digest:
@@ -107,7 +107,7 @@ def agreed(found: Outline, architecture: str, context: int) -> Outline:
 
 def keep_short(found: Outline, architecture: str, context: int) -> None:
     """Keep an outline without a digest, for planning."""
-    keep(KIND, _about(architecture, context), found)
+    keep(KIND, about(architecture, context), found)
 
 
 def alike(layers: Iterable[nn.Module], config: Mapping[str, object]) -> list[int]:
@@ -161,13 +161,14 @@ def extend(
     architecture: str, context: int, *, tables: Mapping[int, int] | None = None, kept_16: tuple[float, ...] = ()
 ) -> None:
     """Add to the entry what took time as well."""
-    about = _about(architecture, context)
-    if (latest := kept(KIND, about, Outline)) is not None:
+    key = about(architecture, context)
+    if (latest := kept(KIND, key, Outline)) is not None:
         update = {"tables": {**latest.tables, **(tables or {})}, "kept_16": kept_16 or latest.kept_16}
-        keep(KIND, about, latest.model_copy(update=update))
+        keep(KIND, key, latest.model_copy(update=update))
 
 
-def _about(architecture: str, context: int) -> dict[str, object]:
+def about(architecture: str, context: int) -> dict[str, object]:
+    """What an entry of the cache belongs to."""
     software = {name: version(name) for name in ("torch", "transformers")}
     software |= {"python": sys.version, "muletrain": _own_text()}
     return {"architecture": architecture, "context": context, **software}

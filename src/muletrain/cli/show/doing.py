@@ -1,0 +1,107 @@
+"""What a command is doing, told on standard error while there is nothing else to show. Every command that may take more
+than two seconds tells it before it loads anything large."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.progress import Progress
+
+BEGINS = {
+    "run": "preparing the run",
+    "start": "preparing the run",
+    "join": "preparing to join the run",
+    "status": "asking the run's members",
+    "stop": "asking the run's members to stop",
+    "kick": "telling the run's members",
+    "doctor": "examining this machine",
+    "plan": "preparing the plan",
+    "trace": "preparing to trace the model",
+    "profile": "preparing to measure the model",
+    "eval": "reading the trained model",
+    "generate": "reading the trained model",
+    "export": "reading the trained model",
+    "fuzz": "preparing virtual runs",
+    "reproduce": "reading the papers' tables",
+    "fleet": "preparing to play the fleet",
+    "rebalance": "playing the machines' churn",
+    "calibrate": "reading the runs' events",
+}
+"""The first line of each command that loads torch, computes or asks other machines."""
+SOON_S, PAUSE_S, SELDOM_S = 1.0, 5.0, 60.0
+"""Without a terminal: seconds to an activity's first line and to its second one; later pauses double up to the last."""
+
+
+def begins(command: str) -> None:
+    """Print the first line of a command, if it has one."""
+    if (what := BEGINS.get(command)) is not None:
+        _say(what)
+
+
+def _say(what: str) -> None:
+    print(f"{what} ...", file=sys.stderr, flush=True)
+
+
+class Doing:
+    """One activity. Call it with the share that is done (0 to 1; None: unknown), and with other words when the activity
+    changes."""
+
+    def __init__(self, what: str, bar: Progress | None) -> None:
+        self._what, self._bar, self._share = what, bar, None if bar is None else 0.0
+        self._told, self._pause_s, self._next_s = "", PAUSE_S, time.monotonic() + SOON_S
+        self._timer: threading.Timer | None = None
+        if bar is None:
+            self._timer = threading.Timer(SOON_S, self._line)
+            self._timer.daemon = True
+            self._timer.start()
+        else:
+            self._task = bar.add_task(what, total=None)
+
+    def __call__(self, share: float | None = None, what: str | None = None) -> None:
+        self._share, self._what = share, what or self._what
+        if self._bar is not None:
+            total = None if share is None else 1.0
+            self._bar.update(self._task, description=self._what, total=total, completed=share)
+        elif time.monotonic() >= self._next_s:
+            self._line()
+
+    def _line(self) -> None:
+        share = "" if not self._share or self._share >= 1 else f" {self._share:.0%}"
+        now = f"{self._what}{share}"
+        if now != self._told:
+            self._told = now
+            _say(now)
+        self._next_s = time.monotonic() + self._pause_s
+        self._pause_s = min(SELDOM_S, 2 * self._pause_s)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+@contextmanager
+def doing(what: str) -> Iterator[Doing]:
+    """Tell people about an activity while the context lasts: by a bar on a terminal, which vanishes at the end; elsewhere
+    by lines, if it takes longer than ``SOON_S``."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from muletrain.cli.show.console import make_console
+
+    console = make_console(sys.stderr)
+    if not console.is_terminal:
+        told = Doing(what, None)
+        try:
+            yield told
+        finally:
+            told.close()
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        yield Doing(what, bar)
