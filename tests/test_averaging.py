@@ -148,6 +148,30 @@ def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) ->
     virtually(scenario())
 
 
+@pytest.mark.parametrize("magnitude", [1e-22, 1e-15, 1e-8, 1.0, 1e6, 1e15])
+@pytest.mark.parametrize("codec", [Codec.FP16, Codec.INT8])
+def test_averaging_is_as_exact_at_any_magnitude_as_in_fp32(codec: Codec, magnitude: float) -> None:
+    """fp16 had no scale: a loss on targets of 1e4 was never finite, and one of 1e-8 was trained 30 times less by two
+    replicas than by one."""
+
+    async def mean(codec: Codec) -> tuple[torch.Tensor, float]:
+        group, own = members(MemoryHub(), codec), gradients()
+        work = (averager.reduce(ROUND, own[p] * magnitude) for p, (_, averager) in group.items())
+        (found, facts), *_ = await asyncio.gather(*work)
+        assert all(f.finite for f in facts)
+        return found, sum(f.square_norm for f in facts)
+
+    async def scenario() -> None:
+        (exact, square), (found, found_square) = await mean(Codec.FP32), await mean(codec)
+        assert (found / magnitude - exact / magnitude).norm() < (0.02 if codec is Codec.INT8 else 1e-3) * (
+            exact / magnitude
+        ).norm()
+        assert found_square == pytest.approx(square, rel=1e-2)
+        assert square == pytest.approx(float(exact.double().norm()) ** 2, rel=1e-6)
+
+    virtually(scenario())
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_holder_that_is_frozen_is_given_up_soon_and_a_slow_one_is_not(frozen: bool) -> None:
     async def scenario() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from muletrain.compute import scaling
 from muletrain.compute.torch_compute import TorchCompute
+from muletrain.compute.weights import StageWeights
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Busy
 from muletrain.runtime.step.record import StepRecord
@@ -21,6 +22,7 @@ from muletrain.runtime.step.runner import StepRunner
 from muletrain.sim.world import draws, reference
 from muletrain.sim.world.draws.basic import draw
 from muletrain.sim.world.play import play
+from muletrain.sim.world.reference import SingleProcess
 from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
 from muletrain.sim.world.verdict import readable
 
@@ -278,6 +280,28 @@ def test_coarser_averaging_stays_near_and_the_same_on_every_replica(codec: str, 
     outcome = play(Scenario(8, (2, 3), 2, 4, 8, 0.01, (), overrides=coarse, tolerance=high))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.difference > low
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1e12])
+def test_averaging_in_fp16_trains_tiny_and_huge_losses_as_a_single_process_does(
+    magnitude: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of 1e-8 was trained 30 times less by two replicas than by one, and one of 1e4 not at all."""
+    accumulate, mean = StageWeights.accumulate, SingleProcess.mean_gradient
+
+    def larger(self: StageWeights, gradients: Any, step: int, loss_scale: float) -> None:
+        accumulate(self, gradients, step, loss_scale / magnitude)
+
+    def larger_mean(self: SingleProcess, step: int, inputs: Any, targets: Any) -> Any:
+        gradient, loss = mean(self, step, inputs, targets)
+        return gradient * magnitude, loss
+
+    monkeypatch.setattr(StageWeights, "accumulate", larger)
+    monkeypatch.setattr(SingleProcess, "mean_gradient", larger_mean)
+    coarse = ("wire.gradients=fp16", f"optimizer.eps={0.1 * magnitude}", "optimizer.clip=none")
+    for stages in ((1, 1), (2, 2)):
+        outcome = play(Scenario(8, stages, 1, 3, 4, 0.01, (), overrides=coarse, tolerance=1e-4))
+        assert outcome.violations == [], "\n".join(readable(outcome))
 
 
 def test_fp16_that_overflows_skips_the_step_for_all_and_goes_on_with_a_smaller_scale(

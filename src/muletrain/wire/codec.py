@@ -1,4 +1,7 @@
-"""Tensor codecs: fp32, fp16, bf16, block-wise 8-bit (SWARM app. J.1, "quantized activations"), token ids, raw bytes.
+"""Tensor codecs: fp32, bf16, block-wise fp16 and 8-bit (SWARM app. J.1, "quantized activations"), token ids, raw bytes.
+
+In the block-wise codecs every ``BLOCK`` numbers have a scale of their own, so a number's error is relative to the largest
+one of its block, at any order of magnitude that fp32 has.
 
 A tensor travels as its codec's name, its shape and one or two buffers. Decoding checks sizes against shapes before it
 allocates. Both directions return memory of their own, because an encoded tensor may wait in a queue, or be sent again,
@@ -28,11 +31,17 @@ MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 31
 """Largest tensor that travels."""
 RAW = "raw"
 IDS = IDS16, IDS32 = "uint16", "int32"
-_FLOATS = {Codec.FP32: torch.float32, Codec.FP16: torch.float16, Codec.BF16: torch.bfloat16}
+_FLOATS = {Codec.FP32: torch.float32, Codec.BF16: torch.bfloat16}
+_SCALED = {Codec.FP16: torch.float16, Codec.INT8: torch.int8}
 _ROWS = 64
 """Blocks quantised at a time: their scratch stays in the cache, which halves the time."""
 _TINY = 1e-37
-"""Scales below count as zero, because their inverse would overflow."""
+"""Scales of int8 below count as zero, because their inverse would overflow."""
+_LEAST, _MOST, _BIAS = -126, 113, 127
+"""Exponents of the scales of fp16: the least of a normal fp32 number, and that of its largest ones; and the bias with
+which fp32 stores them."""
+_TOP = 15
+"""The largest number of a block lies below 2 ** _TOP in fp16, whose largest number is 65504."""
 _SIZES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.INT8: 1, RAW: 1, IDS16: 2, IDS32: 4}
 
 
@@ -56,15 +65,14 @@ def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
     elements = math.prod(shape)
     if elements > MAX_ELEMENTS:
         raise Malformed(f"tensor of {elements} elements; at most {MAX_ELEMENTS} travel at once")
-    scales = _scale_bytes(elements) if codec == Codec.INT8 else 0
-    return elements * _SIZES[codec] + scales
+    return elements * _SIZES[codec] + _scale_bytes(codec, elements)
 
 
 def encode(tensor: Tensor, codec: Codec) -> Encoded:
     """Encode a float tensor. Non-finite values arrive as such, so that the receiver can refuse them."""
     values = tensor.detach()
-    if codec is Codec.INT8:
-        return Encoded(codec.value, tuple(tensor.shape), _quantise(values.float().reshape(-1)))
+    if codec in _SCALED:
+        return Encoded(codec.value, tuple(tensor.shape), _scaled(values.float().reshape(-1), codec))
     packed = values.to("cpu", _FLOATS[codec], copy=True, memory_format=torch.contiguous_format)
     return Encoded(codec.value, tuple(tensor.shape), [_bytes(packed)])
 
@@ -101,8 +109,8 @@ def decode(encoded: Encoded, *, copy: bool = True) -> Tensor:
     parts = _checked(encoded)
     if encoded.codec == RAW:
         raise ProtocolError("raw bytes where a tensor was expected")
-    if encoded.codec == Codec.INT8:
-        return _dequantise(*parts).view(encoded.shape)
+    if encoded.codec in _SCALED:
+        return _unscaled(parts[0], parts[1], _SCALED[Codec(encoded.codec)]).view(encoded.shape)
     if encoded.codec in (IDS16, IDS32):
         dtype, target = (torch.uint16 if encoded.codec == IDS16 else torch.int32), torch.int64
     else:
@@ -118,43 +126,63 @@ def decode_raw(encoded: Encoded) -> memoryview:
 
 
 def _checked(encoded: Encoded) -> list[memoryview]:
-    """The codec's parts (scales and values for int8), each in one piece. Raises ProtocolError."""
+    """The codec's parts (scales and values if it is block-wise), each in one piece. Raises ProtocolError."""
     expected = encoded_size(encoded.codec, encoded.shape)
     if encoded.nbytes != expected:
         raise ProtocolError(
             f"{encoded.codec} tensor of shape {encoded.shape}: {encoded.nbytes} bytes instead of {expected}"
         )
-    scales = _scale_bytes(math.prod(encoded.shape)) if encoded.codec == Codec.INT8 else 0
-    sizes = [scales, expected - scales] if encoded.codec == Codec.INT8 else [expected]
+    scales = _scale_bytes(encoded.codec, math.prod(encoded.shape))
+    sizes = [scales, expected - scales] if encoded.codec in _SCALED else [expected]
     if [len(b) for b in encoded.buffers] == sizes:
         return [memoryview(b) for b in encoded.buffers]
     whole = memoryview(encoded.buffers[0] if len(encoded.buffers) == 1 else bytearray().join(encoded.buffers))
     return [whole[:scales], whole[scales:]] if len(sizes) == 2 else [whole]
 
 
-def _scale_bytes(elements: int) -> int:
-    return 4 * -(-elements // BLOCK)
+def _scale_bytes(codec: str, elements: int) -> int:
+    return 4 * -(-elements // BLOCK) if codec in _SCALED else 0
 
 
-def _quantise(values: Tensor) -> list[Buffer]:
-    """[n] -> fp32 scale per block, int8 values. value = scale * q, scale = absmax / 127; the scale of a non-finite
-    block is NaN."""
+def _scaled(values: Tensor, codec: Codec) -> list[Buffer]:
+    """[n] -> a fp32 scale per block, and values: number = scale * value."""
     whole = values.numel() // BLOCK * BLOCK
     blocks, rest = values[:whole].view(-1, BLOCK), values[whole:]
     absmax = [_absmax(blocks)] if whole else []
     absmax += [_absmax(rest.view(1, -1))] if rest.numel() else []
-    scales = torch.cat(absmax) / 127 if absmax else values
-    scales = torch.where(torch.isfinite(scales), scales, torch.nan)
-    inverse = torch.where(scales > _TINY, 1 / scales, 0.0)
-    quantised = torch.empty(values.numel(), dtype=torch.int8, device=values.device)
+    scales, inverse = (_of_int8 if codec is Codec.INT8 else _of_fp16)(torch.cat(absmax) if absmax else values)
+    packed = torch.empty(values.numel(), dtype=_SCALED[codec], device=values.device)
     scratch = torch.empty(min(_ROWS, len(blocks)), BLOCK, device=values.device)
-    into = quantised[:whole].view(-1, BLOCK)
+    into = packed[:whole].view(-1, BLOCK)
     for i in range(0, len(blocks), _ROWS):
         rows = blocks[i : i + _ROWS]
-        into[i : i + _ROWS] = torch.mul(rows, inverse[i : i + len(rows), None], out=scratch[: len(rows)]).round_()
+        scaled = torch.mul(rows, inverse[i : i + len(rows), None], out=scratch[: len(rows)])
+        into[i : i + _ROWS] = scaled.round_() if codec is Codec.INT8 else scaled
     if rest.numel():
-        quantised[whole:] = (rest * inverse[-1]).round_()
-    return [_bytes(scales), _bytes(quantised)]
+        scaled = rest * inverse[-1]
+        packed[whole:] = scaled.round_() if codec is Codec.INT8 else scaled
+    return [_bytes(scales), _bytes(packed)]
+
+
+def _of_int8(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and their inverses: scale = absmax / 127, and NaN for a block that is not finite."""
+    scales = absmax / 127
+    scales = torch.where(torch.isfinite(scales), scales, torch.nan)
+    return scales, torch.where(scales > _TINY, 1 / scales, 0.0)
+
+
+def _of_fp16(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and their inverses: powers of two, so that no number is rounded twice. They follow from the largest number
+    as fp16 rounds it, so what was decoded encodes to the same bits. In a block that is not finite single numbers are."""
+    mantissa, exponent = torch.frexp(absmax)
+    exponent = exponent - _TOP + (mantissa.half() == 1).to(exponent.dtype)
+    exponent = torch.where(torch.isfinite(absmax), exponent, _MOST).clamp(_LEAST, _MOST)
+    return _power_of_two(exponent), _power_of_two(-exponent)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """[n] int32 -> fp32, exactly."""
+    return ((exponent + _BIAS) << 23).to(torch.int32).view(torch.float32)
 
 
 def _absmax(blocks: Tensor) -> Tensor:
@@ -163,8 +191,8 @@ def _absmax(blocks: Tensor) -> Tensor:
     return torch.maximum(high, -low)
 
 
-def _dequantise(scale_bytes: memoryview, value_bytes: memoryview) -> Tensor:
-    scales, values = _tensor(scale_bytes, torch.float32), _tensor(value_bytes, torch.int8).float()
+def _unscaled(scale_bytes: memoryview, value_bytes: memoryview, dtype: torch.dtype) -> Tensor:
+    scales, values = _tensor(scale_bytes, torch.float32), _tensor(value_bytes, dtype).float()
     whole = values.numel() // BLOCK * BLOCK
     values[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK, None])
     if whole < values.numel():
