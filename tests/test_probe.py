@@ -112,6 +112,10 @@ def test_loss_scale_is_a_function_of_the_skips() -> None:
     assert scale.of(GOOD_STEPS) == first / 2
     scale.update(GOOD_STEPS, skipped=False)
     assert scale.of(GOOD_STEPS + 1) == first
+    scale = LossScale(fp16=True)
+    for step in range(10):
+        scale.update(step, skipped=True)
+    assert scale.of(10) < 2**-14, "as many skips as end a run reach every scale that a loss can need"
     plain = LossScale(fp16=False)
     plain.update(0, skipped=True)
     assert plain.of(1) == 1.0

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from muletrain.compute.jobs import Jobs
     from muletrain.compute.results import Result
+    from muletrain.optim.flat import FlatLayout
     from muletrain.optim.sketch import Sketch
 
 R = TypeVar("R")
@@ -105,12 +106,19 @@ class Compute(Protocol):
     """P: numbers of the weights."""
     n_trained: int
     """G: length of the flat gradient, which frozen parameters are not in (``optim.flat``)."""
+    layout: FlatLayout
+    """Where each parameter lies in the flat weights, and each trained one in the flat gradient."""
     parts: int
     """Parts of the stage that take turns on the device; 1: it stays there as a whole."""
     lends: bool
     """``state`` is no copy, since there is no memory for one: it holds until the next ``apply`` or load."""
     jobs: Jobs
     """The operations that run now, and how long each usually takes."""
+
+    @property
+    def skipped(self) -> int:
+        """Updates skipped in a row, up to the last one. The count is part of the state."""
+        ...
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         """Compute a stage before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].

@@ -54,7 +54,7 @@ class TorchCompute(ThreadedCompute):
         self.delayed, self.lends = setup.optimizer.delayed, False
         versions = [self._empty(spec, cut) for _ in range(2 if self.delayed else 1)]
         self.arithmetic = StageArithmetic(stage, versions, setup, source)
-        layout = self.arithmetic.weights.layout
+        self.layout = layout = self.arithmetic.weights.layout
         self.n_params, self.n_trained = layout.size, layout.trained
         self.threads = Threads(stage, delayed=self.delayed, inline=setup.inline)
         self.jobs = self.threads.jobs
@@ -75,6 +75,10 @@ class TorchCompute(ThreadedCompute):
     def counters(self) -> Counters:
         """Times and recomputations, since the start."""
         return self.arithmetic.counters
+
+    @property
+    def skipped(self) -> int:
+        return self.arithmetic.scale.skipped
 
     # Forward and backward -------------------------------------------------------------------------------------------
 

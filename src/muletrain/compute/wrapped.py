@@ -25,8 +25,12 @@ class WrappedCompute:
         self.stage, self.stages = inner.stage, inner.stages
         self.n_params, self.n_trained = inner.n_params, inner.n_trained
         self.delayed, self.lends = inner.delayed, inner.lends
-        self.jobs, self.parts = inner.jobs, inner.parts
+        self.jobs, self.parts, self.layout = inner.jobs, inner.parts, inner.layout
         self.inner = inner
+
+    @property
+    def skipped(self) -> int:
+        return self.inner.skipped
 
     def busy_s(self, mb: Microbatch, took_s: float) -> float:
         return self.inner.busy_s(mb, took_s)

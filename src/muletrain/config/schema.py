@@ -74,6 +74,12 @@ class TrainConfig(Section):
         le=1 << 20,
         description="held-out text that this measures, at most [tokens; of data.factory samples]",
     )
+    max_skipped: int = Field(
+        default=10,
+        ge=0,
+        description="end with an error after so many updates in a row that were skipped, because the gradient was not "
+        "finite; 0: never [optimizer steps]",
+    )
     time_limit: float | None = Field(
         default=None, gt=0, description="end in order after this time [s]", examples=[3600.0]
     )

@@ -143,6 +143,8 @@ class StepApplied(Event):
     """Idle time."""
     sent: dict[str, dict[TrafficClass, int]]
     """Bytes sent since the previous StepApplied, by receiving peer and class."""
+    not_finite: str = ""
+    """Name of the stage's first parameter whose gradient was not finite; '': all gradients were finite."""
 
 
 class StepDone(Event):
@@ -152,7 +154,7 @@ class StepDone(Event):
     loss: Number
     """Mean cross-entropy [nats/token]."""
     grad_norm: Number
-    """Global norm before clipping."""
+    """Global norm before clipping; NaN if the gradient was not finite, so that the update was skipped."""
     lr: Number
     tokens: int
     duration_s: Number
@@ -365,3 +367,5 @@ class RunFinished(Event):
     steps: int
     seconds: Number
     reason: str
+    skipped: int = 0
+    """Updates that its peer skipped because the gradient was not finite."""

@@ -135,7 +135,7 @@ class InputsNotFinite(Notice):
 class StepSkipped(Notice):
     """The gradient of a step is not finite, so the weights stay."""
 
-    TEXT = "step {step}: the gradient is not finite; all peers skip the step, and the weights stay unchanged"
+    TEXT = "step {step}: the gradient is not finite; all peers skip the update, and the weights stay unchanged"
     step: int
 
 

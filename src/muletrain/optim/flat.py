@@ -84,6 +84,12 @@ class FlatLayout:
         count = sum(end <= self.learned for end in ends)
         return replace(self, names=self.names[:count], shapes=self.shapes[:count], size=self.learned)
 
+    def first_not_finite(self, gradient: Tensor) -> str:
+        """Name of the first trained parameter whose part of ``gradient`` (flat fp32 [G]) is not finite; '': there is
+        none."""
+        names = zip(self.names, self.ranges(), strict=True)
+        return next((name for name, (a, b) in names if not bool(gradient[a:b].isfinite().all())), "")
+
     def ranges(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each parameter in the flat buffer, in the order of ``names``."""
         ends = list(itertools.accumulate(map(math.prod, self.shapes)))

@@ -117,6 +117,7 @@ class RunFacts:
             clip=c.optimizer.clip,
             lr=functools.partial(learning_rate, c.optimizer, total_steps=t.steps),
             checkpoint_every=c.checkpoint.every,
+            max_skipped=t.max_skipped,
             capacity=self.capacity,
             strategy=self.strategy,
             rebalance=c.fleet.rebalance,

@@ -67,6 +67,7 @@ class Training:
         self.peer: Peer | None = None
         self.steps, self._total = 0, -1
         self.reason = "stopped by the user"
+        self.skipped, self._taken, self._in_a_row = 0, 0, 0
         self._stopped = False
         self._begin = 0.0
 
@@ -74,6 +75,11 @@ class Training:
     def complete(self) -> bool:
         """Have all steps been done?"""
         return self.steps == self._total
+
+    @property
+    def unlearned(self) -> int:
+        """Updates at the end of the run that were all skipped, if that is no chance: several, or all there were."""
+        return self._in_a_row if self._in_a_row > 1 or self._in_a_row == self._taken else 0
 
     @property
     def log(self) -> EventLog:
@@ -180,7 +186,9 @@ class Training:
         """Count a step. Returns True once the time limit of the run is over."""
         if (swapped := _swapped(self._host.compute)) is not None and self.peer is not None:
             self.peer.reporting.tell(swapped.worked(record.step + 1))
-        self.steps = record.step + 1
+        self.steps, self._taken, self.skipped = record.step + 1, self._taken + 1, self.skipped + record.skip
+        if self._host.compute is not None:
+            self._in_a_row = self._host.compute.skipped
         if limit_s is None or self._host.clock.now() - self._begin <= limit_s:
             return False
         self.reason = f"the time limit of {limit_s:.0f} s (train.time_limit) is over"

@@ -140,7 +140,7 @@ class SwappedCompute(ThreadedCompute):
         stage, setup = self.stage, self._setup
         whole = make_stage(spec, stage, cut)
         shapes, layout = whole.shapes(), whole.layout()
-        self.n_params, self.n_trained = layout.size, layout.trained
+        self.layout, self.n_params, self.n_trained = layout, layout.size, layout.trained
         self.threads = Threads(stage, delayed=swap.alone, inline=setup.inline)
         self.jobs = self.threads.jobs
         self.state_ = state = State(layout, self._backing)
@@ -165,9 +165,13 @@ class SwappedCompute(ThreadedCompute):
         """Times and recomputations, since the start."""
         return self.arithmetic.counters
 
+    @property
+    def skipped(self) -> int:
+        return self.arithmetic.scale.skipped
+
     def worked(self, step: int) -> SwapWorked:
         """What was done since the last call, at the end of ``step``."""
-        now, before = _Counts.of(self.traffic, self.rounds), self._told
+        now, before = _Counts.of(self.arithmetic.loader.traffic, self.rounds), self._told
         self._told = now
         return SwapWorked(
             step=step,
@@ -179,11 +183,6 @@ class SwappedCompute(ThreadedCompute):
             load_s=now.load_s - before.load_s,
             load_wait_s=now.wait_s - before.wait_s,
         )
-
-    @property
-    def traffic(self) -> Traffic:
-        """What was loaded, since the start."""
-        return self.arithmetic.loader.traffic
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 

@@ -87,6 +87,8 @@ class Plan:
     """Emit an event for every microbatch taken and served."""
     tied: Tied | None = None
     """The parameters that two stages share, if any."""
+    max_skipped: int = 0
+    """Updates skipped in a row, after which the run ends; 0: it never does."""
     alone: bool = False
     """No other peer is in the run, and none can join: nothing is kept for others."""
     validation: Validation | None = None

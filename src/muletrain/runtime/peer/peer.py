@@ -234,11 +234,12 @@ class Peer:
         ctx, plan, step = self._ctx, self._ctx.plan, record.step
         self._microbatches.end(step)
         self.rebalancer.count(ctx.meter.stats)
-        self.reporting.applied(record, self.position.work)
+        self.reporting.applied(record, self.position.work, self.runner.not_finite)
         self._hot_spares.look(speaks=self.reporting.speaks())
         if self._host.applied(record):
             self.stop()
-        last = record.stop or step + 1 == plan.steps
+        stuck = record.skip and 0 < plan.max_skipped <= ctx.compute.skipped  # all peers count the same
+        last = record.stop or stuck or step + 1 == plan.steps
         leaves = not last and ctx.net.peer_id in self._without(record)
         if not leaves and (last or (plan.checkpoint_every and (step + 1) % plan.checkpoint_every == 0)):
             await self._parts.write(Key(step + 1, record.hash), last=last)

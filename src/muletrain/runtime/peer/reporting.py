@@ -56,8 +56,9 @@ class Reporting:
         first = self._ctx.roster.genesis.coordinator if coordinator is None else coordinator.id
         return first == self._ctx.net.peer_id
 
-    def applied(self, record: StepRecord, work: InFlightStep) -> None:
-        """Report a step with all counts since the one before, and begin new counts."""
+    def applied(self, record: StepRecord, work: InFlightStep, not_finite: str) -> None:
+        """Report a step with all counts since the one before, and begin new counts. ``not_finite``: see
+        ``StepApplied``."""
         ctx, self._applied = self._ctx, self._applied + 1
         stats, now = ctx.meter.stats, ctx.clock.now()
         for receiver, nbytes in ctx.net.carried().items():
@@ -71,6 +72,7 @@ class Reporting:
                 stage=ctx.roster.own.stage,
                 lineage=record.hash.hex(),
                 skipped=record.skip,
+                not_finite=not_finite,
                 microbatches=work.accumulated,
                 recomputed=work.recomputed,
                 forward_s=stats.forward_s,

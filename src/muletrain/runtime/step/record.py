@@ -95,13 +95,16 @@ class StepRecord:
 
     @property
     def gradient_norm(self) -> float:
-        """Euclidean norm of the whole model's mean gradient, as a single process would compute it."""
+        """Euclidean norm of the whole model's mean gradient, as a single process would compute it; NaN if that is not
+        finite."""
+        if not all(e.finite for e in self.stages):
+            return math.nan
         return math.sqrt(max(0.0, math.fsum([*(e.square_norm for e in self.stages), 2 * self.product])))
 
     @property
     def skip(self) -> bool:
         """Must the update be skipped, because the gradient is not finite?"""
-        return not (all(e.finite for e in self.stages) and math.isfinite(self.gradient_norm))
+        return not math.isfinite(self.gradient_norm)
 
     @property
     def stop(self) -> bool:

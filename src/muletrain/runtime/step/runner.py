@@ -59,6 +59,8 @@ class StepRunner:
         self._deadlines, self._observed, self._standing = Deadlines(), Observed(), Standing()
         self._weights = bytes(32)
         """Digest of our weights."""
+        self.not_finite = ""
+        """Name of the first parameter of our stage whose gradient in the last step was not finite; '': there is none."""
         self._begin()
 
     def _begin(self) -> None:
@@ -169,6 +171,9 @@ class StepRunner:
         update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip, self._tied.update())
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
         await self._take_digest()
+        self.not_finite = ""
+        if record.skip:
+            self.not_finite = await ctx.compute.offload(ctx.compute.layout.first_not_finite, gradient)
         took = ctx.clock.now() - begin
         ctx.meter.stats.apply_s += took
         ctx.worked("compute", "apply", begin, work.step)

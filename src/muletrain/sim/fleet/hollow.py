@@ -15,6 +15,7 @@ from muletrain.compute.jobs import Jobs
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.config.schema import Codec
+from muletrain.optim.flat import FlatLayout
 from muletrain.optim.sketch import sketch
 from muletrain.policy.shards import BLOCK
 from muletrain.runtime.core.plan import Plan
@@ -45,7 +46,7 @@ class HollowCompute:
     """Computes nothing, and never waits for its slot; see ``Compute``. Every microbatch has the same gradient.
     ``ending_s``: see ``StageCost``."""
 
-    parts = 1
+    parts, skipped, layout = 1, 0, FlatLayout.of({})
 
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
         self.stage, self.stages, self.delayed = stage, stages, delayed

@@ -176,6 +176,7 @@ def facts_of(scenario: Scenario) -> Facts:
         clip=config.optimizer.clip,
         lr=lambda step: learning_rate(config.optimizer, step, scenario.steps),
         checkpoint_every=scenario.checkpoint_every,
+        max_skipped=config.train.max_skipped,
         adopt_after_s=scenario.adopt_after_s,
         from_seed=not scenario.given_weights,
         capacity=scenario.capacity,
