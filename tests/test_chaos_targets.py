@@ -19,6 +19,7 @@ from muletrain.events import (
     Note,
     PeerDown,
     PeerJoined,
+    RunFinished,
     RunStarted,
     StepApplied,
     StepDone,
@@ -128,6 +129,9 @@ class World:
         self.injector.tick()
         return list(self.fleet.done)
 
+    def ends(self, peer: str, reason: str = "all steps done") -> None:
+        self.injector.see(RunFinished(steps=3, seconds=1.0, reason=reason, peer=peer))
+
     def injected(self) -> list[FaultInjected]:
         return [e for e in read_events(self.folder / "chaos.jsonl") if isinstance(e, FaultInjected)]
 
@@ -187,6 +191,7 @@ def test_a_frozen_peer_does_not_outlast_the_run(tmp_path: Path) -> None:
     world = World(tmp_path, Fault("freeze", step=1, target="peer-3", for_s=1000))
     world.begins()
     world.step(1)
+    world.ends("peer-1")
     world.fleet.running = ["peer-3"]
     assert world.tick() == [("SIGKILL", "peer-3")]
 

@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=180)
-    assert process.returncode == 0, out + err
+    assert process.returncode == 130, out + err
     assert "stopping after this step; checkpoint and report follow" in out
     (log,) = tmp_path.glob("runs/*/peer-0.jsonl")
     (written,) = [e for e in read_events(log) if isinstance(e, CheckpointWritten)]
@@ -247,17 +247,23 @@ def test_a_model_that_fits_no_peer_here_is_refused_at_once_with_the_numbers(tmp_
     assert peers_left(tmp_path) == []
 
 
-def test_a_peer_that_dies_before_the_start_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("peers", "code"), [(3, 0), (2, 2)])
+def test_a_peer_that_dies_before_the_start_ends_only_a_run_that_needs_it(tmp_path: Path, peers: int, code: int) -> None:
     """Nobody else can come: the others must not wait for it for ever."""
-    process = start("run", *SMALL, cwd=tmp_path)
+    process = start("run", *SMALL, "--set", f"fleet.peers={peers}", "--set", "train.steps=2", cwd=tmp_path)
     deadline = time.monotonic() + 60
-    while len(children := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()) < 4:
+    while len(children := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()) < peers:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(int(children[-1]), signal.SIGKILL)
     out, err = process.communicate(timeout=180)
-    assert process.returncode == 2, out + err
-    assert "peer-3" in err
+    assert process.returncode == code, out + err
+    if code:
+        assert f"peer-{peers - 1} was killed" in err
+    else:
+        assert "peer-2 cannot take part: the run begins with 2 peers" in out
+        table = out[out.index("Peers that gave up or ended early") :]
+        assert "was killed by signal 9" in table.splitlines()[2]
     assert peers_left(tmp_path) == []
 
 

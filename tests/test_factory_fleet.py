@@ -81,7 +81,7 @@ def test_newcomers_a_lost_stage_and_a_resumed_run_change_no_number(
         machines.join(ticket, *trusts)
         founder.wait_for("step_done", step=int(before.removeprefix("step-")) + 3)
         founder.process.send_signal(signal.SIGINT)
-        founder.end()
+        founder.end(code=130)
     finally:
         machines.kill()
     steps = int(latest_checkpoint(run).name.removeprefix("step-"))

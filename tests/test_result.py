@@ -148,11 +148,11 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
 def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
     session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, width=200))
-    with pytest.raises(KeyboardInterrupt), session.interruptible(), session.console:
+    with pytest.raises(SystemExit, match="130"), session.interruptible(), session.console:
         raise KeyboardInterrupt
     assert screen.getvalue().endswith("stopped by the user before the first step\n")
     session.view.fold(STARTED)
-    with pytest.raises(KeyboardInterrupt), session.interruptible(), session.console:
+    with pytest.raises(SystemExit, match="130"), session.interruptible(), session.console:
         raise KeyboardInterrupt
     session.close()
     assert "stopped by the user at step 0 of 9, without a last checkpoint\n" in screen.getvalue()

@@ -101,7 +101,7 @@ class Run:
         """Ctrl-C: the run ends in order."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
-        self.wait()
+        self.wait(code=130)
 
     def kill(self) -> None:
         """SIGKILL to everything at once."""

@@ -118,10 +118,10 @@ class Command:
         assert self.process.stderr is not None
         return self.process.stderr.read()
 
-    def end(self) -> str:
-        """Exit code 0; standard error."""
+    def end(self, code: int = 0) -> str:
+        """Check the exit code, and return standard error."""
         errors = self.errors()
-        assert self.process.wait(60) == 0, errors
+        assert self.process.wait(60) == code, errors
         self._reader.join()
         return errors
 
@@ -148,10 +148,10 @@ def test_owners_get_their_machines_back(tmp_path: Path) -> None:
         pause.unlink()
         first.wait_for("member_admitted", name="second")
         gone = first.wait_for("peer_left", name="third")
-        third.end()
+        third.end(code=130)
         first.wait_for("step_done", step=gone["step"] + 5)
         first.process.send_signal(signal.SIGINT)
-        first.end()
+        first.end(code=130)
         assert "paused: joins when" in second.end()
     finally:
         for each in started:

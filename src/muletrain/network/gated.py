@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from uuid import uuid4
@@ -15,6 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_s
 from hivemind.proto import p2pd_pb2
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, MuletrainError, PeerUnreachable
+from muletrain.network import deaf
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -79,6 +81,18 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
     gate: Gate
     _finder: Finder | None = None
+
+    @staticmethod
+    def _make_process_args(*args: object, **kwargs: object) -> list[str]:
+        """The daemon ends with us, not by a signal to all processes of a job (``deaf``)."""
+        return [sys.executable, "-I", "-S", deaf.__file__, *P2P._make_process_args(*args, **kwargs)]
+
+    def _terminate(self) -> None:
+        """As hivemind's, for a daemon that ignores SIGTERM."""
+        if self._child is not None and self._child.returncode is None:
+            with suppress(ProcessLookupError):
+                self._child.kill()
+        super()._terminate()
 
     async def open_gate(self, gate: Gate, finder: Finder) -> None:
         """Answer handshakes. Must be called before anything else is served."""

@@ -19,8 +19,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
-from muletrain.events import ClientBegan, EventLog, FaultInjected, PeerJoined, RunStarted, StepApplied, StepDone
+from muletrain.events import (
+    ClientBegan,
+    EventLog,
+    FaultInjected,
+    PeerJoined,
+    RunFinished,
+    RunStarted,
+    StepApplied,
+    StepDone,
+)
 from muletrain.policy.chaos import PHASES, readable
+from muletrain.runs.worker_files import LEFT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,6 +86,8 @@ class Injector:
         """Whether each client is at work."""
         self._coordinator = ""
         self._began: float | None = None
+        self._over = False
+        """Has a peer come to the run's end?"""
         self._step = 0
         self._lasting: list[_Lasting] = []
         self._away: set[str] = set()
@@ -100,6 +112,8 @@ class Injector:
                 self._clients[event.name] = True
             case FaultInjected() if event.peer != "chaos":
                 self._happened(event)
+            case RunFinished() if event.reason != LEFT:
+                self._over = True
             case RunStarted():
                 self._began, self._coordinator, self._step = self._now(), event.peer, event.first_step
             case StepDone():
@@ -117,7 +131,7 @@ class Injector:
         for lasting in list(self._lasting):
             if self._now() >= lasting.until:
                 self._end(lasting)
-            elif lasting.fault.kind == "freeze" and running <= set(lasting.who):
+            elif lasting.fault.kind == "freeze" and self._over and running <= set(lasting.who):
                 self._log.note(f"chaos: the run ended while {lasting.who[0]} was frozen", "warning")
                 self._fleet.signal(lasting.who[0], signal.SIGKILL)
                 self._lasting.remove(lasting)

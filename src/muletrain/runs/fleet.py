@@ -1,7 +1,7 @@
 """Peer processes on this machine: start them, watch them, end them all.
 
 A process reads commands from its standard input alone, so it ends when we end, however we end. It runs in a session of
-its own, so Ctrl-C reaches us alone, and we end the run in order.
+its own and ignores the signals that ask for an end (``runs.signals``), so we alone answer these, and end the run in order.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Self
 from muletrain.errors import MuletrainError
 from muletrain.runs.folder import temporary_folder
 from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.signals import begun_deaf
 from muletrain.runs.worker_files import SCRATCH, TICKET_FILE
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class LocalFleet:
     def spawn(self, names: list[str]) -> None:
         """Start the interpreters, whose imports take seconds. ``begin`` gives each its work."""
         for name in names:
-            with open(self.folder / f"{name}.log", "ab") as log:
+            with open(self.folder / f"{name}.log", "ab") as log, begun_deaf():
                 process = subprocess.Popen(
                     [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"],
                     stdin=subprocess.PIPE,

@@ -2,15 +2,17 @@
 
 Later lines on standard input are commands. ``stop`` ends the run in order (a joiner on a machine without the founder
 leaves it); ``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next
-frame and gradient; ``probe`` measures the fleet; ``move STAGE`` asks to serve another stage; ``at STEP PHASE EVENT``
-injects a fault at that point (``runs/chaos.py``). At end of file the starting command is gone, and the process ends at
-once. It reports everything in its event log.
+frame and gradient; ``probe`` measures the fleet; ``expect N`` begins the run once N peers are there; ``move STAGE`` asks
+to serve another stage; ``at STEP PHASE EVENT`` injects a fault at that point (``runs/chaos.py``). At end of file the
+starting command is gone, and the process ends at once. Signals that ask for an end are ignored (``runs/signals.py``). It
+reports everything in its event log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import shutil
 import sys
@@ -36,18 +38,21 @@ from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.network.offences import BAN_S
+from muletrain.runs import signals
 from muletrain.runs.chaos import Points, spoil_next
 from muletrain.runs.client import Help, Helping
 from muletrain.runs.guard import Guard, where_it_hangs
 from muletrain.runs.host import Host
 from muletrain.runs.join.founder import found
 from muletrain.runs.join.newcomer import join
+from muletrain.runs.join.patience import patiently
 from muletrain.runs.join.removal import serve_members
 from muletrain.runs.measure.vicinity import serve_sight
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.training import Training
-from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, OWNER_FILE, SCRATCH
+from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, SCRATCH
 from muletrain.runtime.members.watchdog import DeviceHung
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -103,6 +108,9 @@ class Worker:
                 peer.move(int(stage))
             case ["at", step, phase, *_] if self._network is not None:
                 self._points.add(self._network, step, phase, line.split(maxsplit=3)[-1])
+            case ["expect", peers] if peers.isdecimal():
+                if host.rendezvous is not None:
+                    host.rendezvous.expect(int(peers))
             case _:
                 host.log.note(f"not obeyed: {line.strip()[:100]!r}", "warning")
 
@@ -135,7 +143,17 @@ class Worker:
             return self._code
         training = self._training
         reason = "all steps done" if training.complete else training.reason
-        self._host.log.emit(RunFinished(steps=training.steps, seconds=self._host.clock.now() - begin, reason=reason))
+        if training.unlearned and reason != LEFT:
+            reason = f"{plural(training.unlearned, 'update')} in a row skipped"
+            self._code = EXIT_SKIPPED
+        self._host.log.emit(
+            RunFinished(
+                steps=training.steps,
+                seconds=self._host.clock.now() - begin,
+                reason=reason,
+                skipped=training.skipped,
+            )
+        )
         return self._code
 
     async def _run(self, sockets: Path) -> None:
@@ -155,7 +173,8 @@ class Worker:
 
     async def _connected(self, sockets: Path) -> Libp2pNetwork:
         host, spec, ticket = self._host, self._host.spec, self._host.ticket
-        self._network = network = await Libp2pNetwork.create(
+        create = functools.partial(
+            Libp2pNetwork.create,
             run_id=ticket.run_id,
             secret=ticket.secret,
             owner=self._owner or ticket.owner,
@@ -172,6 +191,7 @@ class Worker:
             private=spec.private,
             carries=spec.bandwidth_bytes_per_s is None,
         )
+        self._network = network = await patiently(create, host.log.note)
         serve_members(network, host.names, self._stages, host.clients)
         serve_sight(network, carries=spec.bandwidth_bytes_per_s is None)
         return network
@@ -260,6 +280,7 @@ async def work(spec: WorkerSpec, listen: Callable[[Worker], Coroutine[Any, Any, 
 
 
 def main() -> None:
+    signals.ignore()
     code = asyncio.run(_main())
     sys.stdout.flush()
     os._exit(code)  # do not wait for threads of torch and of the data loader

@@ -22,6 +22,8 @@ LEFT = "left in order"
 EXIT_ERROR = 2
 EXIT_NO_CHECKPOINT = 3
 """The run ended, but its last checkpoint could not be written."""
+EXIT_SKIPPED = 4
+"""The run ended, but its last updates were all skipped."""
 
 
 def write_secret(path: Path, text: str) -> None:

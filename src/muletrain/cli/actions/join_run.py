@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
-from muletrain.cli.actions.session import POLL_S, Session
+from muletrain.cli.actions.session import BY_SIGNAL, POLL_S, Session
 from muletrain.cli.show.console import make_console
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus, absolute
@@ -87,10 +87,11 @@ def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) ->
                     fleet.begin(spec.model_copy(update={"folder": str(folder)}))
                 session.watch()
             session.say(session.ended())
-        except KeyboardInterrupt:
-            pass  # the session has told what that means
+            session.check_learned()
         finally:
             session.close()
+    if session.interrupted:
+        raise SystemExit(BY_SIGNAL + session.asked.number)
     return session.comes_back
 
 
@@ -185,7 +186,7 @@ class JoinSession(Session):
     def comes_back(self) -> bool:
         """Whether it left for a pause; the run may continue without it meanwhile."""
         left = self._left is not None or self._helped or not self._training
-        return self.paused and not self.interrupted and left
+        return self.paused and left
 
     def ended_at_once(self) -> str:
         return "left at once: the other members will notice that this machine is gone"

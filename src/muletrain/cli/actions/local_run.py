@@ -81,12 +81,14 @@ def _run_local(
         session = Session(folder, fleet, json=json, clients=clients)
         session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
         try:
-            with session.interruptible(), session.console:
-                _begin(session, config, workers, checkpoint, alone=alone)
-                session.watch(whole=True)
-            session.report()
+            with session.interruptible():
+                with session.console:
+                    _begin(session, config, workers, checkpoint, alone=alone)
+                    session.watch(first=servers[0], stages=config.fleet.stages)
+                session.report()
         finally:
             session.close()
+        session.exit()
 
 
 def _workers(

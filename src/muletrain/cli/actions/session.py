@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.cli.actions.asked import Asked
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.measured_fleet import fleet_tables
@@ -28,11 +29,11 @@ from muletrain.events import (
     events_in,
 )
 from muletrain.runs.folder import DiskWatch
-from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, OWNER_FILE, PROBE_FILE, TICKET_FILE
+from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, OWNER_FILE, PROBE_FILE, TICKET_FILE
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-    from types import FrameType
 
     from muletrain.events import Event
     from muletrain.runs.chaos import Injector
@@ -44,6 +45,10 @@ POLL_S = 0.1
 """Seconds between two looks at processes and events."""
 STOP_S = 90.0
 """Longest wait for an orderly end [s]: a checkpoint may be large, but a person waits."""
+SEATED_S = 20.0
+"""Time after a peer has failed, before the run begins, in which the others show that they serve every stage [s]."""
+BY_SIGNAL, UNFINISHED = 128, 3
+"""Exit codes: that of a signal is added to the first; the run ended in order before its last step."""
 HEARD_S, STOPPED_S = 3.0, 15.0
 """Time after the end of all servers, in which clients hear of it, and until which they must end [s]."""
 
@@ -70,11 +75,13 @@ class Session:
         self._dismissed: float | None = None
         """When the last process ended that is no client."""
         self._ended: set[str] = set()
+        self._lost, self._lost_s = set[str](), 0.0
+        """Our processes that failed before the run began, and when the last one did."""
         self._deaths: list[str] = []
         self._tail = EventTail(folder, from_now=True)
         self._board = TensorBoardSink(folder / "tensorboard")
         self._disk = DiskWatch(folder)
-        self._interrupts, self._heard = 0, False
+        self.asked, self._heard = Asked(), False
         self._asked: float | None = None
         self.chaos: Injector | None = None
         self.founder: str | None = None
@@ -84,8 +91,8 @@ class Session:
         """The run waits for a peer of a stage that has none."""
 
     def poll(self) -> None:
-        """Handle the events since the last poll, and the first Ctrl-C."""
-        if self._interrupts and not self._heard:
+        """Handle the events since the last poll, and the first signal."""
+        if self.interrupted and not self._heard:
             self._heard = True
             self.end_in_order()
         for event in self._tail.poll():
@@ -121,22 +128,15 @@ class Session:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within the context, Ctrl-C (or SIGTERM) asks for an orderly end, and a second one ends at once."""
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
-
-        before = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.say(self.ended_at_once())
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """Within the context, a signal (``Asked``) asks for an orderly end. A second one ends at once: SystemExit. It
+        only leaves out the rest of the report."""
+        with self.asked.heard():
+            try:
+                yield
+            except KeyboardInterrupt:
+                if not self.asked.at_once:
+                    self.say(self.ended_at_once())
+                    raise SystemExit(BY_SIGNAL + (self.asked.number or signal.SIGINT)) from None
 
     def ended_at_once(self) -> str:
         """What the second Ctrl-C left, and how to go on."""
@@ -159,18 +159,21 @@ class Session:
 
     @property
     def interrupted(self) -> bool:
-        return self._interrupts > 0
+        return self.asked.number > 0
 
-    def watch(self, *, whole: bool = False) -> None:
-        """Poll until every process has ended. Raises MuletrainError if all of them failed, or if one failed before the
-        start of a run that needs the ``whole`` fleet, for which the others would wait forever."""
+    def watch(self, *, first: str = "", stages: int = 0) -> None:
+        """Poll until every process has ended. ``first`` founds a run of ``stages`` that only our processes take part in:
+        it begins without those that fail before, if it can. Raises MuletrainError if all of them failed, or if the run
+        needs one that failed."""
         while alive := self.fleet.alive():
             self.poll()
             self._tell_of_ended()
             self._dismiss(alive)
-            begun = not whole or self.view.started is not None or self.interrupted
+            begun = not first or self.view.started is not None or self.interrupted
             late = self._asked is not None and time.monotonic() - self._asked > STOP_S
-            if late or self._stranded(alive) or (not begun and any(self.fleet.exit_codes().values())):
+            if late:
+                self._say_late()
+            if late or self._stranded(alive) or not (begun or self._can_begin(first, stages, alive)):
                 self._ended.update(self.fleet.alive())  # we killed these ourselves
                 self.fleet.kill()
             time.sleep(POLL_S)
@@ -179,10 +182,33 @@ class Session:
         self.poll()
         self._tell_of_ended()
         codes = [code for name, code in self.fleet.exit_codes().items() if name not in self._clients]
-        if all(code not in (0, EXIT_NO_CHECKPOINT) for code in codes) and not self.interrupted:
+        if all(code not in (0, EXIT_NO_CHECKPOINT, EXIT_SKIPPED) for code in codes) and not self.interrupted:
             raise MuletrainError(
                 f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
             )
+
+    def _can_begin(self, first: str, stages: int, alive: list[str]) -> bool:
+        """Can the run begin with those of our peers that have not failed? If some failed, ``first`` is told to wait only
+        for the others."""
+        lost = {name for name, code in self.fleet.exit_codes().items() if code} - self._clients
+        left = [name for name in alive if name not in self._clients]
+        if not lost:
+            return True
+        if first in lost or len(left) < stages:
+            return False
+        if lost != self._lost:
+            self._lost, self._lost_s = lost, time.monotonic()
+            message = f"{', '.join(sorted(lost))} cannot take part: the run begins with {plural(len(left), 'peer')}"
+            self.show(Note(level="warning", message=message, t=time.time(), peer="start"))
+        self.fleet.tell(first, f"expect {len(left)}")
+        waits = " ".join(self.view.missing)
+        stuck = "has no peer" in waits and "preparing" not in waits  # the others are in other stages, for good
+        return not stuck or time.monotonic() - self._lost_s < SEATED_S
+
+    def _say_late(self) -> None:
+        newest = "there is no checkpoint" if self.checkpoint is None else f"the newest checkpoint is {self.checkpoint}"
+        message = f"the run did not end in order within {STOP_S:.0f} s, so its processes are killed; {newest}"
+        self.show(Note(level="warning", message=message, t=time.time(), peer="end"))
 
     def _stranded(self, alive: list[str]) -> bool:
         """Does the run wait for a peer that nobody can bring? All processes of a stage have ended, no machine can join, and
@@ -213,12 +239,12 @@ class Session:
         for name, code in self.fleet.exit_codes().items():
             if code < 0 and name not in self._ended and not self.interrupted:
                 self._ended.add(name)
-                self.view.ended(name)
                 hint = ": out of memory?" if code == -signal.SIGKILL else ""
                 if self.view.faults.killed(name):
                     hint = ", as --chaos planned"
                 how = f"was killed by signal {-code} ({signal.strsignal(-code)}){hint}"
                 message = f"the process of {name} {how}; log: {self.folder / name}.log"
+                self.view.ended(name, how)
                 self._deaths.append(message)
                 self.show(Note(level="warning", message=message, t=time.time(), peer=name))
 
@@ -233,14 +259,20 @@ class Session:
 
     def report(self) -> None:
         """Evaluate the last checkpoint and print the final report (or its events). Then raises CheckpointError if no
-        checkpoint contains the end of the run."""
+        checkpoint contains the end of the run, and MuletrainError if the run learned nothing at its end."""
         self._report()
+        self.check_learned()
         if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
             newest = f"the newest is {self.checkpoint}" if self.checkpoint is not None else "there is none"
             raise CheckpointError(
                 f"the final checkpoint could not be written, and {newest}; free some space, then continue with 'muletrain run "
                 f"--resume {self.folder}' ('start --resume' for a run on several machines)"
             )
+
+    def check_learned(self) -> None:
+        """Raises MuletrainError if the run's last updates were all skipped."""
+        if EXIT_SKIPPED in self.fleet.exit_codes().values():
+            raise MuletrainError(self.view.skips.why())
 
     def _bring_home(self) -> None:
         """Copy the newest checkpoint to the run folder, if it is in another place."""
@@ -256,9 +288,11 @@ class Session:
 
     def _report(self) -> None:
         self._bring_home()
-        if self.checkpoint is not None:
+        self.asked.at_once = True
+        hurries = self.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills what takes long
+        if self.checkpoint is not None and not hurries:
             self.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
-        evaluation, texts = self._evaluate() if self.checkpoint is not None else (None, [])
+        evaluation, texts = self._evaluate() if self.checkpoint is not None and not hurries else (None, [])
         paths = {
             "run folder": self.folder,
             "events": self.folder / "*.jsonl",
@@ -318,6 +352,12 @@ class Session:
         result = dataclasses.replace(quality(checkpoint, model, cache, tokens), before=before)
         log.emit(evaluated(checkpoint.step, result))
         return result, samples(checkpoint, model)
+
+    def exit(self) -> None:
+        """Raises SystemExit, unless the run's steps are done: with 128 + the signal that asked for the end, or UNFINISHED
+        where none did (train.time_limit, 'muletrain stop')."""
+        if not 0 < self.view.steps <= self.view.step:
+            raise SystemExit(BY_SIGNAL + self.asked.number if self.asked.number else UNFINISHED)
 
     def close(self) -> None:
         """End every process and delete the secrets."""

@@ -82,21 +82,23 @@ def _serve(session: Session, founder: WorkerSpec, others: list[WorkerSpec], conf
     """Begin the processes, tell how other machines join, and watch until the run ends."""
     session.founder = founder.name
     try:
-        with session.interruptible(), session.console:
-            session.fleet.begin(founder)
-            ticket = session.wait_for_ticket(founder.name)
-            for other in others:
-                session.fleet.begin(other.model_copy(update={"ticket": str(ticket)}))
-            if session.json:
-                print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
-            names = ", ".join(spec.name for spec in (founder, *others))
-            session.say(f"This machine is {names}. Run this on every other one:\n\nmuletrain join {ticket}\n")
-            if (place := config.checkpoint.place) is not None:
-                session.say(f"On machines that can write to {place} themselves, add: --place {place}\n")
-            session.say(
-                f"Other machines must reach {ticket.ports()}: open that port, or forward it and start with --announce.\n"
-            )
-            session.watch()
-        session.report()
+        with session.interruptible():
+            with session.console:
+                session.fleet.begin(founder)
+                ticket = session.wait_for_ticket(founder.name)
+                for other in others:
+                    session.fleet.begin(other.model_copy(update={"ticket": str(ticket)}))
+                if session.json:
+                    print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
+                names = ", ".join(spec.name for spec in (founder, *others))
+                session.say(f"This machine is {names}. Run this on every other one:\n\nmuletrain join {ticket}\n")
+                if (place := config.checkpoint.place) is not None:
+                    session.say(f"On machines that can write to {place} themselves, add: --place {place}\n")
+                session.say(
+                    f"Other machines must reach {ticket.ports()}: open that port, or forward it and start with --announce.\n"
+                )
+                session.watch()
+            session.report()
     finally:
         session.close()
+    session.exit()

@@ -119,13 +119,13 @@ class JsonConsole:
 
     def __init__(self, view: RunView, file: TextIO | None = None) -> None:
         self.view = view
-        self._file = file or sys.stdout
+        self._file = file
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.flush()
+        (self._file or sys.stdout).flush()
 
     def __call__(self, event: ev.Event) -> None:
         self.view.fold(event)
@@ -219,7 +219,8 @@ def _left(view: RunView) -> str:
 def _loss(view: RunView) -> str:
     training = "loss ?" if math.isnan(view.pace.loss) else f"loss {view.pace.loss:.3f}"
     heldout = f"  held-out {view.validated[max(view.validated)].loss:.3f}" if view.validated else ""
-    return training + heldout
+    skipped = f"  {plural(len(view.skips), 'update')} skipped" if view.skips else ""
+    return training + heldout + skipped
 
 
 def _rate(tokens_per_s: float) -> str:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
 from muletrain.events import TRAFFIC_CLASSES
 from muletrain.units import format_bytes, format_duration, plural
@@ -45,6 +46,8 @@ def final_report(
         parts.append(_swapped(view))
     if view.clients:
         parts.append(_clients(view))
+    if view.failed:
+        parts.append(_failed(view))
     if len(view.faults):
         parts.append(_faults(view))
     parts.append(_places(paths))
@@ -55,6 +58,7 @@ def _summary(view: RunView) -> str:
     reason = f" ({view.finished.reason})" if view.finished and view.finished.reason else ""
     speed = f"{view.pace.tokens / view.pace.seconds:,.0f} tokens/s" if view.pace.seconds else "no step was completed"
     troubles = f", {plural(view.rerouted, 'microbatch')} rerouted" if view.rerouted else ""
+    troubles += f", {plural(len(view.skips), 'update')} skipped" if view.skips else ""
     steps = f"{view.step} of {plural(view.steps, 'step')}"
     return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{troubles}{reason}"
 
@@ -178,6 +182,13 @@ def _clients(view: RunView) -> RenderableType:
     for stage, clients in view.clients.by_stage().items():
         for c in clients:
             table.add_row(str(stage), escape(c.name), c.state, *map(str, (c.parts, c.late, c.redone)))
+    return table
+
+
+def _failed(view: RunView) -> RenderableType:
+    table = new_table("Peers that gave up or ended early", ["peer", "why"], [])
+    for name, why in view.failed.items():
+        table.add_row(escape(name), escape(printable(view.named(why))))
     return table
 
 

@@ -13,6 +13,7 @@ from muletrain.cli.show.clients import ClientsView
 from muletrain.cli.show.injected_faults import FaultsView
 from muletrain.cli.show.pace import Pace
 from muletrain.cli.show.sentences import headline, is_warning
+from muletrain.cli.show.skips import SkipsView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,13 +90,15 @@ class RunView:
         """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
         took over: by id."""
         self.clients = ClientsView()
+        self.failed: dict[str, str] = {}
+        """Why processes of this machine gave up or were killed, by the peer's name; those of planned faults are left out."""
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
         """Set while machines and links are measured."""
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
         self.faults = FaultsView(self.name_of)
-        self.pace = Pace()
+        self.pace, self.skips = Pace(), SkipsView()
         self.asides: list[str] = []
         """Sentences that follow from several events, to be shown once."""
         self._by_id: dict[str, PeerView] = {}
@@ -138,8 +141,10 @@ class RunView:
     def _has_gone(self, peer: PeerView) -> bool:
         return peer.state in GONE
 
-    def ended(self, name: str) -> None:
-        """Note that the process of the peer ``name`` was killed."""
+    def ended(self, name: str, how: str) -> None:
+        """Note that the process of the peer ``name`` was killed: ``how``."""
+        if not self.faults.killed(name):
+            self.failed[name] = how
         if name in self.peers:
             self.peers[name].state = "ended"
         self.clients.ended(name)
@@ -171,6 +176,7 @@ class RunView:
         self.faults.fold(event)
         self._hear_of_strangers(event)
         self.clients.fold(event)
+        self.skips.fold(event)
         self._learn(getattr(event, "peer_id", ""), getattr(event, "name", ""))
         match event:
             case ev.RunStarted():
@@ -213,6 +219,8 @@ class RunView:
                 self.validated[event.step] = event
             case ev.RunFinished():
                 self._finish(event)
+            case ev.Note() if event.level == "error":
+                self.failed.setdefault(event.peer, event.message)
             case _:
                 pass
         return self._warn(event)

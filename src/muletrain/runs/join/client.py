@@ -7,7 +7,7 @@ import hashlib
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from muletrain.errors import AdmissionError, NetworkError, ProtocolError, Refused
+from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.messages import (
     CALL_S,
@@ -24,6 +24,7 @@ from muletrain.runs.join.messages import (
     Ready,
     Welcome,
 )
+from muletrain.runs.join.patience import patiently
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -38,13 +39,17 @@ AHEAD = 4
 
 
 async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
-    """Ask the members at a ticket's addresses who admits newcomers. Raises AdmissionError when none of them answers."""
-    problems = []
+    """Ask the members at a ticket's addresses who admits newcomers. Raises PeerUnreachable when none of them answers, and
+    AdmissionError when those that do cannot say."""
+    problems, silent = list[str](), True
     for member in dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in addresses):
         try:
             return Admitter.unpack(await net.call(member, Admitter.KIND, b"", timeout_s=CALL_S)).id
         except NetworkError as e:
             problems.append(str(e))
+            silent &= isinstance(e, (PeerUnreachable, DeadlineExceeded))
+    if problems and silent:
+        raise PeerUnreachable(f"no member of the ticket answers ({'; '.join(problems)})")
     raise AdmissionError(
         f"no member of the ticket knows who admits newcomers ({'; '.join(problems) or 'it names none'}); "
         f"ask for a ticket of 'muletrain start' itself"
@@ -74,9 +79,10 @@ async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ..
 class JoinClient:
     """A newcomer's talk with the member that admits it. Before step 0 that is the founder."""
 
-    def __init__(self, net: Network, admitter: PeerId) -> None:
+    def __init__(self, net: Network, admitter: PeerId, tell: Callable[[str], None] = lambda reason: None) -> None:
+        """``tell`` hears why a question is repeated."""
         self.admitter = admitter
-        self._net = net
+        self._net, self._tell = net, tell
         self._genesis: asyncio.Future[Genesis] = asyncio.get_running_loop().create_future()
         net.serve(Begin.KIND, self._on_begin)
         serve_admitter(net, admitter)
@@ -102,8 +108,9 @@ class JoinClient:
 
     async def decline(self, reason: str) -> None:
         """Give the stage back, and tell the admitter why if it can be reached."""
+        declined = Declined(reason=reason[:1000])
         with suppress(NetworkError):
-            await self._call(Declined(reason=reason[:1000]))
+            await self._net.call(self.admitter, declined.KIND, declined.pack(), timeout_s=CALL_S)
 
     async def genesis(self) -> Genesis:
         """Ask what the run began with, once it has."""
@@ -139,7 +146,10 @@ class JoinClient:
                 yield data
 
     async def _call(self, message: Message) -> bytes:
-        return await self._net.call(self.admitter, message.KIND, message.pack(), timeout_s=CALL_S)
+        """Ask the admitter, within a newcomer's patience: each question may be repeated."""
+        return await patiently(
+            lambda: self._net.call(self.admitter, message.KIND, message.pack(), timeout_s=CALL_S), self._tell
+        )
 
     async def _on_begin(self, sender: PeerId, payload: bytes) -> bytes:
         if sender != self.admitter:

@@ -19,6 +19,7 @@ from muletrain.runs.join.admission import RunInfo, member_of
 from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.limits import check_welcome, told_config
 from muletrain.runs.join.messages import Ready
+from muletrain.runs.join.patience import patiently
 from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 async def join(host: Host, network: Network) -> Seat | Help:
     """Join a run, before or after its beginning, as a member or as a client. Raises MuletrainError."""
-    client = JoinClient(network, await find_admitter(network, host.ticket.addresses))
+    admitter = await patiently(lambda: find_admitter(network, host.ticket.addresses), host.log.note)
+    client = JoinClient(network, admitter, host.log.note)
     host.hand_out(host.ticket.passed_on(client.admitter, network.addresses()))
     machine = await host.probe_machine(None)
     request = host.introduction(network, machine)

@@ -96,6 +96,12 @@ class Rendezvous:
             self._guests[peer].ready = ready
             self._changed.set()
 
+    def expect(self, peers: int) -> None:
+        """Wait for so few ``peers`` only: others will not come."""
+        if peers < self.expected:
+            self.expected = peers
+            self._changed.set()
+
     # Participants, for the admission ----------------------------------------------------------------------------------
 
     def consider(self, request: JoinRequest) -> list[list[str]]:

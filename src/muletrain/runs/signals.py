@@ -1,0 +1,31 @@
+"""Signals that ask a command to end. The command answers them for its processes too, which ignore them: batch systems and
+systemd send a signal to every process of a job."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Ctrl-C; the end that ``timeout``, systemd, Slurm and ``docker stop`` ask for; a closed terminal; Slurm's warning."""
+
+
+@contextmanager
+def begun_deaf() -> Iterator[None]:
+    """What is started meanwhile does not hear ``ENDING`` before it calls ``ignore``. Ours wait until then."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore() -> None:
+    """Ignore ``ENDING`` in this process, those that wait included."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

@@ -1,0 +1,100 @@
+"""One participant's trouble is not everybody's end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from muletrain.cli.show.console import make_console
+from muletrain.cli.show.final_report import final_report
+from muletrain.cli.show.view import RunView
+from muletrain.errors import AdmissionError, PeerUnreachable, Refused
+from muletrain.events import Note
+from muletrain.network.memory import MemoryHub
+from muletrain.policy.chaos import Fault
+from muletrain.runs.join.client import JoinClient, find_admitter
+from muletrain.runs.join.messages import Ready
+from muletrain.runs.join.patience import PATIENCE_S, patiently
+from tests.newcomers import introduction, rendezvous_of
+from tests.test_chaos_targets import World
+from tests.virtual import virtually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_newcomer_tries_again_while_nobody_answers() -> None:
+    """The member at the ticket's address is frozen, or the founder has not come yet."""
+
+    async def scenario() -> None:
+        hub, told = MemoryHub(), list[str]()
+        newcomer, addresses = hub.join("newcomer"), ("/memory/p2p/founder",)
+        entering = asyncio.create_task(patiently(lambda: find_admitter(newcomer, addresses), told.append))
+        await asyncio.sleep(PATIENCE_S / 2)
+        own = rendezvous_of(hub.join("founder"), [1], expected=2)
+        own.open()
+        admitter = await asyncio.wait_for(entering, 10.0)
+        assert (await JoinClient(newcomer, admitter).join(introduction("newcomer"))).stage == 0
+        (said,) = told
+        assert "no member of the ticket answers" in said
+        assert f"trying again for {PATIENCE_S:.0f} s" in said
+
+    virtually(scenario(), 1000.0)
+
+
+def test_its_patience_ends_and_a_refusal_is_final() -> None:
+    async def scenario() -> None:
+        hub, clock = MemoryHub(), asyncio.get_running_loop()
+        newcomer, begin = hub.join("newcomer"), clock.time()
+        with pytest.raises(PeerUnreachable):
+            await patiently(lambda: find_admitter(newcomer, ("/memory/p2p/founder",)))
+        assert PATIENCE_S <= clock.time() - begin < PATIENCE_S + 10.0
+        hub.join("founder")  # it answers, and admits nobody
+        with pytest.raises(AdmissionError):
+            await patiently(lambda: find_admitter(newcomer, ("/memory/p2p/founder",)))
+        with pytest.raises(Refused):
+            await JoinClient(newcomer, "founder").join(introduction("newcomer"))
+
+    virtually(scenario(), 1000.0)
+
+
+def test_the_run_begins_without_who_cannot_come() -> None:
+    async def scenario() -> None:
+        own = rendezvous_of(MemoryHub().join("a"), [1], expected=3)
+        for name in "ab":
+            own.seat(name, introduction(name))
+        own.ready("a", Ready(trainer=True, place=""))
+        gathering = asyncio.create_task(own.gather())
+        await asyncio.sleep(30.0)
+        assert not gathering.done()
+        own.expect(1)
+        genesis = await asyncio.wait_for(gathering, 30.0)
+        assert [m.id for m in genesis.members] == ["a"], "'b' was swept: it answers nothing"
+        own.expect(9)
+        assert own.expected == 1
+
+    virtually(scenario(), 1000.0)
+
+
+def test_a_frozen_peer_is_ended_after_the_run_not_after_the_others_trouble(tmp_path: Path) -> None:
+    """A newcomer that failed left the founder, which was frozen for six seconds, as the only process: it was killed."""
+    world = World(tmp_path, Fault("freeze", step=1, target="peer-0", for_s=6.0))
+    world.begins()
+    assert world.step(1) == [("SIGSTOP", "peer-0")]
+    world.fleet.running = ["peer-0"]
+    world.ends("peer-3", reason="left in order")
+    assert world.tick(1.0) == [], "the others failed, and it goes on"
+    assert world.tick(6.0) == [("SIGCONT", "peer-0")]
+
+
+def test_who_gave_up_is_a_line_in_the_report() -> None:
+    view = RunView()
+    view.fold(Note("error", "no member of the ticket answers", peer="peer-4"))
+    view.ended("peer-2", "was killed by signal 9")
+    console = make_console()
+    with console.capture() as shown:
+        console.print(final_report(view, None, [], {}))
+    assert "peer-4  no member of the ticket answers" in shown.get()
+    assert "peer-2  was killed by signal 9" in shown.get()
