@@ -270,3 +270,11 @@ class Restless(Images):
 
 def restless() -> tuple[Any, Any]:
     return Restless(0, 4, classes=False), Restless(0, 4, classes=False)
+
+
+def unset(value: str) -> nn.Module:
+    """A module with one weight of ``value`` ('nan', 'inf'), as ``torch.empty`` may leave there."""
+    module = regression()
+    with torch.no_grad():
+        next(iter(module.parameters())).view(-1)[3] = float(value)
+    return module

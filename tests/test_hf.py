@@ -88,12 +88,13 @@ def test_export_and_import_keep_the_spec(tmp_path: Path) -> None:
 )
 def test_a_broken_index_is_refused(tmp_path: Path, index: str) -> None:
     exported(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / INDEX).write_text(index)
     with pytest.raises(CheckpointError, match=r"index\.json"):
         import_hf(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     exported(tmp_path)
     _, load = import_hf(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -18,9 +20,11 @@ from tests.traced_models import write_folder, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = "fedcba9876543210fedcba9876543210fedcba98"
+COMMITS = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER, "refs/pr/1": OLDER, OLDER: OLDER}
+"""Revisions of each model. The older one has one layer less."""
 CODE = """
 import json, os, sys, time, urllib.request
 from muletrain.cli.actions.hypothetical import load_run
@@ -46,11 +50,11 @@ for name in sys.argv[1:]:
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the folders of ``root`` as models 'me/FOLDER'; 'me/gated' is gated."""
+    """Serves the folders of ``root`` as models 'me/FOLDER', and FOLDER@COMMIT as its older state; 'me/gated' is gated."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.root, self.sent = root, list[str]()
+        self.root, self.sent, self.asked = root, list[str](), list[str]()
 
     @property
     def url(self) -> str:
@@ -67,27 +71,45 @@ class Answer(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, *, body: bool) -> None:
-        if self.path == "/stop":  # this is a thread of its own
+        path = self.path.partition("?")[0].strip("/")
+        self.server.asked.append(path)
+        if path == "stop":  # this is a thread of its own
             self.server.shutdown()
             self.server.server_close()
             return self._refuse(200, "")
-        owner, name, *rest = self.path.strip("/").split("/")
+        is_api = path.startswith("api/models/")
+        owner, name, *rest = path.removeprefix("api/models/").split("/")
+        kind, revision, *_ = map(unquote, [*rest, "main", "main"][:2] if rest else ("revision", "main"))
         folder = self.server.root / name
+        if owner != "me" or not (folder.is_dir() or name == "gated"):
+            return self._refuse(404, "RepoNotFound")
+        if (commit := COMMITS.get(revision)) is None:
+            return self._refuse(404, "RevisionNotFound")
+        if commit == OLDER:
+            folder = folder.with_name(f"{name}@{OLDER}")
+        if is_api:
+            files = (
+                sorted(p.name for p in folder.iterdir()) if folder.is_dir() else ["config.json", "model.safetensors"]
+            )
+            listed = [{"type": "file", "path": f, "oid": "0" * 40, "size": 1} for f in files]
+            named = {"id": f"me/{name}", "sha": commit, "siblings": [{"rfilename": f} for f in files]}
+            return self._send(json.dumps(listed if kind == "tree" else named).encode(), body=True)
         if name == "gated":
             return self._refuse(403, "GatedRepo")
-        if owner != "me" or not folder.is_dir():
-            return self._refuse(404, "RepoNotFound")
         file = folder / rest[-1]
         if not file.is_file():
             return self._refuse(404, "EntryNotFound")
-        content = file.read_bytes()
+        if body:
+            self.server.sent.append(f"{folder.name}/{rest[-1]}")
+        self._send(file.read_bytes(), body=body, commit=commit)
+
+    def _send(self, content: bytes, *, body: bool, commit: str = COMMIT) -> None:
         self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
-            self.server.sent.append(f"{name}/{rest[-1]}")
             self.wfile.write(content)
 
     def _refuse(self, code: int, why: str) -> None:
@@ -110,15 +132,20 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     thread.join(10)
 
 
-def begin(hub: str, tmp_path: Path, *names: str) -> list[str]:
-    """What one process makes of each of ``names``."""
+def called(hub: str, tmp_path: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command with the cache in ``tmp_path``."""
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-    command = [sys.executable, "-c", CODE, *names]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
+        command, env=environment | env, capture_output=True, text=True, timeout=240, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.split("----\n")[:-1]
+    return done
+
+
+def begin(hub: str, tmp_path: Path, *names: str, **env: str) -> list[str]:
+    """What one process makes of each of ``names``, and its standard error."""
+    done = called(hub, tmp_path, sys.executable, "-c", CODE, *names, **env)
+    return [*done.stdout.split("----\n")[:-1], done.stderr]
 
 
 def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_weights(
@@ -136,16 +163,21 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     for name in ("few", "index"):
         shutil.copytree(hub.root / "mule", hub.root / name)
     (hub.root / "few" / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    (hub.root / "index" / "model.safetensors").unlink()
     (hub.root / "index" / "model.safetensors.index.json").write_text("{}")
     names = ("me/mule", "me/mule", "me/gated", "me/none", "me/bare", "me/code", "me/few", "me/index", "plan:me/bare")
     found = begin(hub.url, tmp_path, *names, "stop", "me/other")
-    first, again, gated, none, bare, code, few, index, planned, other = found
+    first, again, gated, none, bare, code, few, index, planned, other, _ = found
     model = json.loads(first)
     assert model["layers"] == 3
     assert model["tokenizer"] == f"{model['from']}/tokenizer.json"
     assert hub.sent.count("mule/model.safetensors") == 1
     assert json.loads(again) == model
     assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
+    mine = {path.rpartition("/")[2] for path in hub.asked if "/mule/" in path}
+    assert mine - {"main", "mule"} <= {file.name for file in (hub.root / "mule").iterdir()}, (
+        "only what is there is asked for"
+    )
     assert "is gated: accept its terms at http://127.0.0.1" in gated
     assert "neither a folder me/none here nor a model of that name" in none
     assert "me/bare at http" in bare
@@ -156,4 +188,39 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     assert "few/model.safetensors" not in hub.sent
     assert "index.json has no table weight_map" in index
     assert planned == "3\n", "plan and simulate need no weights"
-    assert "cannot be reached; give a folder" in other
+    assert "cannot be reached (" in other
+    assert "give a folder, or try again" in other
+
+
+def test_what_hf_download_fetched_is_taken_without_the_hub(hub: Hub, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "mine.txt")
+    write_folder(hub.root / "mule", text, "llama")
+    write_folder(hub.root / f"mule@{OLDER}", text, "llama", num_hidden_layers=2)
+    hf = str(Path(sys.executable).with_name("hf"))
+    called(hub.url, tmp_path, hf, "download", "me/mule")
+    called(hub.url, tmp_path, hf, "download", "me/mule", "--revision", "v1")
+    shutil.copytree(hub.root / f"mule@{OLDER}", hub.root / "lean")
+    called(hub.url, tmp_path, hf, "download", "me/lean", "config.json")
+    asked = len(hub.asked)
+    names = ("me/mule", "me/mule@v1", f"me/mule@{OLDER}", "plan:me/lean", "me/mule@main", "me/lean", "me/other")
+    *found, lean, other, _ = begin(hub.url, tmp_path, *names, HF_HUB_OFFLINE="1")
+    assert len(hub.asked) == asked
+    newest, tagged, named, planned, main = (json.loads(text) for text in found)
+    cache = tmp_path / "cache" / "hub" / "models--me--mule" / "snapshots"
+    assert (newest["layers"], newest["from"]) == (3, str(cache / COMMIT))
+    assert newest["tokenizer"] == str(cache / COMMIT / "tokenizer.json")
+    assert (tagged["layers"], tagged["from"]) == (2, str(cache / OLDER))
+    assert (named, planned, main) == (tagged, 2, newest)
+    assert "HF_HUB_OFFLINE=1 keeps it from being fetched; call 'hf download me/other'" in other
+    assert "has no weights as safetensors" in lean
+    assert "'hf download me/lean' fetches all of it" in lean
+    assert f"the cache {tmp_path / 'cache' / 'hub'} does not have it" in other
+    pull, none, stopped, now, said = begin(
+        hub.url, tmp_path, "me/mule@refs/pr/1", "me/mule@v2", "stop", "me/mule", "me/mule@v1"
+    )
+    assert json.loads(pull) == tagged
+    assert "me/mule at http" in none
+    assert "has no branch, tag or commit 'v2'" in none
+    assert (json.loads(stopped), json.loads(now)) == (newest, tagged)
+    assert "cannot be reached" in said
+    assert f"me/mule is taken from the cache, commit {COMMIT}" in said

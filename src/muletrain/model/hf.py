@@ -14,12 +14,22 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf_hub import CONFIG, GENERATION, INDEX, TEXT_FILES, TOKENIZER, WEIGHTS, indexed, read_json
+from muletrain.model.hf_files import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    TEXT_FILES,
+    TOKENIZER,
+    WEIGHTS,
+    Stored,
+    read_json,
+    stored,
+)
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
@@ -247,25 +257,17 @@ def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelS
     """
     source = Path(folder)
     config, spec = read_json(source / CONFIG), spec_in(source, context=context)
-    places = weight_files(source)
-    tied = bool(config.get("tie_word_embeddings")) and _HEAD not in places
-    shapes = _full_shapes(spec)
-    _check_names(source, places, shapes, tied=tied)
+    tensors, shapes = stored(source), _full_shapes(spec)
+    tied = bool(config.get("tie_word_embeddings")) and _HEAD not in tensors
+    _check_names(source, tensors, shapes, tied=tied)
+    for name in tensors.keys() & shapes.keys():
+        tensors[name].check(shapes[name])
 
     def load(name: str) -> Tensor:
-        stored = _EMBEDDING if tied and name == _HEAD else name
-        if stored not in places:
+        tensor = _EMBEDDING if tied and name == _HEAD else name
+        if tensor not in tensors:
             raise CheckpointError(f"{source} has no tensor {name}")
-        try:
-            with safe_open(places[stored], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(stored).float()
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"cannot read {stored} from {places[stored]}: {e}") from e
-        if tuple(tensor.shape) != shapes[name]:
-            raise CheckpointError(
-                f"{stored} in {source} has shape {tuple(tensor.shape)}, config.json says {shapes[name]}"
-            )
-        return tensor
+        return tensors[tensor].read()
 
     return spec, load
 
@@ -349,21 +351,12 @@ def stops_in(folder: Path) -> tuple[int, ...]:
     return tuple(end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int))
 
 
-def weight_files(source: Path) -> dict[str, Path]:
-    """Tensor name -> the file it is in."""
-    if (source / INDEX).exists():
-        return {name: source / file for name, file in indexed(source / INDEX).items()}
-    try:
-        with safe_open(source / WEIGHTS, framework="pt") as file:
-            return dict.fromkeys(file.keys(), source / WEIGHTS)
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"{source} has no readable {WEIGHTS}: {e}; save the model with safetensors") from e
-
-
-def _check_names(source: Path, places: dict[str, Path], shapes: dict[str, tuple[int, ...]], *, tied: bool) -> None:
+def _check_names(
+    source: Path, tensors: Mapping[str, Stored], shapes: dict[str, tuple[int, ...]], *, tied: bool
+) -> None:
     wanted = shapes.keys() - ({_HEAD} if tied else set())
-    if missing := sorted(wanted - places.keys()):
+    if missing := sorted(wanted - tensors.keys()):
         raise CheckpointError(f"{source} has no tensor {missing[0]} ({len(missing)} missing)")
-    extra = sorted(name for name in places.keys() - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
+    extra = sorted(name for name in tensors.keys() - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise CheckpointError(f"{source}: {extra[0]} has no place in this decoder ({len(extra)} such tensors)")

@@ -2,114 +2,161 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from muletrain.errors import CheckpointError
+from muletrain.model.hf_files import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    TEXT_FILES,
+    TOKENIZER,
+    check_folder,
+    check_kind,
+    indexed,
+    weights_among,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
-TEXT_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-"""Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
+TIMEOUT_S = 10.0
+"""Longest wait for the Hub's list of a model's files."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Does ``name`` look like OWNER/NAME of the Hub, and is no folder here?"""
-    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
+    """Does ``name`` look like OWNER/NAME of the Hub, or OWNER/NAME@REVISION, and is no folder here?"""
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\w[\w./-]*)?", name)) and not Path(name).exists()
 
 
 def local_folder(name: str, check: Callable[[Path], object] = lambda folder: None, *, weights: bool = True) -> Path:
-    """The folder ``name``, or the one into which the Hub's model of that name was fetched. ``check`` sees the folder before
-    anything large comes: with ``config.json``, and with the tokenizer if ``weights`` follow. Raises CheckpointError for a
-    model that is missing, gated, without safetensors, or out of reach, and what ``check`` raises."""
+    """The folder ``name``, or the one into which the Hub's model of that name was fetched, with its files checked by their
+    headers. ``check`` sees the folder before anything large comes: with ``config.json``, and with the tokenizer if ``weights``
+    follow. Raises CheckpointError for a model that is missing, gated, without safetensors, or out of reach, and what
+    ``check`` raises."""
     if not is_hub_name(name):
+        check_folder(Path(name), weights=weights)
         return Path(name)
-    folder = _fetch(name, CONFIG, None).parent
-    commit = folder.name
-    if weights:
-        _optional(name, TOKENIZER, commit)
+    found = _found(name)
+    try:
+        return _folder_of(found, check, weights=weights)
+    except CheckpointError as e:
+        if found.cached is None:
+            raise
+        raise CheckpointError(
+            f"{e}; 'hf download {found.repository}' fetches all of it where there is a network"
+        ) from e
+
+
+def _folder_of(found: _Found, check: Callable[[Path], object], *, weights: bool) -> Path:
+    check_kind(found.files, found.title)
+    first = weights_among(found.files, found.title) if weights else CONFIG
+    folder = found.fetched(CONFIG).parent
+    for file in found.files.intersection((TOKENIZER, GENERATION, *TEXT_FILES)) if weights else ():
+        found.fetched(file)
+    check_folder(folder, weights=False)
     check(folder)
     if weights:
-        for file in (GENERATION, *TEXT_FILES):
-            _optional(name, file, commit)
-        index = _optional(name, INDEX, commit)
-        for file in [WEIGHTS] if index is None else sorted({*indexed(index).values()}):
-            _fetch(name, file, commit)
+        found.fetched(first)
+        for file in sorted({*indexed(folder / INDEX).values()}) if first == INDEX else ():
+            found.fetched(file)
+        check_folder(folder, weights=True)
     return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in ``path``. Raises CheckpointError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise CheckpointError(
-            f"cannot read {path}: {e}; name a model on the Hub as OWNER/NAME, or the folder of one (--set model.from=FOLDER if "
-            f"a run's moved)"
-        ) from e
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
+@dataclass(frozen=True)
+class _Found:
+    """A model on the Hub, or what its cache has of it."""
+
+    repository: str
+    commit: str
+    files: frozenset[str]
+    """What the Hub has of it, or the cache if the Hub is out of reach."""
+    cached: Path | None
+    """The folder in the cache, if the Hub is out of reach."""
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        from huggingface_hub import constants
+
+        return f"{self.repository} at {constants.ENDPOINT}" if self.cached is None else str(self.cached)
+
+    def fetched(self, file: str) -> Path:
+        """``file`` in the cache, where it may be already. Raises CheckpointError."""
+        return _fetch(self.repository, file, self.commit) if self.cached is None else self.cached / file
 
 
-def indexed(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that it is in. Raises CheckpointError."""
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise CheckpointError(f"{index} has no table weight_map from tensor names to files")
-    if strange := sorted(file for file in {*files.values()} if Path(file).name != file):
-        raise CheckpointError(f"{index} names {strange[0]!r}, which is no file beside it")
-    return files
-
-
-def _optional(name: str, file: str, commit: str) -> Path | None:
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        return _fetch(name, file, commit)
-    except CheckpointError as e:
-        if isinstance(e.__cause__, EntryNotFoundError) and not isinstance(e.__cause__, LocalEntryNotFoundError):
-            return None
-        raise
-
-
-def _fetch(name: str, file: str, commit: str | None) -> Path:
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
+@functools.cache
+def _found(name: str) -> _Found:
+    """The model ``name``, asked for once in a process. Raises CheckpointError."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
     from huggingface_hub.errors import RepositoryNotFoundError as Missing
 
+    repository, _, revision = name.partition("@")
     try:
-        return Path(hf_hub_download(name, file, revision=commit))
-    except GatedRepoError as e:
-        raise CheckpointError(
-            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, and sign in by 'hf auth login'"
-        ) from e
+        about = HfApi().model_info(repository, revision=revision or None, timeout=TIMEOUT_S)
+    except RevisionNotFoundError as e:
+        raise CheckpointError(f"{repository} at {constants.ENDPOINT} has no branch, tag or commit {revision!r}") from e
     except Missing as e:
         raise CheckpointError(
             f"there is neither a folder {name} here nor a model of that name at {constants.ENDPOINT}; check the name, or "
             f"sign in by 'hf auth login' if it is private"
         ) from e
-    except LocalEntryNotFoundError as e:
+    except Exception as e:  # of the library, and of the one that it speaks HTTP with
+        offline = isinstance(e, OfflineModeIsEnabled)
+        if (folder := _cached(repository, revision)) is None:
+            problem = (
+                f"HF_HUB_OFFLINE=1 keeps it from being fetched; call 'hf download {repository}' where there is a network"
+                if offline
+                else f"{constants.ENDPOINT} cannot be reached ({_reason(e)}); give a folder, or try again"
+            )
+            raise CheckpointError(
+                f"there is no folder {name} here, the cache {constants.HF_HUB_CACHE} does not have it, and {problem}"
+            ) from e
+        if not offline:
+            logging.getLogger("muletrain").warning(
+                "%s cannot be reached (%s): %s is taken from the cache, commit %s",
+                constants.ENDPOINT,
+                _reason(e),
+                name,
+                folder.name,
+            )
+        return _Found(repository, folder.name, frozenset(path.name for path in folder.iterdir()), folder)
+    assert about.sha is not None, "it is None only where it was not asked for"
+    found = _Found(repository, about.sha, frozenset(file.rfilename for file in about.siblings or ()), None)
+    if CONFIG in found.files:
+        _fetch(repository, CONFIG, revision or None)  # the cache notes which commit the revision is
+    return found
+
+
+def _cached(repository: str, revision: str) -> Path | None:
+    """The folder of a model that was fetched before; None: it was not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repository, CONFIG, revision=revision or None)
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _fetch(name: str, file: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import GatedRepoError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except GatedRepoError as e:
         raise CheckpointError(
-            f"there is no folder {name} here, and {constants.ENDPOINT} cannot be reached; give a folder, or try again"
+            f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, and sign in by 'hf auth login'"
         ) from e
-    except EntryNotFoundError as e:
-        what = "weights as safetensors" if file == WEIGHTS else file
-        raise CheckpointError(f"{name} at {constants.ENDPOINT} has no {what}; take a model that has") from e
     except (OSError, ValueError) as e:
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise CheckpointError(f"{file} of {name} cannot be fetched from {constants.ENDPOINT}: {reason}") from e
+        raise CheckpointError(f"{file} of {name} cannot be fetched from {constants.ENDPOINT}: {_reason(e)}") from e
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -17,6 +17,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.estimate import STASH_SHARE, client_memory, stage_memory
 from muletrain.compute.paced import PacedCompute
+from muletrain.compute.probe import precision_dtype
 from muletrain.compute.swap.fit import once_swapped
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
@@ -30,8 +31,10 @@ from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource, ope
 from muletrain.data.tokenizer import check_own
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError
+from muletrain.model.finite import finite
 from muletrain.model.hf import import_hf, is_native, spec_in, stops_in
-from muletrain.model.hf_hub import TOKENIZER, local_folder
+from muletrain.model.hf_files import TOKENIZER
+from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
@@ -253,6 +256,9 @@ def build_compute(
         updates=updates,
     )
     source = initial_weights(facts, stage) if part is None else _weights_in(part)
+    if source is not None:
+        where = str(part or facts.config.model.given)
+        source = finite(source, where, precision_dtype(machine.precision))
     compute: Compute
     if need.resident(machine.offer) or need.swapped is None or not need.swapped.fits(machine.offer):
         compute = TorchCompute(facts.spec, facts.cut, stage, setup, source)
@@ -288,9 +294,30 @@ def _weights_in(part: Path) -> Callable[[str], Tensor]:
     return load
 
 
+def check_first_weights(facts: RunFacts, tell: Callable[[float], None]) -> None:
+    """Read all weights of ``model.from``. ``tell`` hears the share that is done. Raises CheckpointError for those that are not
+    finite, in ``compute.precision`` too if it is given."""
+    precision = facts.config.compute.precision
+    dtype = torch.float32 if precision is Precision.AUTO else precision_dtype(precision)
+    for stage in range(len(facts.cut)):
+        names = list(make_stage(facts.spec, stage, facts.cut).shapes())
+        load = initial_weights(facts, stage)
+        assert load is not None
+        load = finite(load, "model.from", dtype)
+        for number, name in enumerate(names, start=1):
+            load(name)
+            tell((stage + number / len(names)) / len(facts.cut))
+
+
 def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
-    """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError if layers that are to be
-    shared differ: all but the first would be lost."""
+    """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError, also when they are loaded, if
+    they are not finite."""
+    load = _given_weights(facts, stage)
+    return None if load is None else finite(load, facts.config.model.given or "")
+
+
+def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
+    """Raises CheckpointError if layers that are to be shared differ: all but the first would be lost."""
     if facts.config.model.factory is not None and isinstance(facts.spec, TracedModel):
         return first_weights(facts.spec.config, facts.config.train.seed).__getitem__
     if facts.config.model.from_ is None:

@@ -17,6 +17,7 @@ from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.samples import open_data
 from muletrain.data.tokenizer import end_of_text, parse_tokenizer
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
+from muletrain.model.finite import finite
 from muletrain.model.hf import stops_in
 from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
@@ -25,7 +26,7 @@ from muletrain.runs.folder import latest_checkpoint
 from muletrain.runtime.checkpoint.store import open_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -139,8 +140,11 @@ class Checkpoint:
         """Open a checkpoint and verify all its files. Raises CheckpointError."""
         try:
             checkpoint = cls.open(folder)
-            for file in checkpoint.manifest["parts"] + checkpoint.manifest["files"]:
+            for file in checkpoint.manifest["files"]:
                 checkpoint.verify(file)
+            for part in checkpoint.manifest["parts"]:
+                for _ in checkpoint._tensors(part, ""):
+                    pass
         except (MuletrainError, KeyError, TypeError) as e:
             raise CheckpointError(str(e)) from e
         return checkpoint
@@ -249,14 +253,18 @@ class Checkpoint:
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, in fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
-        weights: dict[str, Tensor] = {}
-        for part in self.manifest["parts"]:
-            with safetensors.safe_open(
-                self.verify(part), framework="pt"
-            ) as file:  # the optimizer's state stays on disk
-                names = [name for name in file.keys() if name.startswith("model/")]  # noqa: SIM118 # no mapping
-                weights |= {name.removeprefix("model/"): file.get_tensor(name) for name in names}
-        return weights
+        parts = (self._tensors(part, "model/") for part in self.manifest["parts"])
+        return {name.removeprefix("model/"): tensor for part in parts for name, tensor in part}
+
+    def _tensors(self, part: dict[str, str], prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of one of the manifest's parts by name. Raises CheckpointError if it is missing or not what the manifest
+        says, and if a value is not finite."""
+        path = self.verify(part)
+        with safetensors.safe_open(path, framework="pt") as file:
+            load = finite(file.get_tensor, str(path), remedy="use another checkpoint of the run")
+            for name in file.keys():  # noqa: SIM118 # no mapping
+                if name.startswith(prefix):
+                    yield name, load(name)
 
     def export_module(self, folder: Path) -> Path:
         """Write the state_dict of a user's module to ``folder``/model.safetensors, and return that file. Raises

@@ -73,7 +73,7 @@ def _run_local(
     with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
         workers = _workers(config, folder, servers, clients, threads, alone=alone)
-        given, config = config, placed(prepare(config), folder)
+        given, config = config, placed(prepare(config, reads=not resumed), folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is not None:
             config = Checkpoint.open(checkpoint).same_precision(config)

@@ -140,11 +140,11 @@ def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
     return checkpoint.folder
 
 
-def prepare(config: RunConfig) -> RunConfig:
-    """Check model, device and profile, and tokenise the corpus. Returns the configuration with nothing left to look
-    up."""
+def prepare(config: RunConfig, *, reads: bool = False) -> RunConfig:
+    """Check model, device and profile, and tokenise the corpus. ``reads``: the peers will read the weights of ``model.from``,
+    so check them all. Returns the configuration with nothing left to look up."""
     from muletrain.compute.probe import pick_device
-    from muletrain.runs.assemble import RunFacts, resolve_start
+    from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 
     with doing("reading the model"):
         config = resolve_start(config)
@@ -155,6 +155,9 @@ def prepare(config: RunConfig) -> RunConfig:
             load_fleet(config.fleet.profile, peers=config.fleet.local_peers + (config.hub.clients or 0))
         except ConfigError as e:
             raise ConfigError(f"fleet.profile: {e}") from e
+    if reads and config.model.from_ is not None:
+        with doing("checking the first weights") as tell:
+            check_first_weights(facts, tell)
     with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
     facts.source(data)  # raises if the corpus is shorter than one sequence

@@ -7,11 +7,9 @@ import functools
 import json
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import is_native, rope_of, spec_in, weight_files
-from muletrain.model.hf_hub import read_json
+from muletrain.model.hf import is_native, rope_of, spec_in
+from muletrain.model.hf_files import Stored, read_json, stored
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
@@ -93,28 +91,16 @@ def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
     """A loader of the fp32 weights in ``folder`` by name, one tensor at a time. Names and shapes are checked before it
     is returned. If an older version of ``transformers`` wrote the folder under other names, the whole model is read
     through ``transformers``. Raises CheckpointError."""
-    stored = weight_files(folder)
-    where = _stored_names(folder, model, stored)
+    tensors = stored(folder)
+    where = _stored_names(folder, model, tensors)
     if where is None:
         return _converted(folder, model)
     for name, shape in model.shapes.items():
-        found = _shape(stored[where[name]], where[name])
-        if found != shape:
-            raise CheckpointError(f"{where[name]} in {folder} has shape {found}, config.json says {shape}")
-
-    def load(name: str) -> Tensor:
-        file = stored[where[name]]
-        try:
-            with safe_open(file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(where[name]).float()
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"cannot read {where[name]} from {file}: {e}") from e
-        return tensor
-
-    return load
+        tensors[where[name]].check(shape)
+    return lambda name: tensors[where[name]].read()
 
 
-def _stored_names(folder: Path, model: TracedModel, stored: Mapping[str, Path]) -> dict[str, str] | None:
+def _stored_names(folder: Path, model: TracedModel, stored: Mapping[str, Stored]) -> dict[str, str] | None:
     """Name of each parameter -> its name in the files; None if some are not there under a name that we know."""
     missing = [name for name in model.shapes if name not in stored]
     names = {name: name for name in model.shapes}
@@ -150,14 +136,6 @@ def _tied_to(config: str) -> _Names:
 
     built = build(json.loads(config))
     return _Names(first_names(built), str(getattr(built, "base_model_prefix", "")))
-
-
-def _shape(file: Path, name: str) -> tuple[int, ...]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return tuple(opened.get_slice(name).get_shape())
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(f"cannot read {name} from {file}: {e}") from e
 
 
 def _converted(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:

@@ -1,0 +1,233 @@
+"""Files of a Hugging Face folder: which hold the weights, and whether they can, by names and headers alone.
+
+Nothing is unpickled. A folder of another kind, and a file that did not arrive whole, are refused with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from muletrain.errors import CheckpointError
+from muletrain.units import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import Tensor
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+TEXT_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_QUANTISED = ("quantization_config", "quantization", "compression_config")
+"""Keys of ``config.json`` that say how weights were quantised: of ``transformers``, MLX, and compressed-tensors."""
+_QUANTISED_FILES = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
+_POINTER = b"version https://git-lfs"
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors has the same bound."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file, as its header describes it."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError if this is no weight of ``shape``."""
+        if self.shape != shape:
+            raise CheckpointError(f"{self.name} in {self.file} has shape {self.shape}, config.json says {shape}")
+        self.check_floats()
+
+    def check_floats(self) -> None:
+        """Raises CheckpointError if the values are no floats that can be trained."""
+        if self.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self.name} in {self.file} is stored as {self.dtype}, not as floats of 16 or 32 bits: the weights are quantised. "
+                f"Give the model that they were made from"
+            )
+
+    def read(self) -> Tensor:
+        """The values as fp32. Raises CheckpointError."""
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(self.name).float()
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"cannot read {self.name} from {self.file}: {e}") from e
+        return tensor
+
+
+def weights_among(files: Collection[str], where: str) -> str:
+    """The one of ``files`` that says where the weights are: ``WEIGHTS`` or else ``INDEX``, as ``transformers`` chooses.
+    ``where``: the folder or the Hub's model that has these files. Raises CheckpointError if it is of another kind."""
+    check_kind(files, where)
+    if found := next((name for name in (WEIGHTS, INDEX) if name in files), None):
+        return found
+    load = "AutoModelForCausalLM.from_pretrained"
+    if gguf := _first(files, ".gguf"):
+        raise CheckpointError(
+            f"{where} has {gguf}, and muletrain reads safetensors alone. transformers converts it: "
+            f"{load}({where!r}, gguf_file={gguf!r}).save_pretrained('NEW'); the tokenizer in the same way; then give NEW"
+        )
+    if pickled := _first(files, ".bin", ".pt", ".pth", ".ckpt", ".pkl"):
+        raise CheckpointError(
+            f"{where} has no weights as safetensors but {pickled}, a pickle, which can run code when it is read. If you trust it, "
+            f"convert it: {load}({where!r}).save_pretrained('NEW'); the tokenizer in the same way; then give NEW"
+        )
+    if other := _first(files, ".safetensors", ".h5", ".msgpack", ".onnx", ".npz"):
+        raise CheckpointError(
+            f"{where} has {other}, but neither {WEIGHTS} nor {INDEX}, which transformers writes; convert it to a folder of "
+            f"transformers, or rename it if it is one file of all weights"
+        )
+    raise CheckpointError(f"{where} has no weights as safetensors ({WEIGHTS} or {INDEX}); take a model that has")
+
+
+def check_kind(files: Collection[str], where: str) -> None:
+    """Raises CheckpointError if ``files`` are no whole model that ``transformers`` builds."""
+    if "adapter_config.json" in files:
+        raise CheckpointError(
+            f"{where} holds an adapter of peft, which is no whole model. Merge it into its base: "
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({where!r}).merge_and_unload().save_pretrained('NEW'), save the "
+            f"tokenizer there too, and give NEW"
+        )
+    if CONFIG not in files:
+        if "snapshots" in files or any(name.startswith("snapshots/") for name in files):
+            raise CheckpointError(
+                f"{where} is a model's place in the cache of the Hub: give the model's name, OWNER/NAME, or the folder "
+                f"{where}/snapshots/COMMIT"
+            )
+        raise CheckpointError(
+            f"{where} has no {CONFIG}; name a model on the Hub as OWNER/NAME, or the folder of one (--set model.from=FOLDER if "
+            f"a run's moved)"
+        )
+
+
+def check_folder(folder: Path, *, weights: bool) -> None:
+    """Check the kind of a folder, that its files are there and whole and, if they count, its ``weights``. Raises
+    CheckpointError."""
+    try:
+        files = {path.name for path in folder.iterdir()}
+    except OSError as e:
+        raise CheckpointError(
+            f"{folder} is no folder that can be read ({e.strerror}); name a model on the Hub as OWNER/NAME, or the folder of one "
+            f"(--set model.from=FOLDER if a run's moved)"
+        ) from e
+    check_kind(files, str(folder))
+    for name in files.intersection((CONFIG, TOKENIZER, GENERATION, INDEX, *TEXT_FILES)):
+        _refuse_pointer(folder / name)
+    config = read_json(folder / CONFIG)
+    marks = [f"{CONFIG} has {name}" for name in _QUANTISED if config.get(name)] + sorted(files & _QUANTISED_FILES)
+    if marks:
+        raise CheckpointError(
+            f"{folder} holds quantised weights ({marks[0]}), which cannot be trained; give the model that they were made from"
+        )
+    for name, tensor in stored(folder).items() if weights else ():
+        if name.endswith("weight"):  # buffers may be integers
+            tensor.check_floats()
+
+
+def stored(folder: Path) -> dict[str, Stored]:
+    """The tensors of a folder by name, from the headers of its files, each of which is there and whole. Raises
+    CheckpointError."""
+    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+    if weights_among(files, str(folder)) == WEIGHTS:
+        return _header(folder / WEIGHTS)
+    places = indexed(folder / INDEX)
+    shards = sorted({*places.values()})
+    if missing := [shard for shard in shards if shard not in files]:
+        raise CheckpointError(
+            f"{folder} lacks {missing[0]} ({len(missing)} of {plural(len(shards), 'shard')} that {INDEX} names); fetch the "
+            f"model again"
+        )
+    found = {shard: _header(folder / shard) for shard in shards}
+    for name, shard in places.items():
+        if name not in found[shard]:
+            raise CheckpointError(f"{folder / shard} has no {name}, which {INDEX} puts there; fetch the model again")
+    return {name: tensor for shard in shards for name, tensor in found[shard].items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``. Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        if isinstance(e, ValueError):
+            _refuse_pointer(path)
+        raise CheckpointError(
+            f"cannot read {path}: {e}; name a model on the Hub as OWNER/NAME, or the folder of one (--set model.from=FOLDER if "
+            f"a run's moved)"
+        ) from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return content
+
+
+def indexed(index: Path) -> dict[str, str]:
+    """Tensor name -> name of the file that it is in. Raises CheckpointError."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"{index} has no table weight_map from tensor names to files")
+    if strange := sorted(file for file in {*files.values()} if Path(file).name != file):
+        raise CheckpointError(f"{index} names {strange[0]!r}, which is no file beside it")
+    return files
+
+
+def _first(files: Collection[str], *endings: str) -> str | None:
+    return next((name for name in sorted(files) if name.endswith(endings)), None)
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Raises CheckpointError for what git leaves in place of a large file that it did not fetch."""
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(len(_POINTER)) == _POINTER
+    except OSError:  # reading it tells
+        return
+    if pointer:
+        raise CheckpointError(
+            f"{path} is a pointer of git-lfs, not the file itself; call 'git lfs pull' in {path.parent}, or fetch the model by "
+            f"'hf download'"
+        )
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """The tensors of one file. The library opens a file only if it is whole, but does not say how much is missing."""
+    _refuse_pointer(path)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(min(length, _LONGEST_HEADER))
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from e
+    if length > _LONGEST_HEADER:
+        raise CheckpointError(f"{path} is no safetensors file; fetch the model again, or save it with safetensors")
+    try:
+        table = json.loads(text) if len(text) == length and size >= 8 else None
+        entries = {} if table is None else {name: about for name, about in table.items() if name != "__metadata__"}
+        found = {name: Stored(path, name, about["dtype"], tuple(about["shape"])) for name, about in entries.items()}
+        whole = 8 + length + max((int(about["data_offsets"][1]) for about in entries.values()), default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+        raise CheckpointError(f"{path} is no safetensors file ({e}); save the model with safetensors") from e
+    if table is None or size != whole:
+        much = "its header" if table is None else f"{whole:,}"
+        raise CheckpointError(f"{path} is not whole: it has {size:,} bytes of {much}; fetch it again")
+    return found
