@@ -52,27 +52,23 @@ class Stored:
     shape: tuple[int, ...]
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError if this is no weight of ``shape``."""
+        """Raises CheckpointError if this is not of ``shape``."""
         if self.shape != shape:
             raise CheckpointError(f"{self.name} in {self.file} has shape {self.shape}, config.json says {shape}")
-        self.check_floats()
-
-    def check_floats(self) -> None:
-        """Raises CheckpointError if the values are no floats that can be trained."""
-        if self.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{self.name} in {self.file} is stored as {self.dtype}, not as floats of 16 or 32 bits: the weights are quantised. "
-                f"Give the model that they were made from"
-            )
 
     def read(self) -> Tensor:
-        """The values as fp32. Raises CheckpointError."""
+        """The values as fp32. Raises CheckpointError for integers that fp32 does not have, and if the file cannot be read."""
         try:
             with safe_open(self.file, framework="pt") as opened:
-                tensor: Tensor = opened.get_tensor(self.name).float()
+                tensor: Tensor = opened.get_tensor(self.name)
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {self.name} from {self.file}: {e}") from e
-        return tensor
+        numbers = tensor.float()
+        if not tensor.is_floating_point() and bool((numbers.to(tensor.dtype) != tensor).any()):
+            raise CheckpointError(
+                f"{self.name} in {self.file} has integers beyond {1 << 24}, and weights are kept in fp32; take another model"
+            )
+        return numbers
 
 
 def weights_among(files: Collection[str], where: str) -> str:
@@ -140,8 +136,11 @@ def check_folder(folder: Path, *, weights: bool) -> None:
             f"{folder} holds quantised weights ({marks[0]}), which cannot be trained; give the model that they were made from"
         )
     for name, tensor in stored(folder).items() if weights else ():
-        if name.endswith("weight"):  # buffers may be integers
-            tensor.check_floats()
+        if tensor.dtype not in _FLOATS and (name.endswith("weight") or tensor.dtype.startswith("F")):  # else a buffer
+            raise CheckpointError(
+                f"{name} in {tensor.file} is stored as {tensor.dtype}, not as floats of 16 bits or more: the weights are "
+                f"quantised. Give the model that they were made from"
+            )
 
 
 def stored(folder: Path) -> dict[str, Stored]:
