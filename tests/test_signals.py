@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -116,3 +117,19 @@ def test_a_closed_pipe_ends_the_run_in_order(tmp_path: Path, form: list[str]) ->
     assert process.wait(180) == 128 + signal.SIGPIPE, err
     assert err == ""
     assert checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_anything_runs_leaves_nothing_behind(number: signal.Signals) -> None:
+    made = list[str]()
+
+    def begin() -> None:
+        with asked.cleaned_up(), tempfile.TemporaryDirectory() as folder:
+            made.append(folder)
+            os.kill(os.getpid(), number)
+            time.sleep(5.0)
+
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        begin()
+    assert not Path(made[0]).exists()
+    assert signal.getsignal(number) is signal.SIG_DFL

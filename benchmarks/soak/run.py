@@ -26,6 +26,8 @@ from scipy.stats import theilslopes
 
 from muletrain.events import EventTail, FaultInjected, MemberAdmitted, Note, PeerDown, StepDone
 
+BY_CTRL_C = 130
+"""The exit code of a command that Ctrl-C ended in order."""
 HERE = Path(__file__).parent
 STAGES, PEERS = 3, 6
 PACING = "[pacing]\nforward_ms = 60.0\nbackward_ms = 120.0\n"
@@ -334,8 +336,8 @@ def main() -> int:
     draw(samples, folder / "soak.png")
     show(verdicts)
     print(json.dumps(facts))
-    print("flat" if flat and code == 0 else f"NOT FLAT, or ended with {code}; see {folder}")
-    return 0 if flat and code == 0 else 1
+    print("flat" if flat and code == BY_CTRL_C else f"NOT FLAT, or ended with {code}; see {folder}")
+    return 0 if flat and code == BY_CTRL_C else 1
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import safetensors.torch
 
 import muletrain
+from muletrain.compute.scaling import SKIPPED
 from muletrain.config.fleet_file import Link, limited_peer, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
@@ -108,7 +109,9 @@ class Host:
         index = self.spec.fleet_index
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder)
         if part is not None:
-            await compute.load_state(await compute.offload(safetensors.torch.load_file, part))
+            state = await compute.offload(safetensors.torch.load_file, part)
+            state.pop(SKIPPED, None)  # a resumed run may have other settings, and counts anew
+            await compute.load_state(state)
         return compute
 
     def prober(self, facts: RunFacts, network: Network, founder: PeerId, machine: Machine) -> Prober:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
+BY_SIGNAL = 128
+"""The exit code of a command that a signal ended is this plus the signal's number."""
 AGAIN_S = 1.0
 """Seconds after which a further signal is a further wish: ``timeout`` sends two at once, systemd and Slurm may, too."""
 CLOSED = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}
@@ -59,6 +61,23 @@ class Asked:
             sys.stdout, sys.stderr = outputs
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def cleaned_up() -> Iterator[None]:
+    """Within the context, before anything runs that could end in order, a signal raises SystemExit: what was begun is
+    removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(BY_SIGNAL + number)
+
+    numbers = [n for n in ENDING if signal.getsignal(n) is signal.SIG_DFL]  # Ctrl-C raises KeyboardInterrupt
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Outlet:

@@ -7,8 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from muletrain.cli.actions.asked import BY_SIGNAL
 from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
-from muletrain.cli.actions.session import BY_SIGNAL, POLL_S, Session
+from muletrain.cli.actions.session import POLL_S, Session
 from muletrain.cli.show.console import make_console
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus, absolute

@@ -8,6 +8,7 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from muletrain.cli.actions.asked import cleaned_up
 from muletrain.cli.actions.planned import follows, planned
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
@@ -58,7 +59,7 @@ def opened(
         config = anchored(_chosen(given, plan, choice, local=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     try:
-        with held(folder), located(origins):
+        with held(folder), located(origins), cleaned_up():
             for secret in (TICKET_FILE, OWNER_FILE):
                 (folder / secret).unlink(missing_ok=True)  # left by a process that was killed
             if resume is None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.asked import Asked
+from muletrain.cli.actions.asked import BY_SIGNAL, Asked
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.measured_fleet import fleet_tables
@@ -47,8 +47,8 @@ STOP_S = 90.0
 """Longest wait for an orderly end [s]: a checkpoint may be large, but a person waits."""
 SEATED_S = 20.0
 """Time after a peer has failed, before the run begins, in which the others show that they serve every stage [s]."""
-BY_SIGNAL, UNFINISHED = 128, 3
-"""Exit codes: that of a signal is added to the first; the run ended in order before its last step."""
+UNFINISHED = 3
+"""Exit code: the run ended in order before its last step, and no signal asked for that."""
 HEARD_S, STOPPED_S = 3.0, 15.0
 """Time after the end of all servers, in which clients hear of it, and until which they must end [s]."""
 
