@@ -62,7 +62,6 @@ def test_a_transformers_model_comes_in(tmp_path: Path, tied: bool) -> None:
 def test_sharded_export_reads_the_same(tmp_path: Path) -> None:
     spec = tiny()
     state = {name: p.detach() for name, p in build_full(spec, 3).named_parameters()}
-    export_hf(state, spec, None, tmp_path)
     export_hf(state, spec, None, tmp_path, shard_bytes=20_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) > 3

@@ -9,40 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.finite import NAMES
 from muletrain.model.hf_files import (
     CONFIG,
     GENERATION,
-    INDEX,
     TEXT_FILES,
     TOKENIZER,
-    WEIGHTS,
     Stored,
     read_json,
     stored,
 )
+from muletrain.model.hf_writing import SHARD_BYTES, cast, new_folder, write_json, write_weights
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from muletrain.model.chain import Model
 
-SHARD_BYTES = 5 * 10**9
-"""Weights files are no larger than this, unless one tensor is (Hugging Face's custom)."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = "model.layers."
 
@@ -59,19 +54,21 @@ def export_hf(
     end_of_text: str | None = None,
     source: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+    dtype: str = "fp32",
+) -> str | None:
     """Write what ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer) reads.
 
     ``state``: fp32 tensors of all stages by name; shared layers need only be there once, the export repeats them.
     ``end_of_text``: the tokenizer's token that ends a document, if it has one. ``source``: the Hugging Face folder that
     training started from (``model.from``): everything but the weights stays as it is there, the declared context
     included; its special tokens, generation settings and chat template only beside its own tokenizer. The index, or the
-    only weights file, is written after what it speaks of. Raises CheckpointError when tensors are missing, superfluous
-    or of other shapes, the source cannot be read, or the folder cannot be written."""
+    only weights file, is written after what it speaks of. ``dtype``: type of the weights, a name of ``finite.NAMES``.
+    Returns a remark for people on values that become zero in it, if any do. Raises CheckpointError when tensors are missing,
+    superfluous, of other shapes or too large for ``dtype``, the source cannot be read, or the folder is not empty or cannot
+    be written."""
     out = Path(out_dir)
-    tensors = _complete(state, spec)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    tensors, remark = cast(_complete(state, spec), dtype)
+    with new_folder(out):
         config = _config(spec, _token_id(tokenizer_json, end_of_text))
         if source is not None and _same_tokenizer(source / TOKENIZER, tokenizer_json):
             kept = read_json(source / CONFIG)
@@ -83,18 +80,15 @@ def export_hf(
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
         # a native head was trained apart from the embedding
         config = kept | config if isinstance(spec, TracedModel) else config | kept | {"tie_word_embeddings": False}
-        config["torch_dtype"] = "float32"
+        config["torch_dtype"] = str(NAMES[dtype]).removeprefix("torch.")
         config.pop("dtype", None)
-        _write_json(out / CONFIG, config)
+        write_json(out / CONFIG, config)
         generation = {"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}
         if source is not None and "eos_token_id" in kept and (source / GENERATION).is_file():
             generation = read_json(source / GENERATION)
-        _write_json(out / GENERATION, generation)
-        _write_weights(out, tensors, shard_bytes)
-    except (OSError, SafetensorError) as e:
-        raise CheckpointError(
-            f"cannot write the Hugging Face folder {out}: {e}; free space or choose another folder"
-        ) from e
+        write_json(out / GENERATION, generation)
+        write_weights(out, tensors, shard_bytes)
+    return remark
 
 
 def expand_shared(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
@@ -191,7 +185,7 @@ def _write_tokenizer(out: Path, spec: Model, tokenizer_json: bytes | None, end_o
         "eos_token": end_of_text,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(out / "tokenizer_config.json", config)
+    write_json(out / "tokenizer_config.json", config)
 
 
 def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
@@ -199,50 +193,6 @@ def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
         return None
     added = json.loads(tokenizer_json).get("added_tokens", [])
     return next((int(entry["id"]) for entry in added if entry["content"] == token), None)
-
-
-def _write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
-    shards = list(_shards(tensors, shard_bytes))
-    for old in (*out.glob("model*.safetensors"), out / INDEX):
-        old.unlink(missing_ok=True)  # of an earlier export with another number of shards
-    if len(shards) == 1:
-        _save(shards[0], out / WEIGHTS)
-        return
-    places = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _save(shard, out / file)
-        places.update(dict.fromkeys(shard, file))
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    _write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def _save(shard: dict[str, Tensor], path: Path) -> None:
-    """safetensors refuses two names for one storage (repeated layers) and strided tensors: clone."""
-    save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in shard.items()}, path, {"format": "pt"}
-    )
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)  # ``save_file`` leaves files that only their owner can read
-
-
-def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of tensors of at most ``shard_bytes``, or of a single larger one."""
-    shard: dict[str, Tensor] = {}
-    filled = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if shard and filled + size > shard_bytes:
-            yield shard
-            shard, filled = {}, 0
-        shard[name] = tensor
-        filled += size
-    yield shard
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # In -----------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from muletrain.data.tokenizer import end_of_text, parse_tokenizer
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.model.finite import finite
 from muletrain.model.hf import stops_in
+from muletrain.model.hf_writing import cast, new_folder
 from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import Writes, state_dict
@@ -266,17 +267,15 @@ class Checkpoint:
                 if name.startswith(prefix):
                     yield name, load(name)
 
-    def export_module(self, folder: Path) -> Path:
-        """Write the state_dict of a user's module to ``folder``/model.safetensors, and return that file. Raises
-        CheckpointError, and ConfigError if its factory cannot be used."""
+    def export_module(self, folder: Path, dtype: str) -> tuple[Path, str | None]:
+        """Write the state_dict of a user's module to ``folder``/model.safetensors, its parameters in ``dtype``. Returns that
+        file, and ``cast``'s remark. Raises CheckpointError, and ConfigError if its factory cannot be used."""
         assert isinstance(self.spec, TracedModel)
-        state, file = state_dict(self.spec.config, self.weights()), folder / "model.safetensors"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        weights, remark = cast(self.weights(), dtype)
+        state, file = state_dict(self.spec.config, weights), folder / "model.safetensors"
+        with new_folder(folder):
             safetensors.torch.save_file(state, file, metadata={"format": "pt"})
-        except (OSError, safetensors.SafetensorError) as e:
-            raise CheckpointError(f"--hf: cannot write {file}: {e}; choose another folder") from e
-        return file
+        return file, remark
 
     def model(self) -> StageModule:
         """Load the whole model on the CPU."""

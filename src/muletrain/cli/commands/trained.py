@@ -3,13 +3,19 @@
 import dataclasses
 import json as jsonlib
 import time
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from muletrain.cli.options import Factories, JsonObject, Where
 from muletrain.errors import DataError, MuletrainError
+
+if TYPE_CHECKING:
+    Weights = str
+else:
+    Weights = StrEnum("Weights", [(name, name) for name in ("fp32", "bf16", "fp16")])
 
 
 def evaluate(
@@ -84,11 +90,13 @@ def generate(
 def export(
     where: Where,
     hf: Annotated[
-        Path, typer.Option("--hf", metavar="DIR", help="Folder for the Hugging Face checkpoint, or a module's weights.")
+        Path,
+        typer.Option("--hf", metavar="DIR", help="New folder for the Hugging Face checkpoint, or a module's weights."),
     ],
     source: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where the folder of model.from is now, if it moved.")
     ] = None,
+    dtype: Annotated[Weights, typer.Option(help="Type of the weights.")] = "fp32",
     factory: Factories = None,
 ) -> None:
     """Write a Hugging Face checkpoint that 'transformers' loads to the same logits.
@@ -97,24 +105,27 @@ def export(
     everything but the weights stays as it was: special tokens, generation settings, chat template, declared context.
 
     Of a module of yours (model.factory, which --factory must name), it is model.safetensors alone: the whole module's
-    state_dict in fp32, under its own names, for load_state_dict."""
+    state_dict, under its own names, for load_state_dict."""
     from muletrain.config.trusted import trust
     from muletrain.model.hf import export_hf
+    from muletrain.model.hf_writing import check_new
     from muletrain.runs.checkpoint import Checkpoint
 
     trust(*(factory or ()))
+    check_new(hf)
     checkpoint = Checkpoint.open(where)
     if checkpoint.spec.own_loss:
-        print(
-            f"wrote {checkpoint.export_module(hf)}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
+        file, remark = checkpoint.export_module(hf, dtype)
+        written = f"wrote {file}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"
+    else:
+        remark = export_hf(
+            checkpoint.weights(),
+            checkpoint.spec,
+            checkpoint.tokenizer_json,
+            hf,
+            end_of_text=checkpoint.end_of_text,
+            source=checkpoint.source(source),
+            dtype=dtype,
         )
-        return
-    export_hf(
-        checkpoint.weights(),
-        checkpoint.spec,
-        checkpoint.tokenizer_json,
-        hf,
-        end_of_text=checkpoint.end_of_text,
-        source=checkpoint.source(source),
-    )
-    print(f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')")
+        written = f"wrote {hf}: load it with transformers.AutoModelForCausalLM.from_pretrained('{hf}')"
+    print("\n".join(filter(None, (remark, written))))
