@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus
+from muletrain.data.tokenizer import END_OF_TEXT
 from muletrain.data.tokens import TokenCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SRC = Path(__file__).parent.parent / "src"
 
@@ -34,4 +40,19 @@ def pydoc(tmp_path_factory: pytest.TempPathFactory) -> TokenCache:
 
 
 def texts(path: str, field: str = "text") -> list[str]:
-    return [paragraph.text for paragraph in Corpus(DataConfig(path=path, field=field)).paragraphs()]
+    return ["".join(document.pieces()) for document in Corpus(path, field).documents()]
+
+
+def build(vocab: int = 300, **fields: Any) -> TokenCache:
+    return TokenCache.build(DataConfig(**fields), vocab)
+
+
+def sides(cache: TokenCache) -> tuple[list[str], list[str]]:
+    """Documents of the training side and of the held-out side, without the token that ends each."""
+    found = [cache.decode(tokens.tolist()).split(END_OF_TEXT) for tokens in (cache.train, cache.heldout)]
+    assert all(side.pop() == "" for side in found)
+    return found[0], found[1]
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

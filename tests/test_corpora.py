@@ -1,10 +1,12 @@
-"""Corpora: paragraphs of files and data sets, held-out text, tokenizers, and errors that say what to do."""
+"""Corpora: documents of files and data sets, exactly as they are, and errors that say what to do."""
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
-import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -14,103 +16,93 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from muletrain.config.model_sections import DataConfig
-from muletrain.data.corpus import PARAGRAPH_LIMIT, Corpus, is_heldout, split_paragraphs
+from muletrain.data.corpus import Corpus, absolute
+from muletrain.data.files import LINE
 from muletrain.data.lines import reading
-from muletrain.data.tokenizer import END_OF_TEXT, check_own, load_tokenizer, train_tokenizer
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-from tests.corpora import folder, texts, words
+from tests.corpora import folder, texts, words, write_rows
 
 __all__ = ["folder"]
 
 
-# Corpora
-
-
-def test_paragraphs_keep_their_lines_and_close_with_an_empty_one() -> None:
-    lines = ["\n", "a\n", "  b\n", " \t\n", "\n", "c"]
-    assert list(split_paragraphs(lines)) == ["a\n  b\n\n", "c\n\n"]
-
-
-def test_text_without_blank_lines_is_cut_at_a_line_end() -> None:
-    line = "x" * 99 + "\n"
-    parts = list(split_paragraphs([line] * 100))
-    assert len(parts) > 1
-    assert all(len(part) <= PARAGRAPH_LIMIT + 100 and part.endswith("x\n") for part in parts[:-1])
-    assert "".join(parts).rstrip() == (line * 100).rstrip()
-
-
-def test_all_formats_give_the_same_paragraphs(folder: Path) -> None:
-    documents = ["One.\n\nTwo, of\nlines.\n", "Drei: äöü 𝄞\n"]
-    expected = ["One.\n\n", "Two, of\nlines.\n\n", "Drei: äöü 𝄞\n\n"]
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    (folder / "a.txt").write_bytes(b"\xef\xbb\xbf" + "\n".join(documents).replace("\n", "\r\n").encode())
-    (folder / "a.jsonl").write_text(rows)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+def test_all_formats_give_the_same_documents(folder: Path) -> None:
+    documents = ["One.\r\n\r\n\r\n  Two, of\nlines.", "Drei: äöü 𝄞\n"]
+    rows = [{"id": 1, "text": text} for text in documents]
+    table = io.StringIO(newline="")
+    csv.writer(table).writerows([["id", "text"], *([1, text] for text in documents)])
+    tabs = io.StringIO(newline="")
+    csv.writer(tabs, delimiter="\t").writerows([["id", "text"], *([1, text] for text in documents)])
+    (folder / "b.csv").write_bytes(table.getvalue().encode("utf-8-sig"))
+    (folder / "b.tsv.gz").write_bytes(gzip.compress(tabs.getvalue().encode()))
+    (folder / "b.json").write_text(json.dumps(rows))
+    (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps(rows, indent=2).encode()))
+    write_rows(folder / "c.json", rows)
+    write_rows(folder / "a.jsonl", rows)
+    write_rows(folder / "a.ndjson", rows)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
     pq.write_table(pa.table({"other": [1, 2], "text": documents}), folder / "a.parquet", row_group_size=1)
-    for name in ("a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"):
-        assert texts(name) == expected, name
+    for name in sorted(os.listdir()):
+        assert texts(name) == documents, name
+    for k, text in enumerate(documents):
+        (folder / f"a{k}.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert texts("a0.txt, a1.txt") == documents
 
 
 def test_long_lines_survive_in_pieces(folder: Path) -> None:
     # 1, 2 and 4 bytes: pieces end inside characters
-    text = "".join(np.random.default_rng(0).choice(list("xß𝄞"), 5 * PARAGRAPH_LIMIT).tolist())
+    text = "".join(np.random.default_rng(0).choice(list("xß𝄞"), 5 * LINE).tolist())
     (folder / "a.txt").write_text(text)
-    assert "".join(texts("a.txt")) == text + "\n\n"
+    assert texts("a.txt") == [text]
 
 
 def test_globs_are_sorted_and_files_read_once(folder: Path) -> None:
     for name in ("b", "a", "c"):
         (folder / f"{name}.txt").write_text(f"This is {name}.")
-    assert texts("b.txt, *.txt") == ["This is b.\n\n", "This is a.\n\n", "This is c.\n\n"]
+    assert texts("b.txt, *.txt") == ["This is b.", "This is a.", "This is c."]
 
 
-def test_duplicates_go_whatever_their_white_space(folder: Path) -> None:
-    (folder / "a.txt").write_text("same  text\n\nother\n\nsame\n text\n\nSame text\n")
-    corpus = Corpus(DataConfig(path="a.txt"))
-    assert [paragraph.text for paragraph in corpus.paragraphs()] == ["same  text\n\n", "other\n\n", "Same text\n\n"]
-    assert corpus.duplicates == 1
-    assert corpus.fraction == 1.0
-
-
-@given(st.sampled_from([0.01, 0.05, 0.2, 0.45]))
-@settings(deadline=None)
-def test_held_out_share_is_about_right(share: float) -> None:
-    n = 4000
-    held = sum(is_heldout(text, share) for text in words(0, n))
-    assert abs(held - n * share) < 4 * math.sqrt(n * share * (1 - share))
-
-
-def test_adding_a_file_moves_no_text_between_sides(folder: Path) -> None:
-    def heldout(path: str) -> set[str]:
-        return {text for text in texts(path) if is_heldout(text, 0.2)}
-
-    (folder / "b.txt").write_text("\n\n".join(words(0, 300)))
-    before = heldout("*.txt")
-    (folder / "a.txt").write_text("\n\n".join(words(200, 300)))
-    assert before
-    assert before < heldout("*.txt")
-    assert heldout("*.txt") & set(texts("b.txt")) == before
+@pytest.mark.parametrize("place", ["here", "mules, and [other] animals"])
+def test_files_may_have_commas_and_brackets_in_their_names(
+    place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / place).mkdir()
+    monkeypatch.chdir(folder / place)
+    names = ["a, b.txt", "c[1].txt", "d.txt", "e,f,g.txt"]
+    for name in names:
+        Path(name).write_text(name)
+    for path, expected in [
+        ("a, b.txt", names[:1]),
+        ("c[1].txt, a, b.txt,d.txt", [names[1], names[0], names[2]]),
+        ("e,f,g.txt", names[3:]),
+        (r"e\,f*.txt, d.txt", [names[3], names[2]]),
+        ("*.txt", names),
+    ]:
+        assert texts(path) == expected
+        anywhere = absolute(path)
+        with monkeypatch.context() as moved:
+            moved.chdir("/")
+            assert texts(anywhere) == expected, anywhere
+            assert absolute(anywhere) == anywhere
 
 
 def test_half_surrogates_in_json_become_replacement_characters(folder: Path) -> None:
-    (folder / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n')
-    assert texts("a.jsonl") == ["a\ufffdb\n\n"]
+    (folder / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud834\\udd1e \ufffd"}\n')
+    documents = [*Corpus("a.jsonl", "text").documents()]
+    assert texts("a.jsonl") == ["a\ufffdb", "𝄞 \ufffd"]
+    assert [document.replaced for document in documents] == [1, 0]
 
 
-def test_pydoc_has_many_duplicates() -> None:
-    corpus = Corpus(DataConfig())
-    unique = [paragraph.text for paragraph in corpus.paragraphs()]
-    assert len(unique) > 1500
-    assert corpus.duplicates > 200
-    assert len({" ".join(text.split()) for text in unique}) == len(unique)
+def test_the_manual_of_python_has_no_topic_that_another_one_contains() -> None:
+    paragraphs = [{" ".join(part.split()) for part in text.split("\n\n")} for text in texts("pydoc")]
+    assert len(paragraphs) > 40
+    for own in paragraphs:
+        assert max(len(own & other) / len(own) for other in paragraphs if other is not own) < 0.6
 
 
 def write_bad_files() -> None:
@@ -123,6 +115,29 @@ def write_bad_files() -> None:
     Path("field.jsonl").write_text('{"text": "a"}\n{"body": "b", "id": 1}\n')
     Path("number.jsonl").write_text('{"text": 3}\n')
     Path("list.jsonl").write_text("[1]\n")
+    Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
+    Path("chat.json").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n')
+    Path("pairs.csv").write_text("prompt,completion\nHello,Goodbye\n")
+    Path("wrapped.json").write_text('{"version": 1, "data": [{"text": "a"}]}')
+    Path("pretty.json").write_text('{\n  "data": [\n    {"text": "a"}\n  ]\n}\n')
+    Path("half.json").write_text('[{"text": "a"},\n {"text": "b"')
+    Path("comma.json").write_text('[{"text": "a"},\n]')
+    Path("more.json").write_text('[{"text": "a"}]\n[{"text": "b"}]')
+    Path("words.json").write_text('["a", "b"]')
+    Path("ragged.csv").write_text("id,text\n" + "1,a\n" * 5000 + "2,one, two\n")
+    Path("quotes.csv").write_text('id,text\n1,"a\nb"\n2,"c" d\n')
+    Path("open.csv").write_text('id,text\n1,"a"\n2,"b\n' + "3,c\n" * 5)
+    Path("semicolons.csv").write_text("id;text\n1;a\n")
+    Path("rows.jsonl").write_text('{"text": "a"}\n' * 8999 + '{"text": "b\n')
+    Path("a.docx").write_bytes(b"PK\x03\x04 and so on")
+    Path("a.pdf").write_bytes(b"%PDF-1.7 and so on")
+    Path("text.dat").write_bytes(b"%PDF-1.7 and so on")
+    Path("a.zip").write_bytes(b"PK\x03\x04 and so on")
+    Path("a.bin").write_bytes(b"abc\0\1\2")
+    Path("a.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    Path("a.ipynb").write_text('{"cells": []}')
+    Path("wide.txt").write_bytes("abc".encode("utf-16"))
+    Path("a.gzip").write_bytes(gzip.compress(b"abc"))
     Path("broken.jsonl").write_text('{"text": "a"}\n\n{"text": \n')
     Path("half.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 99)[:-20])
     Path("bad.parquet").write_bytes(b"not parquet at all")
@@ -148,8 +163,32 @@ def write_bad_files() -> None:
         ("field.parquet", r"data\.path: field\.parquet: no 'text'; set data\.field to one of: body, id"),
         ("number.jsonl", r"data\.path: number\.jsonl:1: 'text' is int, not text"),
         ("list.jsonl", r"data\.path: list\.jsonl:1: a JSON list"),
-        ("broken.jsonl", r"data\.path: broken\.jsonl:3: not JSON: Expecting value; a"),
+        ("broken.jsonl", r"data\.path: broken\.jsonl:3: not JSON: Expecting value; give"),
         ("half.jsonl.gz", r"data\.path: cannot read half\.jsonl\.gz.*complete\?"),
+        ("chat.jsonl", r"chat\.jsonl:1: no 'text', but 'messages': conversations .*`tokenizer\.apply_chat_template`"),
+        ("chat.json", r"chat\.json:1: no 'text', but 'messages': conversations"),
+        ("pairs.csv", r"pairs\.csv:1: no 'text', but 'prompt': conversations"),
+        ("wrapped.json", r"wrapped\.json: neither a list .* `jq -c '\.data\[\]' wrapped\.json > rows\.jsonl`"),
+        ("pretty.json", r"pretty\.json: neither a list of JSON objects nor one object per line; write its rows"),
+        ("half.json", r"half\.json:2: row 2: not JSON: Expecting ',' delimiter"),
+        ("comma.json", r"comma\.json:2: row 2: not JSON: Expecting value"),
+        ("more.json", r"more\.json:2: row 1: not JSON: text after the end of the list"),
+        ("words.json", r"words\.json:1: row 1: a JSON str, not an object"),
+        ("ragged.csv", r"ragged\.csv:5002: a row of 3 cells below 2 columns; put text with commas in quotes"),
+        ("quotes.csv", r"quotes\.csv:4: this row cannot be read: .*correct its quotes"),
+        ("open.csv", r"open\.csv:3: this row cannot be read: unexpected end of data; correct its quotes"),
+        ("semicolons.csv", r"semicolons\.csv:1: no 'text'; set data\.field to one of: id;text"),
+        ("rows.jsonl", r"rows\.jsonl:9000: not JSON: Invalid control character"),
+        ("a.docx", r"a\.docx is a document of an office program: convert it, e\.g\. with `pandoc"),
+        ("a.pdf", r"a\.pdf is a PDF: convert it, e\.g\. with `pdftotext`"),
+        ("text.dat", r"text\.dat is a PDF"),
+        ("a.zip", r"a\.zip is an archive: unpack it, and name its files"),
+        ("a.bin", r"a\.bin is binary, not text; give text, \.jsonl, \.json"),
+        ("a.zst", r"a\.zst is compressed: unpack it, or compress it with gzip"),
+        ("a.ipynb", r"a\.ipynb is a notebook: convert it"),
+        ("wide.txt", r"wide\.txt is UTF-16: convert it with `iconv -f UTF-16"),
+        ("a.gzip", r"a\.gzip is compressed with gzip: let its name end in \.gz"),
+        ("a.txt, a.txt", r"data\.path: 'a\.txt' is listed twice, and files are read once"),
         ("bad.parquet", r"data\.path: cannot read bad\.parquet"),
     ],
 )
@@ -176,8 +215,12 @@ def test_hugging_face_datasets_are_streamed(monkeypatch: pytest.MonkeyPatch) -> 
         return iter([{"body": "First."}, {"body": "Second.\n\nThird."}])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert texts("hf:org/name@main:en", "body") == ["First.\n\n", "Second.\n\n", "Third.\n\n"]
-    assert calls == [(("org/name", "en"), {"split": "train", "streaming": True, "revision": "main"})]
+    assert texts("hf:org/name@main:en", "body") == ["First.", "Second.\n\nThird."]
+    assert texts("hf:org/name#test", "body") == ["First.", "Second.\n\nThird."]
+    assert calls == [
+        (("org/name", "en"), {"split": "train", "streaming": True, "revision": "main"}),
+        (("org/name", None), {"split": "test", "streaming": True, "revision": None}),
+    ]
     with pytest.raises(DataError, match=r"hf:org/name: row 0: no 'text'; set data\.field to one of: body"):
         texts("hf:org/name")
 
@@ -192,8 +235,9 @@ def test_a_hugging_face_folder_is_read_by_the_library_itself(folder: Path, monke
     (folder / "rows" / "validation.jsonl").write_text('{"body": "Not to be trained on."}\n')
     (folder / "table").mkdir()
     pq.write_table(pa.table({"text": words(0, 500)}), folder / "table" / "train.parquet", row_group_size=100)
-    assert texts("hf:rows", "body") == ["Of JSON.\n\n", "Second.\n\n", "Third.\n\n"]
-    assert texts(f"hf:{folder / 'table'}") == [f"{text}\n\n" for text in words(0, 500)]
+    assert texts("hf:rows", "body") == ["Of JSON.", "Second.\n\nThird."]
+    assert texts("hf:rows#validation", "body") == ["Not to be trained on."]
+    assert texts(f"hf:{folder / 'table'}") == words(0, 500)
     with pytest.raises(DataError, match=r"hf:rows: row 0: no 'text'; set data\.field to one of: body"):
         texts("hf:rows")
     with pytest.raises(DataError, match=r"cannot read Hugging Face dataset 'no/such'"):
@@ -216,81 +260,3 @@ def test_hugging_face_failures_teach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(DataError, match=r"data\.path: cannot read .*'name': no route; check the name"):
         texts("hf:name")
-
-
-# Tokenizers
-
-
-def test_trained_tokenizer_is_exact_and_ignores_special_spelling() -> None:
-    tokenizer = train_tokenizer(iter(words(0, 200)), 300)
-    text = f"  Ünïcode 𝄞\n\n\tnew {END_OF_TEXT} end"
-    ids = tokenizer.encode(text).ids
-    assert tokenizer.decode(ids) == text
-    assert 0 not in ids
-    assert tokenizer.token_to_id(END_OF_TEXT) == 0
-    assert tokenizer.get_vocab_size() == 300
-
-
-def test_vocabulary_too_small_for_bytes() -> None:
-    with pytest.raises(DataError, match=r"model\.vocab: 256 .* at least 257"):
-        train_tokenizer(iter(["text"]), 256)
-
-
-def test_loaded_tokenizer_must_fit_and_does_not_truncate(folder: Path) -> None:
-    tokenizer = train_tokenizer(iter(words(0, 200)), 300)
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=9)
-    (folder / "model").mkdir()
-    tokenizer.save(str(folder / "model" / "tokenizer.json"))
-    for name in ("model", "model/tokenizer.json"):
-        with pytest.raises(
-            DataError, match=r"data\.tokenizer: '.*' has 300 tokens, model\.vocab = 299; .*at least 300"
-        ):
-            load_tokenizer(name, 299)
-        loaded = load_tokenizer(name, 300)
-        assert loaded.decode(loaded.encode("a long text of many tokens").ids) == "a long text of many tokens"
-        assert loaded.decode(loaded.encode("a").ids) == "a"
-
-
-def test_a_special_token_beyond_the_vocabulary_needs_no_room_in_it(tmp_path: Path) -> None:
-    """Gemma 3's tokenizer has one for images, which its text model has not. No text becomes a special token."""
-    tokenizer = train_tokenizer(iter(["a mule carries loads and more loads"] * 9), 270)
-    tokenizer.add_special_tokens(["<image>"])
-    tokenizer.save(str(tmp_path / "own.json"))
-    check_own(tmp_path / "own.json", 270)
-    loaded = load_tokenizer(str(tmp_path / "own.json"), 270)
-    assert max(loaded.encode("a mule <image>").ids) < 270
-    tokenizer.add_tokens(["carriesloads"])
-    tokenizer.save(str(tmp_path / "own.json"))
-    with pytest.raises(DataError, match="has 272 tokens, and its model 270"):
-        check_own(tmp_path / "own.json", 270)
-
-
-def test_bad_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "bad.json").write_text("{}")
-    with pytest.raises(DataError, match=r"data\.tokenizer: bad\.json is not a tokenizer\.json"):
-        load_tokenizer("bad.json", 300)
-    with pytest.raises(DataError, match=r"data\.tokenizer: no such file: 'missing\.json'"):
-        load_tokenizer("missing.json", 300)
-
-    class Offline:
-        @staticmethod
-        def from_pretrained(name: str) -> None:
-            raise OSError(f"We couldn't connect to load {name}.\nmore lines")
-
-    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=Offline))
-    with pytest.raises(DataError, match=r"cannot load 'gpt2' from Hugging Face: We couldn't connect.*give that file$"):
-        load_tokenizer("gpt2", 300)
-
-
-def test_hugging_face_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    inner = train_tokenizer(iter(words(0, 200)), 300)
-    fast = types.SimpleNamespace(from_pretrained=lambda _name: PreTrainedTokenizerFast(tokenizer_object=inner))
-    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=fast))
-    assert load_tokenizer("org/name", 300).encode("mule").ids == inner.encode("mule").ids
-    slow = types.SimpleNamespace(from_pretrained=lambda _name: object())
-    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=slow))
-    with pytest.raises(DataError, match=r"'org/name' has no tokenizer\.json"):
-        load_tokenizer("org/name", 300)

@@ -47,7 +47,7 @@ def trained(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Checkpoint,
     (tmp_path / "tokenizer.json").write_bytes(cache.tokenizer_json)
     tokenizer = {"file": "tokenizer.json", "sha256": hashlib.sha256(cache.tokenizer_json).hexdigest()}
     return (
-        Checkpoint(tmp_path, {"step": 1, "parts": [], "files": [tokenizer]}, spec, config),
+        Checkpoint(tmp_path, {"step": 1, "parts": [], "files": [tokenizer], "data": cache.digest}, spec, config),
         build_full(spec, seed=0),
         cache,
     )
@@ -88,7 +88,23 @@ def test_a_model_is_measured_on_other_text_by_its_own_tokenizer(
     assert moved.digest == cache.digest
     other = tmp_path / "other.txt"
     other.write_text("\n\n".join(f"{n} ponies." for n in range(100)))
-    assert result.quality(checkpoint, model, checkpoint.corpus(str(other))).tokens > 10
+    measured = result.quality(checkpoint, model, checkpoint.corpus(str(other)))
+    assert measured.tokens == len(checkpoint.encoder.document(other.read_text())) - 1, "all of it is measured"
+    assert (measured.trained, measured.unigram) == (0, None)
+
+
+@pytest.mark.parametrize("trained", [600], indirect=True)
+def test_a_run_that_holds_nothing_out_is_measured_on_other_text_alone(
+    trained: tuple[Checkpoint, Stage, TokenCache], tmp_path: Path
+) -> None:
+    checkpoint, model, cache = trained
+    config = checkpoint.config.model_copy(update={"data": checkpoint.config.data.model_copy(update={"heldout": 0.0})})
+    checkpoint = replace(checkpoint, config=config)
+    with pytest.raises(DataError, match=r"data\.heldout: the run holds no text out; .* 'muletrain eval --data PATH'"):
+        result.quality(checkpoint, model, checkpoint.corpus())
+    (tmp_path / "other.txt").write_text("A mule carries loads.")
+    assert result.quality(checkpoint, model, checkpoint.corpus(str(tmp_path / "other.txt"))).tokens > 5
+    assert cache.stats.changes() == []
 
 
 def test_pieces_come_from_all_over() -> None:

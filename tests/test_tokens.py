@@ -16,59 +16,39 @@ import pytest
 
 from muletrain.config.model_sections import DataConfig
 from muletrain.data import tokens as tokens_module
-from muletrain.data.corpus import Corpus, is_heldout
 from muletrain.data.tokenizer import END_OF_TEXT, train_tokenizer
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError
-from tests.corpora import SRC, folder, pydoc, words
+from tests.corpora import SRC, build, folder, pydoc, sides, texts, words, write_rows
 
 __all__ = ["folder", "pydoc"]
 
 
-def sides(cache: TokenCache) -> tuple[str, str]:
-    return cache.decode(cache.train.tolist()), cache.decode(cache.heldout.tolist())
-
-
-def test_cache_holds_each_paragraph_on_one_side(pydoc: TokenCache) -> None:
+def test_cache_holds_all_documents_on_two_sides(pydoc: TokenCache) -> None:
     train, heldout = sides(pydoc)
     assert pydoc.train.dtype == np.uint16
     assert not pydoc.train.flags.writeable
-    expected: dict[bool, list[str]] = {False: [], True: []}
-    for text in (paragraph.text for paragraph in Corpus(DataConfig()).paragraphs()):
-        expected[is_heldout(text, 0.05)].append(text)
-    assert train.replace(END_OF_TEXT, "") == "".join(expected[False])
-    assert heldout.replace(END_OF_TEXT, "") == "".join(expected[True])
-    normal = {" ".join(text.split()) for text in expected[False]}
-    assert not normal & {" ".join(text.split()) for text in expected[True]}
+    assert sorted("".join(train + heldout)) == sorted("".join(texts("pydoc")))
+    assert {*train} & {*texts("pydoc")}
 
 
 def test_cache_counts(pydoc: TokenCache) -> None:
     stats = pydoc.stats
-    train, heldout = (text.replace(END_OF_TEXT, "") for text in sides(pydoc))
+    train, heldout = ("".join(side) for side in sides(pydoc))
     assert stats.train_bytes == len(train.encode())
     assert stats.heldout_bytes == len(heldout.encode())
     assert stats.characters == len(train) + len(heldout)
     assert (stats.train_tokens, stats.heldout_tokens) == (len(pydoc.train), len(pydoc.heldout))
     tokens = stats.train_tokens + stats.heldout_tokens
     assert 2 < (stats.train_bytes + stats.heldout_bytes) / tokens < 5
-    assert pydoc.vocab == 1024
-
-
-def test_documents_end_in_end_of_text(folder: Path) -> None:
-    rows = [{"text": "\n\n".join(words(n * 10, 10))} for n in range(5)]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cache = TokenCache.build(DataConfig(path="a.jsonl", heldout=0.1), 300)
-    train, _ = sides(cache)
-    parts = train.split(END_OF_TEXT)
-    assert parts.pop() == ""
-    for part, row in zip(parts, rows, strict=True):
-        assert part == "".join(t + "\n\n" for t in row["text"].split("\n\n") if not is_heldout(t, 0.1))
+    assert stats.heldout_documents + stats.documents == len(texts("pydoc"))
+    assert 0.025 < stats.heldout_bytes / (stats.train_bytes + stats.heldout_bytes) < 0.1
 
 
 def test_heldout_text_does_not_shape_the_vocabulary(folder: Path) -> None:
-    marked = [text + " zq" * 50 if is_heldout(text + " zq" * 50, 0.3) else text for text in words(0, 300)]
-    (folder / "a.txt").write_text("\n\n".join(marked))
-    cache = TokenCache.build(DataConfig(path="a.txt", heldout=0.3), 300)
+    write_rows(folder / "a.jsonl", [{"text": text} for text in words(0, 300)])
+    write_rows(folder / "v.jsonl", [{"text": " zq" * 50}])
+    cache = build(path="a.jsonl", validation="v.jsonl")
     assert "zq" in cache.decode(cache.heldout.tolist())
     assert not [token for token in json.loads(cache.tokenizer_json)["model"]["vocab"] if "zq" in token]
 
@@ -185,20 +165,42 @@ def test_loaded_tokenizer_gives_wide_tokens_and_its_json(folder: Path) -> None:
     description = json.loads(tokenizer.to_str())
     description["added_tokens"][0]["id"] = 70000  # beyond 16 bits
     description["model"]["vocab"][END_OF_TEXT] = 70000
+    description["post_processor"] = None
     (folder / "t.json").write_text(json.dumps(description))
     cache = TokenCache.build(DataConfig(path="a.txt", tokenizer="t.json"), 70001)
     assert cache.train.dtype == np.uint32
-    assert (cache.vocab, cache.end_of_text, int(cache.train[-1])) == (70001, 70000, 70000)
+    assert int(cache.train[-1]) == 70000
     assert json.loads(cache.tokenizer_json)["model"]["vocab"][END_OF_TEXT] == 70000
     with pytest.raises(DataError, match=r"has 70001 tokens, model\.vocab = 70000"):
         TokenCache.build(DataConfig(path="a.txt", tokenizer="t.json"), 70000)
 
 
-def test_nothing_held_out_says_so(folder: Path) -> None:
-    (folder / "a.txt").write_text("Only one paragraph.")
-    with pytest.raises(DataError, match=r"data\.heldout: none of 1 paragraphs is (held out|left for training)"):
+def test_nothing_to_hold_out_says_so(folder: Path) -> None:
+    (folder / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"data\.path: 'a\.txt' has too little text to train on"):
         TokenCache.build(DataConfig(path="a.txt"), 300)
     assert list((folder.parent / "cache" / "muletrain" / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"deduplicate": "documents"},
+        {"special_tokens": "text"},
+        {"heldout": 0.1},
+        {"heldout": 0},
+        {"validation": "v.txt"},
+        {"field": "other"},
+    ],
+)
+def test_every_option_that_changes_tokens_has_a_cache_of_its_own(change: dict[str, Any], folder: Path) -> None:
+    rows = [{"text": text, "other": text[1:]} for text in [*words(0, 100), words(0, 1)[0], END_OF_TEXT]]
+    write_rows(folder / "a.jsonl", rows)
+    (folder / "v.txt").write_text("Held out.")
+    before = build(path="a.jsonl")
+    after = build(path="a.jsonl", **change)
+    assert after.folder != before.folder
+    assert after.digest != before.digest
 
 
 def test_unwritable_cache_names_the_field(folder: Path) -> None:

@@ -146,8 +146,13 @@ class DataConfig(Section):
 
     path: str = Field(
         default="pydoc",
-        description="files or globs (text, .jsonl, .parquet; ',' separates), 'hf:NAME' for a Hugging Face dataset, "
-        "or 'pydoc' for the documentation that ships with Python; relative paths count from the folder where the command runs",
+        description="files or globs (text, .jsonl, .json, .csv, .tsv, .parquet; ',' separates), 'hf:NAME' for a Hugging Face "
+        "dataset, or 'pydoc' for the documentation that ships with Python; relative paths count from the folder where the command runs",
+    )
+    validation: str | None = Field(
+        default=None,
+        description="held-out text, written like path; all of path is then trained",
+        examples=["validation.jsonl"],
     )
     factory: str | None = Field(
         default=None,
@@ -156,12 +161,27 @@ class DataConfig(Section):
         "sequences of (input, target)",
         examples=["mypackage.data:build"],
     )
-    field: str = Field(default="text", description="column of .jsonl, .parquet and Hugging Face rows")
+    field: str = Field(default="text", description="column of rows (.jsonl, .json, .csv, .tsv, .parquet, Hugging Face)")
     tokenizer: str = Field(
-        default="train", description="'train' (BPE on the corpus), a tokenizer.json, or a Hugging Face name"
+        default="train",
+        description="'train' (that of model.from, or else BPE on the corpus), a tokenizer.json, a model's folder, or a Hugging Face "
+        "name",
     )
-    heldout: Annotated[float, Field(gt=0, lt=0.5)] = Field(
-        default=0.05, description="share of paragraphs kept for validation [1]"
+    special_tokens: Literal["parse", "text"] = Field(
+        default="parse",
+        description="special tokens that the text spells: parse = they are these tokens, text = they stay text",
+    )
+    end_token: str | None = Field(
+        default=None,
+        description="token that ends a document; default: the one that the tokenizer's model declares",
+        examples=["</s>"],
+    )
+    heldout: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        default=0.05,
+        description="share of the documents kept for validation; of a document of more than 262,144 characters, of its end; 0: none [1]",
+    )
+    deduplicate: Literal["none", "documents"] = Field(
+        default="none", description="documents = leave out documents that equal an earlier one up to white space"
     )
     cache: str | None = Field(
         default=None,

@@ -1,27 +1,58 @@
-"""``data.tokenizer``: a byte-level BPE trained on the corpus, a ``tokenizer.json``, or that of a Hugging Face model."""
+"""``data.tokenizer``: a byte-level BPE trained on the corpus, a file, or the tokenizer of a Hugging Face model.
+
+Each becomes one ``tokenizer.json``, as ``encoder`` reads it. A model's is taken as ``transformers.AutoTokenizer`` reads it,
+vocabularies and SentencePiece models included.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import tokenizers
+from pydantic import Field
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from muletrain.config.cache import keep, kept
+from muletrain.config.section import Section
+from muletrain.data.encoder import Encoder, with_end
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
+VOCABULARIES = (
+    TOKENIZER,
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "tiktoken.model",
+    "tekken.json",
+)
+"""Files of which a folder needs one, to have a tokenizer."""
+_DECLARED = ("tokenizer_config.json", "config.json", "generation_config.json")
+_FILES = (*VOCABULARIES, *_DECLARED, "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_BYTES = 256
+"""Tokens with which a byte-level vocabulary starts."""
+_TRAINING_TEXT = 1 << 28
+"""Characters from which the merges are learnt; beyond this they hardly change."""
 
-# What published tokenizers call it, most specific first.
-_END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "<|endofdocument|>", "<eos>", "</s>", "[SEP]")
-_BYTES = 256  # tokens a byte-level vocabulary starts with
-_TRAINING_TEXT = 1 << 28  # characters the merges are learnt from; beyond this they hardly change
+
+class _Read(Section):
+    """A model's tokenizer as one ``tokenizer.json``."""
+
+    json_: str = Field(description="its content")
+    end: str | None = Field(description="the declared token that ends a document")
 
 
-def train_tokenizer(texts: Iterator[str], vocab: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """Byte-level BPE of at most ``vocab`` tokens with ``END_OF_TEXT`` as token 0; decoding is exact.
 
     Learns from the first 2^28 characters of ``texts``. A short text yields fewer tokens. Raises DataError when
@@ -43,32 +74,32 @@ def train_tokenizer(texts: Iterator[str], vocab: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_first(texts, _TRAINING_TEXT), trainer)
-    return _as_encoder(tokenizer)
+    return with_end(tokenizer, END_OF_TEXT)
 
 
-def load_tokenizer(name: str, vocab: int) -> Tokenizer:
-    """The tokenizer of a file, of a folder with a ``tokenizer.json``, or of a Hugging Face model.
+def load_tokenizer(name: str, vocab: int, end: str | None = None) -> bytes:
+    """The ``tokenizer.json`` of a file, of a model's folder, or of a Hugging Face model. ``end``: the token that ends a
+    document; default: the declared one.
 
-    Raises DataError when there is none, or when its tokens do not fit ``vocab``.
+    Raises DataError when there is none, when its tokens do not fit ``vocab``, or when none ends a document.
     """
-    path = os.path.expanduser(name)
-    if os.path.isdir(path):
-        path = os.path.join(path, "tokenizer.json")
-    if os.path.isfile(path):
-        tokenizer = _from_file(path)
-    elif path.endswith(".json"):
+    tokenizer, declared = read_tokenizer(name)
+    if end is not None and tokenizer.token_to_id(end) is None:
+        raise DataError(f"data.end_token: '{name}' has no token '{end}'; give one of {_special(tokenizer)}")
+    if (end := end or declared) is None:
         raise DataError(
-            f"data.tokenizer: no such file: '{path}'; give a tokenizer.json, a Hugging Face name, or 'train'"
+            f"data.tokenizer: '{name}' declares no token that ends a document (eos_token in tokenizer_config.json, "
+            f"eos_token_id in config.json), and documents would run together; set data.end_token to one of "
+            f"{_special(tokenizer)}"
         )
-    else:
-        tokenizer = _from_hub(name)
-    _check_fits(tokenizer, name, vocab)
-    return _as_encoder(tokenizer)
-
-
-def parse_tokenizer(json: bytes) -> Tokenizer:
-    """The tokenizer that ``TokenCache.tokenizer_json`` describes."""
-    return _as_encoder(Tokenizer.from_str(json.decode()))
+    kept_as_it_is = end == Encoder(tokenizer_json(tokenizer)).end_token and Path(name).is_file()
+    tokenizer = with_end(tokenizer, end)
+    if (needed := token_range(tokenizer)) > vocab:
+        raise DataError(
+            f"data.tokenizer: '{name}' has {needed} tokens, model.vocab = {vocab}; set model.vocab to at least {needed} "
+            f"(e.g. {-(-needed // 64) * 64})"
+        )
+    return Path(name).read_bytes() if kept_as_it_is else tokenizer_json(tokenizer)
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes:
@@ -76,76 +107,124 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Id of the token that ends a document; None when the tokenizer has none under a usual name."""
-    return next((found for name in _END_OF_TEXT_NAMES if (found := tokenizer.token_to_id(name)) is not None), None)
-
-
 def token_range(tokenizer: Tokenizer) -> int:
-    """One more than the largest id that a text may have: the smallest vocabulary a model needs (ids may have gaps). A text
-    never becomes a special token, so a model may have no row for one: Gemma 3's text models have none for an image's."""
-    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    ends = end_of_text(tokenizer)
-    ids = tokenizer.get_vocab(with_added_tokens=True).values()
-    return max((number for number in ids if number == ends or number not in special), default=-1) + 1
+    """One more than the largest id that a model needs (ids may have gaps): special tokens count only if documents begin or
+    end with them. Gemma 3's text models, for example, have no row for an image's."""
+    encoder = Encoder(tokenizer_json(tokenizer))
+    added = tokenizer.get_added_tokens_decoder()
+    special = {number for number, token in added.items() if token.special} - {*encoder.begin, *encoder.end}
+    return max({*tokenizer.get_vocab(with_added_tokens=True).values()} - special, default=-1) + 1
 
 
-def check_own(file: Path, vocab: int) -> None:
-    """Raises DataError if a model's own tokenizer cannot be read, or has more tokens than the model."""
-    if (needed := token_range(_from_file(str(file)))) > vocab:
+def check_own(folder: Path, vocab: int) -> None:
+    """Raises DataError if the tokenizer of a model's folder cannot be read, or has more tokens than the model."""
+    tokenizer, end = read_tokenizer(str(folder))
+    if (needed := token_range(tokenizer if end is None else with_end(tokenizer, end))) > vocab:
         raise DataError(
-            f"data.tokenizer: {file} has {needed} tokens, and its model {vocab}; give data.tokenizer=FILE of one that fits, or "
-            f"correct the model's folder"
+            f"data.tokenizer: {folder} has {needed} tokens, and its model {vocab}; give data.tokenizer=FILE of one that fits, "
+            f"or correct the model's folder"
         )
 
 
-def _from_file(path: str) -> Tokenizer:
+def read_tokenizer(name: str) -> tuple[Tokenizer, str | None]:
+    """A tokenizer, and the token that is declared to end a document. Raises DataError."""
+    path = Path(name).expanduser()
+    if path.name == TOKENIZER and any((path.parent / declared).is_file() for declared in _DECLARED):
+        path = path.parent
+    if path.is_dir():
+        return _of_folder(path)
+    if path.is_file():
+        return _of_file(path)
+    if path.suffix == ".json":
+        raise DataError(
+            f"data.tokenizer: no such file: '{path}'; give a tokenizer.json, a Hugging Face name, or 'train'"
+        )
+    return _of_model(name)
+
+
+def _of_file(path: Path) -> tuple[Tokenizer, str | None]:
+    """A file that says by itself what ends a document, or has the token that GPT-2 and our own tokenizers end it with."""
     try:
-        return Tokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(
             f"data.tokenizer: {path} is not a tokenizer.json: {error}; save one with tokenizers' Tokenizer.save"
         ) from error
+    end = Encoder(tokenizer_json(tokenizer)).end_token
+    return tokenizer, end or (END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
 
 
-def _from_hub(name: str) -> Tokenizer:
+def _of_folder(folder: Path) -> tuple[Tokenizer, str | None]:
+    """The tokenizer of a model, as ``transformers`` reads it, unless there is ``tokenizer.json`` alone. What was read once
+    is kept: ``transformers`` takes seconds to import."""
+    present = [name for name in _FILES if (folder / name).is_file()]
+    if not {*present} & {*VOCABULARIES}:
+        raise DataError(
+            f"data.tokenizer: {folder} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt), and "
+            f"a new one would not fit its weights; copy it from where the model came from, or set data.tokenizer"
+        )
+    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in present}
+    about = {"files": files, "versions": [_version("transformers"), tokenizers.__version__]}
+    if (found := kept("tokenizers", about, _Read)) is not None:
+        return Tokenizer.from_str(found.json_), found.end
+    if TOKENIZER in files and "tokenizer_config.json" not in files:
+        tokenizer, end = _of_file(folder / TOKENIZER)
+        end = _declared(folder, tokenizer) or end
+    else:
+        tokenizer, end = _of_model(str(folder))
+        end = end or _declared(folder, tokenizer)
+    keep("tokenizers", about, _Read(json_=tokenizer.to_str(), end=end))
+    return tokenizer, end
+
+
+def _of_model(name: str) -> tuple[Tokenizer, str | None]:
+    """The tokenizer that ``transformers`` reads from a folder or the Hub."""
     from transformers import AutoTokenizer  # takes seconds to import
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
+        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, errors of the hub and of HTTP
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        where = "" if os.path.isdir(name) else " from Hugging Face"
         raise DataError(
-            f"data.tokenizer: cannot load '{name}' from Hugging Face: {reason} Check name and connection, or download "
-            "its tokenizer.json and give that file"
+            f"data.tokenizer: cannot load '{name}'{where}: {reason} Check {'its files' if not where else 'name and connection'}, "
+            f"or give a tokenizer.json"
         ) from error
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(tokenizer, Tokenizer):
         raise DataError(
-            f"data.tokenizer: '{name}' has no tokenizer.json (no fast tokenizer); choose another, or 'train'"
+            f"data.tokenizer: '{name}' has no tokenizer.json, and none can be made of it ({type(loaded).__name__}); choose "
+            f"another, or 'train'"
         )
-    return tokenizer
+    end = getattr(loaded, "eos_token", None)
+    return tokenizer, end if end is not None and tokenizer.token_to_id(end) is not None else None
 
 
-def _check_fits(tokenizer: Tokenizer, name: str, vocab: int) -> None:
-    needed = token_range(tokenizer)
-    if needed > vocab:
-        raise DataError(
-            f"data.tokenizer: '{name}' has {needed} tokens, model.vocab = {vocab}; set model.vocab to at least {needed}"
-            f" (e.g. {-(-needed // 64) * 64})"
-        )
+def _declared(folder: Path, tokenizer: Tokenizer) -> str | None:
+    """The token that ``config.json`` or ``generation_config.json`` declares to end a text."""
+    for name in _DECLARED[1:]:
+        try:
+            ends: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        first = ends[0] if isinstance(ends, list) and ends else ends
+        if isinstance(first, int) and (token := tokenizer.id_to_token(first)) is not None:
+            return token
+    return None
 
 
-def _as_encoder(tokenizer: Tokenizer) -> Tokenizer:
-    # Published files often carry the truncation and padding of their model, which would silently drop text here; and a
-    # corpus that spells a special token means the characters, not the token.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    return tokenizer
+def _special(tokenizer: Tokenizer) -> str:
+    names = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return ", ".join(names[:8]) or "its tokens"
 
 
-def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def _first(texts: Iterable[str], characters: int) -> Iterator[str]:
     for text in texts:
         yield text
         characters -= len(text)

@@ -2,7 +2,7 @@
 
 A cache is a folder ``<data.cache>/tokens/<key>`` with ``train.bin``, ``heldout.bin`` (little-endian uint16, or uint32
 for larger vocabularies), ``tokenizer.json`` and ``meta.json``. The key follows from the sources' contents, the
-tokenizer and the options. A folder is built under another name and renamed when complete, so a cache that exists is
+tokenizer and every option that changes tokens. A folder is built under another name and renamed when complete, so a cache that exists is
 whole, however many processes build.
 """
 
@@ -21,27 +21,27 @@ import numpy as np
 import tokenizers
 
 from muletrain.config.cache import cache_folder
-from muletrain.data.corpus import Corpus, is_heldout
-from muletrain.data.tokenizer import (
-    end_of_text,
-    load_tokenizer,
-    parse_tokenizer,
-    token_range,
-    tokenizer_json,
-    train_tokenizer,
-)
+from muletrain.data.corpus import Corpus
+from muletrain.data.encoder import Documents, Encoder, windows
+from muletrain.data.split import Split, rule_for
+from muletrain.data.tokenizer import load_tokenizer, tokenizer_json, train_tokenizer
 from muletrain.errors import DataError
+from muletrain.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    import numpy.typing as npt
 
     from muletrain.config.model_sections import DataConfig
+    from muletrain.data.encoder import Window
+    from muletrain.data.split import Part
 
     Progress = Callable[[float], None]
 
 FORMAT = 2  # goes up when the same text would give other tokens or files
 
-_PIECE = 1 << 14  # characters encoded as one text: long enough to be quick, short enough to spread over threads
+_PIECE = 1 << 14  # characters from which a tokenizer learns at once
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
 _ATTEMPTS = 5  # to publish; a failure means that another process interfered, and none does so twice
 _TRAIN_SHARE = 0.3  # of the progress bar goes to training a tokenizer
@@ -66,6 +66,8 @@ class TokenStats:
     """Half surrogate pairs in the text, which no UTF-8 can hold: each became U+FFFD."""
     special: int
     """Special tokens that the text spells, and that are trained as such (``data.special_tokens``)."""
+    unknown: int
+    """Tokens that stand for text that the tokenizer does not know: that text is lost."""
     characters: int
     """Characters of both sides."""
     train_bytes: int
@@ -77,42 +79,51 @@ class TokenStats:
     heldout_tokens: int
     """Held-out tokens. 0: nothing is held out (``data.heldout = 0``)."""
 
+    def changes(self) -> list[str]:
+        """What was left out or changed of the user's text, one line each, with its number."""
+        lines = [
+            (self.empty, "{} without text left out", "document"),
+            (self.duplicates, "{} left out that equal an earlier one (data.deduplicate)", "document"),
+            (self.replaced, "{} replaced: half a surrogate pair is no text", "character"),
+            (self.unknown, "{} of text that the tokenizer does not know: it is lost", "token"),
+            (self.special, "{} in the text count as such (data.special_tokens)", "special token"),
+        ]
+        return [line.format(plural(count, noun)) for count, line, noun in lines if count]
+
 
 @dataclass(frozen=True)
 class TokenCache:
     """Tokens of both sides, and what they were made with.
 
     ``train`` and ``heldout`` are read-only maps of token ids; position is the index. ``digest`` identifies tokens and
-    tokenizer (hex SHA-256): two peers of one digest build the same microbatches. ``end_of_text`` closes each document;
-    None: no such token.
+    tokenizer (hex SHA-256): two peers of one digest build the same microbatches.
     """
 
     folder: Path
-    train: np.memmap[Any, np.dtype[Any]]
-    heldout: np.memmap[Any, np.dtype[Any]]
+    train: npt.NDArray[Any]
+    heldout: npt.NDArray[Any]
     tokenizer_json: bytes
     digest: str
-    vocab: int  # smallest model.vocab that holds every token id
-    end_of_text: int | None
     stats: TokenStats
 
     @classmethod
-    def build(cls, config: DataConfig, vocab: int, progress: Progress | None = None) -> TokenCache:
-        """The cache for ``config``: opened if intact, else made. ``progress`` gets the share done, 0 to 1.
+    def build(
+        cls, config: DataConfig, vocab: int, progress: Progress | None = None, *, measured: bool = False
+    ) -> TokenCache:
+        """The cache for ``config``: opened if intact, else made. ``vocab``: of the model. ``progress`` gets the share done,
+        0 to 1. ``measured``: all text is held out, to measure a model on it.
 
-        Raises DataError when the corpus or the tokenizer cannot be used, when one side is empty, or the folder cannot
-        be written.
+        Raises DataError when the corpus or the tokenizer cannot be used, when a side is empty that should not be, or the
+        folder cannot be written.
         """
-        corpus = Corpus(config)
-        tokenizer = None if config.tokenizer == "train" else load_tokenizer(config.tokenizer, vocab)
+        builder = _Builder(config, vocab, progress or _no_progress, measured=measured)
         parent = cache_folder(config) / "tokens"
-        folder = parent / _key(config, corpus, tokenizer, vocab)
+        folder = parent / builder.key()
         found = cls.open(folder)
         if found is None:
-            builder = _Builder(corpus, config.heldout, progress or _no_progress)
             try:
                 parent.mkdir(parents=True, exist_ok=True)
-                found = _build(builder, tokenizer, vocab, folder)
+                found = _build(builder, folder)
             except OSError as error:
                 raise DataError(
                     f"data.cache: cannot write {parent}: {error.strerror or error}; free space, or set data.cache to "
@@ -131,10 +142,9 @@ class TokenCache:
             if meta["format"] != FORMAT or _digest(folder) != meta["digest"]:
                 return None
             dtype = np.dtype(meta["dtype"])
-            train = np.memmap(folder / "train.bin", dtype=dtype, mode="r", shape=(stats.train_tokens,))
-            heldout = np.memmap(folder / "heldout.bin", dtype=dtype, mode="r", shape=(stats.heldout_tokens,))
-            text = (folder / "tokenizer.json").read_bytes()
-            return cls(folder, train, heldout, text, meta["digest"], int(meta["vocab"]), meta["end_of_text"], stats)
+            train = _tokens(folder / "train.bin", dtype, stats.train_tokens)
+            heldout = _tokens(folder / "heldout.bin", dtype, stats.heldout_tokens)
+            return cls(folder, train, heldout, (folder / "tokenizer.json").read_bytes(), meta["digest"], stats)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -150,80 +160,120 @@ class TokenCache:
 
     def decode(self, tokens: list[int]) -> str:
         """Text of token ids, special tokens included."""
-        return str(parse_tokenizer(self.tokenizer_json).decode(tokens, skip_special_tokens=False))
+        return Encoder(self.tokenizer_json).decode(tokens)
 
 
 class _Builder:
     """One build: trains a tokenizer if need be, then writes both sides in a single pass."""
 
-    def __init__(self, corpus: Corpus, share: float, progress: Progress) -> None:
-        self._corpus = corpus
-        self._share = share
-        self._progress = progress
+    def __init__(self, config: DataConfig, vocab: int, progress: Progress, *, measured: bool) -> None:
+        self._config, self._vocab, self._progress = config, vocab, progress
+        self._corpus = Corpus(config.path, config.field)
+        self._validation = None
+        if config.validation is not None and not measured:
+            try:
+                self._validation = Corpus(config.validation, config.field)
+            except DataError as error:
+                raise DataError(str(error).replace("data.path", "data.validation", 1)) from error
+        self._share = 1.0 if measured else 0.0 if config.validation is not None else config.heldout
+        self._unique = config.deduplicate == "documents"
+        self._tokenizer = None
+        if config.tokenizer != "train":
+            self._tokenizer = load_tokenizer(config.tokenizer, vocab, config.end_token)
 
-    def write(self, folder: Path, tokenizer: tokenizers.Tokenizer | None, vocab: int) -> None:
+    def key(self) -> str:
+        """The cache's name."""
+        made_with = f"train by tokenizers {tokenizers.__version__}"
+        if self._tokenizer is not None:
+            made_with = hashlib.sha256(self._tokenizer).hexdigest()
+        c = self._config
+        text = [self._corpus.digest(), self._validation and self._validation.digest(), c.field]
+        parts = [FORMAT, *text, repr(self._share), c.deduplicate, c.special_tokens, self._vocab, made_with]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+    def write(self, folder: Path) -> None:
         """Fill ``folder``, which exists and is empty."""
-        done = 0.0
-        if tokenizer is None:
-            tokenizer = train_tokenizer(self._training_text(_TRAIN_SHARE), vocab)
-            done = _TRAIN_SHARE
-        dtype = np.dtype("<u2" if token_range(tokenizer) <= 1 << 16 else "<u4")
-        (folder / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
-        with (
-            _Side(folder / "train.bin", tokenizer, dtype) as train,
-            _Side(folder / "heldout.bin", tokenizer, dtype) as heldout,
-        ):
-            for paragraph in self._corpus.paragraphs():
-                side = heldout if is_heldout(paragraph.text, self._share) else train
-                side.add(paragraph.document, paragraph.text)
-                self._progress(done + (1 - done) * self._corpus.fraction)
-        _check_sides(train, heldout, self._share, self._corpus.path)
+        rule = rule_for(self._corpus, self._share, unique=self._unique)
+        split = Split(self._corpus, self._validation, rule, unique=self._unique)
+        train, heldout = self._encoded(folder, split)
+        self._check(split, train, heldout)
         stats = TokenStats(
-            documents=train.documents,
-            heldout_documents=heldout.documents,
-            ends=0,
-            duplicates=self._corpus.duplicates,
-            empty=0,
-            replaced=0,
-            special=0,
+            documents=split.trained,
+            heldout_documents=split.heldout,
+            ends=split.ends,
+            duplicates=split.duplicates,
+            empty=split.empty,
+            replaced=split.replaced,
+            special=train.special + heldout.special,
+            unknown=train.unknown + heldout.unknown,
             characters=train.characters + heldout.characters,
             train_bytes=train.bytes,
             heldout_bytes=heldout.bytes,
             train_tokens=train.tokens,
             heldout_tokens=heldout.tokens,
         )
-        meta = {
-            "format": FORMAT,
-            "digest": _digest(folder),
-            "dtype": dtype.str,
-            "vocab": token_range(tokenizer),
-            "end_of_text": end_of_text(tokenizer),
-            "stats": asdict(stats),
-        }
+        meta = {"format": FORMAT, "digest": _digest(folder), "dtype": train.dtype.str, "stats": asdict(stats)}
         (folder / "meta.json").write_text(json.dumps(meta, indent=2))
 
-    def _training_text(self, share: float) -> Iterator[str]:
-        # (held-out text must not shape the vocabulary either)
-        for paragraph in self._corpus.paragraphs():
-            self._progress(share * self._corpus.fraction)
-            if not is_heldout(paragraph.text, self._share):
-                yield paragraph.text
+    def _encoded(self, folder: Path, split: Split) -> tuple[_Side, _Side]:
+        """Write the tokenizer and the tokens of both sides."""
+        own, done = self._tokenizer, 0.0
+        if own is None:
+            own, done = tokenizer_json(train_tokenizer(self._training_text(split), self._vocab)), _TRAIN_SHARE
+        (folder / "tokenizer.json").write_bytes(own)
+        encoder = Encoder(own, self._config.special_tokens)
+        with (
+            _Side(folder / "train.bin", encoder, self._vocab) as train,
+            _Side(folder / "heldout.bin", encoder, self._vocab) as heldout,
+        ):
+            for part in split.parts():
+                (heldout if part.heldout else train).add(part, self._counted(part.pieces, done, 1 - done))
+        return train, heldout
+
+    def _training_text(self, split: Split) -> Iterator[str]:
+        """Text in chunks; held-out text must not shape the vocabulary either."""
+        for part in split.parts():
+            held, size = list[str](), 0
+            for piece in () if part.heldout else self._counted(part.pieces, 0.0, _TRAIN_SHARE):
+                held.append(piece)
+                size += len(piece)
+                if size >= _PIECE:
+                    yield "".join(held)
+                    held, size = [], 0
+            yield "".join(held)
+
+    def _counted(self, pieces: Iterable[str], done: float, share: float) -> Iterator[str]:
+        for piece in pieces:
+            yield piece
+            self._progress(done + share * self._corpus.passed(len(piece)))
+
+    def _check(self, split: Split, train: _Side, heldout: _Side) -> None:
+        documents = split.trained + split.heldout
+        if not documents:
+            raise DataError(
+                f"data.path: the corpus '{self._corpus.path}' has no text; check the files, and data.field for rows"
+            )
+        if self._validation is not None and not heldout.characters:
+            raise DataError(f"data.validation: '{self._validation.path}' has no text; check the files, or leave it out")
+        if not train.characters and self._share < 1:
+            raise DataError(f"data.path: '{self._corpus.path}' has too little text to train on; add some")
+        if not heldout.characters and self._share:
+            raise DataError(
+                f"data.heldout: {documents} documents give nothing to hold out at a share of {self._share}; raise it, add "
+                f"text, give data.validation, or set it to 0"
+            )
 
 
 class _Side:
-    """Writer of one .bin file: paragraphs of a document are encoded together, end-of-text follows the last."""
+    """Writer of one .bin file: the tokens of one document after the other. Counts text and tokens."""
 
-    def __init__(self, path: Path, tokenizer: tokenizers.Tokenizer, dtype: np.dtype[Any]) -> None:
-        self.paragraphs = self.documents = self.characters = self.bytes = self.tokens = 0
+    def __init__(self, path: Path, encoder: Encoder, vocab: int) -> None:
+        self.characters = self.bytes = self.tokens = self.special = self.unknown = 0
+        self.dtype = np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
         self._file = path.open("wb")
-        self._tokenizer = tokenizer
-        self._end = end_of_text(tokenizer)
-        self._dtype = dtype
-        self._document: int | None = None
-        self._piece: list[str] = []
-        self._piece_size = 0
-        self._pieces: list[tuple[str, bool]] = []  # text, whether it ends a document
-        self._pieces_size = 0
+        self._encoder, self._documents, self._vocab = encoder, Documents(encoder), vocab
+        self._windows: list[tuple[Window, str]] = []
+        self._size = 0
 
     def __enter__(self) -> _Side:
         return self
@@ -231,49 +281,44 @@ class _Side:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         with self._file:
             if kind is None:
-                self._close_piece(ends=True)
                 self._flush()
 
-    def add(self, document: int, text: str) -> None:
-        """Append a paragraph; documents come in order."""
-        if document != self._document:
-            self._close_piece(ends=True)
-            self.documents += 1
-        elif self._piece_size + len(text) > _PIECE:
-            self._close_piece(ends=False)
-        self._document = document
-        self._piece.append(text)
-        self._piece_size += len(text)
-        self.paragraphs += 1
-        self.characters += len(text)
-        self.bytes += len(text.encode())
+    def add(self, part: Part, pieces: Iterable[str]) -> None:
+        """Append a document."""
+        for window in windows(self._measured(pieces)):
+            self._windows.append((window, part.place))
+            self._size += len(window.text)
+            if self._size >= _BATCH:
+                self._flush()
 
-    def _close_piece(self, *, ends: bool) -> None:
-        if not self._piece:
-            return
-        self._pieces.append(("".join(self._piece), ends))
-        self._pieces_size += self._piece_size
-        self._piece, self._piece_size = [], 0
-        if self._pieces_size >= _BATCH:
-            self._flush()
+    def _measured(self, pieces: Iterable[str]) -> Iterator[str]:
+        for piece in pieces:
+            self.characters += len(piece)
+            self.bytes += len(piece.encode())
+            yield piece
 
     def _flush(self) -> None:
-        texts = [text for text, _ in self._pieces]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for (_, ends), encoding in zip(self._pieces, encodings, strict=True):
-            ids = encoding.ids
-            if ends and self._end is not None:
-                ids.append(self._end)
-            self._file.write(np.asarray(ids, dtype=self._dtype).tobytes())
-            self.tokens += len(ids)
-        self._pieces, self._pieces_size = [], 0
+        ids = self._documents.tokens([window for window, _ in self._windows])
+        for (window, place), found in zip(self._windows, ids, strict=True):
+            wide = np.asarray(found, dtype=np.int64)
+            own = len(self._encoder.begin) * window.first + len(self._encoder.end) * window.last
+            self.special += int(np.isin(wide, self._encoder.special).sum()) - own
+            self.unknown += int((wide == self._encoder.unknown).sum())
+            if len(wide) and wide.max() >= self._vocab:
+                raise DataError(
+                    f"data.path: {place}: the text has the token '{self._encoder.tokenizer.id_to_token(int(wide.max()))}' "
+                    f'({wide.max()}), and the model only {self._vocab}; set data.special_tokens = "text", or raise model.vocab'
+                )
+            self._file.write(wide.astype(self.dtype).tobytes())
+            self.tokens += len(found)
+        self._windows, self._size = [], 0
 
 
-def _build(builder: _Builder, tokenizer: tokenizers.Tokenizer | None, vocab: int, folder: Path) -> TokenCache:
+def _build(builder: _Builder, folder: Path) -> TokenCache:
     for _ in range(_ATTEMPTS):
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
         try:
-            builder.write(work, tokenizer, vocab)
+            builder.write(work)
             _publish(work, folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -310,29 +355,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(grave, ignore_errors=True)
 
 
-def _check_sides(train: _Side, heldout: _Side, share: float, path: str) -> None:
-    total = train.paragraphs + heldout.paragraphs
-    if not total:
-        raise DataError(
-            f"data.path: the corpus '{path}' has no text; check the files, and data.field for .jsonl and .parquet"
-        )
-    if not heldout.tokens or not train.tokens:
-        side, change = ("held out", "raise") if not heldout.tokens else ("left for training", "lower")
-        raise DataError(
-            f"data.heldout: none of {total} paragraphs is {side} at a share of {share}; {change} it, or add text "
-            "(blank lines separate paragraphs)"
-        )
-
-
-def _key(config: DataConfig, corpus: Corpus, tokenizer: tokenizers.Tokenizer | None, vocab: int) -> str:
-    if tokenizer is None:
-        made_with = f"train {vocab} by tokenizers {tokenizers.__version__}"
-    else:
-        made_with = hashlib.sha256(tokenizer_json(tokenizer)).hexdigest()
-    parts = [FORMAT, corpus.digest(), config.field, repr(config.heldout), made_with]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
 def digest_of(parts: Sequence[bytes]) -> bytes:
     """``TokenCache.digest`` of the SHA-256 of ``train.bin``, ``heldout.bin`` and ``tokenizer.json``."""
     return hashlib.sha256(b"".join(parts)).digest()
@@ -344,6 +366,10 @@ def _digest(folder: Path) -> str:
         with (folder / name).open("rb") as file:
             parts.append(hashlib.file_digest(file, "sha256").digest())
     return digest_of(parts).hex()
+
+
+def _tokens(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
 def _no_progress(_share: float) -> None:

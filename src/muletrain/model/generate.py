@@ -17,16 +17,12 @@ IGNORE = -100
 """Target that the loss ignores."""
 
 
-class Encoding(Protocol):
-    ids: list[int]
+class TextEncoder(Protocol):
+    """The part of ``data.encoder.Encoder`` that generation uses."""
 
+    def prompt(self, text: str) -> list[int]: ...
 
-class TextTokenizer(Protocol):
-    """The part of ``tokenizers.Tokenizer`` that generation uses."""
-
-    def encode(self, text: str) -> Encoding: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def continuation(self, prompt: list[int], ids: list[int]) -> str: ...
 
 
 @torch.no_grad()
@@ -51,7 +47,7 @@ def evaluate(model: StageModule, batches: Iterable[tuple[Tensor, Tensor]]) -> fl
 
 def generate(
     model: StageModule,
-    tokenizer: TextTokenizer,
+    encoder: TextEncoder,
     prompt: str,
     *,
     max_tokens: int = 100,
@@ -65,14 +61,14 @@ def generate(
 
     Raises ValueError when the prompt has no tokens.
     """
-    ids = tokenizer.encode(prompt).ids
+    ids = encoder.prompt(prompt)
     stream = generate_ids(model, ids, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
     out = []
     for token in stream:
         if token in stops:
             break
         out.append(token)
-    return tokenizer.decode(out)
+    return encoder.continuation(ids, out)
 
 
 @torch.no_grad()

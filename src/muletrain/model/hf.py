@@ -8,14 +8,15 @@ Parameter names are the same on both sides, so nothing is renamed.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from muletrain.errors import CheckpointError, ConfigError
+from muletrain.data.encoder import Encoder, without_end
+from muletrain.data.tokenizer import read_tokenizer
+from muletrain.errors import CheckpointError, ConfigError, DataError
 from muletrain.model.finite import NAMES
 from muletrain.model.hf_files import (
     CONFIG,
@@ -70,7 +71,7 @@ def export_hf(
     tensors, remark = cast(_complete(state, spec), dtype)
     with new_folder(out):
         config = _config(spec, _token_id(tokenizer_json, end_of_text))
-        if source is not None and _same_tokenizer(source / TOKENIZER, tokenizer_json):
+        if source is not None and _same_tokenizer(source, tokenizer_json):
             kept = read_json(source / CONFIG)
             for name in (TOKENIZER, *TEXT_FILES):
                 if (source / name).is_file():
@@ -86,6 +87,7 @@ def export_hf(
         generation = {"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}
         if source is not None and "eos_token_id" in kept and (source / GENERATION).is_file():
             generation = read_json(source / GENERATION)
+        generation["eos_token_id"] = _with(generation.get("eos_token_id"), _token_id(tokenizer_json, end_of_text))
         write_json(out / GENERATION, generation)
         write_weights(out, tensors, shard_bytes)
     return remark
@@ -159,15 +161,22 @@ def _llama_config(spec: ModelSpec, end_id: int | None) -> dict[str, Any]:
     }
 
 
-def _same_tokenizer(file: Path, tokenizer_json: bytes | None) -> bool:
-    """Have both the same tokens? The checkpoint's was written again, by another version perhaps."""
-    if tokenizer_json is None or not file.is_file():
+def _same_tokenizer(source: Path, tokenizer_json: bytes | None) -> bool:
+    """Has ``source`` the checkpoint's tokens? The checkpoint's tokenizer was written again, by another version perhaps."""
+    if tokenizer_json is None:
         return False
     try:
-        ours, theirs = Tokenizer.from_str(tokenizer_json.decode()), Tokenizer.from_file(str(file))
-    except Exception as e:  # the Rust side raises plain Exception
-        raise CheckpointError(f"{file} cannot be read: {e}") from e
+        theirs, _ = read_tokenizer(str(source))
+    except DataError:  # it has none
+        return False
+    ours = Tokenizer.from_str(tokenizer_json.decode())
     return ours.get_vocab(with_added_tokens=True) == theirs.get_vocab(with_added_tokens=True)
+
+
+def _with(ends: object, end: int | None) -> object:
+    """``eos_token_id`` of generation settings, ``end`` included."""
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return ends if end is None or end in known else [*known, end] if known else end
 
 
 def _without_tokens(config: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +187,11 @@ def _without_tokens(config: dict[str, Any]) -> dict[str, Any]:
 def _write_tokenizer(out: Path, spec: Model, tokenizer_json: bytes | None, end_of_text: str | None) -> None:
     if tokenizer_json is None:
         return
-    (out / TOKENIZER).write_bytes(tokenizer_json)
+    (out / TOKENIZER).write_bytes(without_end(tokenizer_json))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.context,
+        "bos_token": Encoder(tokenizer_json).begin_token,
         "eos_token": end_of_text,
         "clean_up_tokenization_spaces": False,
     }
@@ -191,8 +201,7 @@ def _write_tokenizer(out: Path, spec: Model, tokenizer_json: bytes | None, end_o
 def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
     if tokenizer_json is None or token is None:
         return None
-    added = json.loads(tokenizer_json).get("added_tokens", [])
-    return next((int(entry["id"]) for entry in added if entry["content"] == token), None)
+    return Encoder(tokenizer_json).tokenizer.token_to_id(token)
 
 
 # In -----------------------------------------------------------------------------------------------------------------

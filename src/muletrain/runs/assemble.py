@@ -350,21 +350,23 @@ def resolve_start(config: RunConfig, *, weights: bool = True) -> RunConfig:
     given = config.model.model_dump(include=config.model.model_fields_set - {"from_"}, exclude_none=True)
     changes, data = {name: given[name] for name in ("context", "dropout", "untie") if name in given}, config.data
 
+    def is_own(folder: Path) -> bool:
+        own = folder.resolve()
+        return data.factory is None and data.tokenizer in ("train", str(own), str(own / TOKENIZER))
+
     def check(folder: Path) -> None:
-        vocab, tokenizer = check_config(folder, **changes), folder / TOKENIZER
-        if data.tokenizer in ("train", str(tokenizer.resolve())) and tokenizer.is_file():
-            check_own(tokenizer, vocab)
+        vocab = check_config(folder, **changes)
+        if is_own(folder) and (folder / TOKENIZER).is_file():
+            check_own(folder, vocab)
 
     try:
         folder = local_folder(config.model.from_, check, weights=weights)
         sizes = _sizes_in(folder, given, weights=weights)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
-    tokenizer = folder.resolve() / TOKENIZER
-    if data.tokenizer == "train" and tokenizer.is_file():
-        data = data.model_copy(update={"tokenizer": str(tokenizer)})
-    if data.tokenizer == str(tokenizer):
-        check_own(tokenizer, sizes["vocab"])
+    if is_own(folder) and weights:
+        check_own(folder, sizes["vocab"])
+        data = data.model_copy(update={"tokenizer": str(folder.resolve())})
         sizes["stops"] = stops_in(folder)
     _check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})

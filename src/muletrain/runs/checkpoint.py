@@ -14,11 +14,11 @@ import safetensors
 import safetensors.torch
 
 from muletrain.config.schema import Precision, RunConfig
+from muletrain.data.encoder import Encoder
 from muletrain.data.samples import open_data
-from muletrain.data.tokenizer import end_of_text, parse_tokenizer
+from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError, MuletrainError
 from muletrain.model.finite import finite
-from muletrain.model.hf import stops_in
 from muletrain.model.hf_writing import cast, new_folder
 from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
@@ -42,7 +42,18 @@ MAY_CHANGE = {
     "model": {"from", "stops"},  # a folder may move; sizes and chain stay
     "train": {"steps", "time_limit", "validate_every", "validate_tokens"},
     "optimizer": {"state_device"},
-    "data": {"path", "cache", "tokenizer"},  # its content must have the checkpoint's digest
+    # its content must have the checkpoint's digest
+    "data": {
+        "path",
+        "validation",
+        "field",
+        "cache",
+        "tokenizer",
+        "special_tokens",
+        "end_token",
+        "heldout",
+        "deduplicate",
+    },
     "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
     "pipeline": None,
     "hub": None,
@@ -212,21 +223,14 @@ class Checkpoint:
         raise CheckpointError(f"{self.folder}: its manifest names no tokenizer.json; use another checkpoint of the run")
 
     @property
-    def end_of_text(self) -> str | None:
-        """The tokenizer's token that ends a document, if it has one."""
-        tokenizer = parse_tokenizer(self.tokenizer_json)
-        known = end_of_text(tokenizer)
-        return None if known is None else tokenizer.id_to_token(known)
+    def encoder(self) -> Encoder:
+        """Text to tokens and back, as in training. Raises CheckpointError."""
+        return Encoder(self.tokenizer_json, self.config.data.special_tokens)
 
     @property
     def stops(self) -> set[int]:
-        """Tokens that end a text: the tokenizer's own, and those of ``model.from``, if its tokenizer is the run's. The
-        folder is only asked for what an older version did not keep."""
-        known, model = end_of_text(parse_tokenizer(self.tokenizer_json)), self.config.model
-        stops, folder = model.stops, Path(model.from_ or "")
-        if stops is None and model.from_ and self.config.data.tokenizer == str(folder / "tokenizer.json"):
-            stops = stops_in(folder)
-        return {*(stops or ()), *(() if known is None else (known,))}
+        """Tokens that end a text: the one that ends documents, and those of ``model.from``, if its tokenizer is the run's."""
+        return {*(self.config.model.stops or ()), *self.encoder.end}
 
     def source(self, moved_to: Path | None) -> Path | None:
         """The Hugging Face folder that the run started from, if any. Raises CheckpointError when it is gone."""
@@ -241,16 +245,21 @@ class Checkpoint:
         return folder
 
     def corpus(self, path: str | None = None) -> Data:
-        """The run's tokens or samples, or the tokens of another ``data.path`` by the run's tokenizer. Raises DataError
-        when there is no such text."""
+        """The run's tokens or samples. With another ``path``: the run's text, if it moved there, or else other text, of which
+        all tokens are held out. Raises DataError when there is no such text."""
         data, own = self.config.data, str(self.folder / "tokenizer.json")
         if path is not None and data.factory is not None:
             raise DataError(f"data.path: the run trains on samples of data.factory = '{data.factory}', not on text")
-        if path is not None:
-            data = data.model_copy(update={"path": path, "tokenizer": own})
-        elif data.tokenizer != "train":  # where it came from may be gone
-            data = data.model_copy(update={"tokenizer": own})
-        return open_data(data, self.spec)
+        if path is None:
+            if data.tokenizer != "train":  # where it came from may be gone
+                data = data.model_copy(update={"tokenizer": own})
+            return open_data(data, self.spec)
+        data = data.model_copy(update={"path": path, "tokenizer": own, "validation": None})
+        if self.config.data.validation is None:
+            moved = TokenCache.build(data, self.spec.vocab)
+            if moved.digest == self.manifest.get("data"):
+                return moved
+        return TokenCache.build(data, self.spec.vocab, measured=True)
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, in fp32. Raises CheckpointError when a part is missing or not what the manifest says."""

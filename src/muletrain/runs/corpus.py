@@ -77,7 +77,8 @@ def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data
         with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
             file = Path(folder) / "tokenizer.json"
             file.write_bytes(tokenizer)
-            own = {"path": where, "tokenizer": str(file), "cache": None}  # ours, not the founder's paths
+            own = {"path": where, "tokenizer": str(file), "cache": None}  # ours, not the founder's paths (but the
+            # validation's, which must be here under the same name)
             data = data.model_copy(update=own)
             cache = TokenCache.build(data, facts.spec.vocab)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import tokenizers
 import torch
 
 from muletrain.compute.probe import free_memory
@@ -94,6 +93,8 @@ def loss_before(checkpoint: Checkpoint, cache: TokenCache, tokens: int = HELDOUT
 
 
 def _heldout(checkpoint: Checkpoint, cache: TokenCache, tokens: int) -> TokenArray:
+    if len(cache.heldout) < 2:
+        raise DataError("data.heldout: the run holds no text out; give text to measure by 'muletrain eval --data PATH'")
     if cache.tokenizer_json != checkpoint.tokenizer_json:
         raise DataError(
             "data.path: this corpus has another tokenizer than the checkpoint; evaluate on the run's own data"
@@ -145,8 +146,7 @@ def perplexity(loss: float) -> float:
 
 def write(checkpoint: Checkpoint, model: StageModule, prompt: str, **options: float) -> str:
     """Return ``prompt`` with the continuation of ``model``, which ``Checkpoint.writer`` loads."""
-    tokenizer = tokenizers.Tokenizer.from_str(checkpoint.tokenizer_json.decode())
-    return prompt + generate(model, tokenizer, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
+    return prompt + generate(model, checkpoint.encoder, prompt, stops=checkpoint.stops, **options)  # type: ignore[arg-type]
 
 
 def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:

@@ -135,7 +135,7 @@ class Limits:
 def _own_data(path: str) -> str:
     """``--data`` for any working directory. Raises DataError if there is no such corpus."""
     try:
-        Corpus(DataConfig(path=absolute(path)))
+        Corpus(absolute(path), DataConfig().field)
     except DataError as e:
         raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
     return absolute(path)

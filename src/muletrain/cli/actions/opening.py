@@ -83,6 +83,7 @@ def anchored(config: RunConfig) -> RunConfig:
     """``config`` with absolute paths, so that a run can be resumed and evaluated from any working directory."""
     model, data, profile = config.model, config.data, config.fleet.profile
     own: dict[str, str | None] = {"path": absolute(data.path), "cache": data.cache and _absolute(data.cache)}
+    own["validation"] = data.validation and absolute(data.validation)
     if os.path.exists(os.path.expanduser(data.tokenizer)):  # else a Hugging Face name
         own["tokenizer"] = _absolute(data.tokenizer)
     sections: dict[str, Section] = {"data": data.model_copy(update=own)}

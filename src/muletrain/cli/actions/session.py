@@ -331,7 +331,7 @@ class Session:
             self.say(f"the model was not evaluated: {e}")
         return None, []
 
-    def _quality(self, log: EventLog) -> tuple[Quality, list[str]]:
+    def _quality(self, log: EventLog) -> tuple[Quality | None, list[str]]:
         import torch
 
         from muletrain.data.tokens import TokenCache
@@ -343,6 +343,9 @@ class Session:
         checkpoint = Checkpoint.open(self.checkpoint)
         check_memory(checkpoint.spec)
         cache = checkpoint.corpus()
+        if isinstance(cache, TokenCache) and not len(cache.heldout):
+            log.note("no text is held out (data.heldout = 0): the model was not measured", "info")
+            return None, samples(checkpoint, checkpoint.model())
         tokens, before = report_tokens(checkpoint.spec), None
         try:  # first: both models need not be in memory at once
             before = loss_before(checkpoint, cache, tokens) if isinstance(cache, TokenCache) else None

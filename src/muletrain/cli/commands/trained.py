@@ -123,7 +123,7 @@ def export(
             checkpoint.spec,
             checkpoint.tokenizer_json,
             hf,
-            end_of_text=checkpoint.end_of_text,
+            end_of_text=checkpoint.encoder.end_token,
             source=checkpoint.source(source),
             dtype=dtype,
         )

@@ -1,0 +1,282 @@
+"""Documents of one file: text is one document, and a row of .jsonl, .json, .csv, .tsv or .parquet is one.
+
+A document is text that is trained exactly as it is. Rows stream, so a file may be larger than memory; a row may not.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from muletrain.data.lines import check_text, file_lines, reading, whole_lines
+from muletrain.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+LINE = 4096
+"""Bytes of a line of text after which it is cut into pieces; bounds memory."""
+ROW = 1 << 26
+"""Most characters of a row."""
+_CHUNK = 1 << 16
+"""Characters of a JSON list that are read at once."""
+_DECODE = json.JSONDecoder().raw_decode
+_PARQUET_ROWS = 1024
+"""Rows decoded at once; bounds memory inside a row group."""
+_CHAT = ("messages", "conversations", "conversation", "prompt", "completion", "instruction", "chosen", "rejected")
+"""Columns of conversations, which are no plain text."""
+
+
+class Document(NamedTuple):
+    """A text. ``place``: file and line, for messages; ``pieces`` gives the text from its beginning at each call;
+    ``replaced``: half surrogate pairs, which UTF-8 cannot hold, that became U+FFFD."""
+
+    place: str
+    pieces: Callable[[], Iterable[str]]
+    replaced: int = 0
+
+
+class FileSource:
+    """One file. ``documents`` raises DataError with the line that cannot be read."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.path = path
+        self.field = field
+        self.size = path.stat().st_size
+        """Bytes of the file."""
+
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of the content."""
+        with reading(self.path), self.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def documents(self) -> Iterator[Document]:
+        """The documents in order."""
+        check_text(self.path)
+        for place, row in self._rows():
+            yield row_document(row, self.field, place)
+
+    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Place and columns of each row."""
+        raise NotImplementedError
+
+
+class TextFile(FileSource):
+    """UTF-8 text (or .gz of it): one document."""
+
+    def documents(self) -> Iterator[Document]:
+        check_text(self.path)
+        yield Document(str(self.path), partial(file_lines, self.path, LINE))
+
+
+class JsonlFile(FileSource):
+    """One JSON object per line (or .gz of it)."""
+
+    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, line in enumerate(whole_lines(self.path), start=1):
+            if line.strip():
+                place = f"{self.path}:{number}"
+                yield place, _object(_parsed(line, place), place)
+
+
+class JsonFile(JsonlFile):
+    """A list of JSON objects, or one object per line (or .gz of it)."""
+
+    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        first = next((line for line in file_lines(self.path, ROW) if line.strip()), "")
+        if first.lstrip().startswith("["):
+            yield from _Listed(self.path).rows()
+            return
+        try:
+            row = json.loads(first or "{}")
+            lists = [name for name, value in row.items() if isinstance(value, list)] if isinstance(row, dict) else []
+            wrapped = self.field not in row and lists and lists[0] not in _CHAT
+        except (ValueError, RecursionError):
+            lists, wrapped = ["data"], True
+        if wrapped:
+            raise DataError(
+                f"data.path: {self.path}: neither a list of JSON objects nor one object per line; write its rows as one of "
+                f"these, e.g. by `jq -c '.{lists[0]}[]' {self.path.name} > rows.jsonl`"
+            )
+        yield from super()._rows()
+
+
+class CsvFile(FileSource):
+    """Rows of .csv (commas) or .tsv (tabulators), or .gz of it. The first row has the names of the columns."""
+
+    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        comma = "\t" if ".tsv" in self.path.name.lower() else ","
+        csv.field_size_limit(ROW)
+        table, line = csv.reader(whole_lines(self.path), delimiter=comma, strict=True), 1
+        names: list[str] | None = None
+        while True:
+            place = f"{self.path}:{line}"
+            try:
+                cells = next(table, None)
+            except csv.Error as error:
+                raise DataError(f"data.path: {place}: this row cannot be read: {error}; correct its quotes") from error
+            line = table.line_num + 1
+            if cells is None:
+                return
+            if names is None:
+                names = [name.strip() for name in cells]
+                if self.field not in names:
+                    raise no_field(self.field, place, names)
+            elif len(cells) == len(names):
+                yield place, dict(zip(names, cells, strict=True))
+            elif cells:  # no blank line
+                raise DataError(
+                    f"data.path: {place}: a row of {len(cells)} cells below {len(names)} columns; put text with "
+                    f"{'tabulators' if comma != ',' else 'commas'} in quotes"
+                )
+
+
+class ParquetFile(FileSource):
+    """Column ``field`` of a Parquet file, read row group by row group."""
+
+    def documents(self) -> Iterator[Document]:
+        import pyarrow.parquet as parquet  # slow to import
+
+        number = 0
+        with reading(self.path), parquet.ParquetFile(self.path) as file:
+            names = [str(name) for name in file.schema_arrow.names]
+            if self.field not in names:
+                raise no_field(self.field, str(self.path), names)
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[self.field]):
+                for value in batch.column(0).to_pylist():
+                    yield row_document({self.field: value}, self.field, f"{self.path}: row {number}")
+                    number += 1
+
+
+_KINDS: dict[str, type[FileSource]] = {
+    ".jsonl": JsonlFile,
+    ".ndjson": JsonlFile,
+    ".json": JsonFile,
+    ".csv": CsvFile,
+    ".tsv": CsvFile,
+    ".parquet": ParquetFile,
+}
+"""Other suffixes are text."""
+
+
+def open_file(path: Path, field: str) -> FileSource:
+    """The source of the documents in ``path``, by its suffix. Raises DataError."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
+    try:
+        return _KINDS.get(suffix, TextFile)(path, field)
+    except OSError as error:
+        raise DataError(f"data.path: cannot read {path}: {error.strerror}") from error
+
+
+def row_document(row: dict[str, Any], field: str, place: str) -> Document:
+    """Column ``field`` of a row; an empty cell is an empty text. Raises DataError if it is no text."""
+    if field not in row:
+        raise no_field(field, place, list(row))
+    text = "" if row[field] is None else row[field]
+    if not isinstance(text, str):
+        raise DataError(
+            f"data.path: {place}: '{field}' is {type(text).__name__}, not text; set data.field to a column of text"
+        )
+    # JSON may spell half a surrogate pair; two halves make a character
+    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return Document(place, partial(once, whole), whole.count("\ufffd") - text.count("\ufffd"))
+
+
+def no_field(field: str, place: str, available: list[str]) -> DataError:
+    """The error for a row or table without column ``field``."""
+    if chat := [name for name in available if name in _CHAT]:
+        return DataError(
+            f"data.path: {place}: no '{field}', but '{chat[0]}': conversations are not trained as they are; write each as "
+            f"one text with its special tokens into a column '{field}' (`tokenizer.apply_chat_template`), or set data.field"
+        )
+    return DataError(f"data.path: {place}: no '{field}'; set data.field to one of: {', '.join(available) or '(none)'}")
+
+
+class _Listed:
+    """Objects of a JSON list, parsed one by one from pieces of its text."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pieces = file_lines(path, LINE)
+        self._held = ""
+        self._at = self._counted = 0
+        """Characters of ``_held`` that are parsed, and of these the ones whose line ends count in ``_line``."""
+        self._line, self._row = 1, 0
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Place and columns of each object. Raises DataError."""
+        mark, self._at = self._next(), self._at + 1
+        if self._next() == "]":
+            mark, self._at = "]", self._at + 1
+        while mark != "]":
+            self._next()
+            self._row += 1
+            place = self._place()
+            yield place, _object(self._value(), place)
+            mark, self._at = self._next(), self._at + 1
+            if mark not in {",", "]"}:
+                raise self._broken("expecting ',' or ']'" if mark else "the list does not end")
+        if self._next():
+            raise self._broken("text after the end of the list")
+
+    def _value(self) -> object:
+        while True:
+            try:
+                value, self._at = _DECODE(self._held, self._at)
+            except (ValueError, RecursionError) as error:  # perhaps its end has not been read
+                if len(self._held) - self._at > ROW or not self._more():
+                    raise self._broken(error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from None
+            else:
+                return value
+
+    def _next(self) -> str:
+        """The next character that is not white space, or nothing at the end."""
+        while True:
+            while self._at < len(self._held) and self._held[self._at].isspace():
+                self._at += 1
+            if self._at < len(self._held):
+                return self._held[self._at]
+            if not self._more():
+                return ""
+
+    def _more(self) -> bool:
+        """Read as much again as is held of the current row, or a chunk. False at the end of the file."""
+        self._place()
+        self._held, self._at, self._counted = self._held[self._at :], 0, 0
+        wanted, new = max(_CHUNK, len(self._held)), [self._held]
+        while wanted > 0 and (piece := next(self._pieces, "")):
+            new.append(piece)
+            wanted -= len(piece)
+        self._held = "".join(new)
+        return len(new) > 1
+
+    def _place(self) -> str:
+        self._line += self._held.count("\n", self._counted, self._at)
+        self._counted = self._at
+        return f"{self._path}:{self._line}: row {self._row}"
+
+    def _broken(self, reason: str) -> DataError:
+        return DataError(f"data.path: {self._place()}: not JSON: {reason}; correct the file")
+
+
+def _parsed(line: str, place: str) -> object:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # (ten thousand brackets)
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"data.path: {place}: not JSON: {reason}; give one object per line") from error
+
+
+def _object(value: object, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"data.path: {place}: a JSON {type(value).__name__}, not an object; a row is an object")
+    return value
+
+
+def once(text: str) -> Iterable[str]:
+    """The pieces of a text that is in memory."""
+    return (text,)

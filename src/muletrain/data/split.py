@@ -1,0 +1,146 @@
+"""Which text is held out: whole documents, or other files.
+
+The hash of a document decides, so that adding files moves no document between the sides, and equal documents are on one
+side. In a small corpus this may hold out nothing, or most of the text. Then a document that is more than the held-out share of
+all text gives its end, and more documents follow in the order of their hashes until enough is held out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from muletrain.data.corpus import Corpus
+    from muletrain.data.files import Document
+
+FEW = 1 << 16
+"""Documents up to which a corpus counts as small: in a larger one, hashes hold out about the share that is wanted."""
+_HASHES = 1 << 64
+
+
+class Rule(NamedTuple):
+    """Documents are held out whose hash is ``below``, and the ends of documents of more than ``longest`` characters: the
+    ``share`` of each."""
+
+    below: int
+    longest: float
+    share: float
+
+
+def rule_for(corpus: Corpus, share: float, *, unique: bool) -> Rule:
+    """The rule that holds out about ``share`` of the corpus. Reads at most ``FEW`` documents. Raises DataError."""
+    below, documents = int(share * _HASHES), list[tuple[int, int]]()
+    for document in corpus.documents() if 0 < share < 1 else ():
+        digest, length = _weighed(document)
+        documents.append((digest >> 64, length))
+        if len(documents) > FEW:
+            return Rule(below, math.inf, share)
+    documents = sorted({*documents} if unique else documents)
+    wanted = share * sum(length for _, length in documents)
+    if wanted / 2 <= sum(length for first, length in documents if first < below) <= wanted * 2:
+        return Rule(below, math.inf, share)
+    held = sum(length * share for _, length in documents if length > wanted)
+    for first, length in documents:
+        if first >= below and held >= wanted / 2:
+            break
+        if length <= wanted:
+            below, held = max(below, first + 1), held + length
+    return Rule(below, wanted, share)
+
+
+class Part(NamedTuple):
+    """A text of one side. Read ``pieces`` before the next part is asked for. ``place``: for messages."""
+
+    heldout: bool
+    pieces: Iterable[str]
+    place: str
+
+
+class Split:
+    """One pass over the documents of ``corpus``, which ``rule`` divides, then of ``validation``, which is held out as a whole.
+
+    ``unique``: documents that equal an earlier one up to white space are left out. Counts are of the current pass."""
+
+    def __init__(self, corpus: Corpus, validation: Corpus | None, rule: Rule, *, unique: bool) -> None:
+        self._corpus, self._validation, self._rule, self._unique = corpus, validation, rule, unique
+        self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = 0
+        """Documents that are trained, held out whole, held out by their end, and left out as duplicates or for lack of text;
+        characters that were replaced."""
+
+    def parts(self) -> Iterator[Part]:
+        """All text in order. Raises DataError."""
+        self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = 0
+        seen: set[int] = set()
+        for document in self._corpus.documents():
+            digest, length = _weighed(document)
+            if not length:
+                self.empty += 1
+            elif digest in seen:
+                self.duplicates += 1
+            else:
+                self.replaced += document.replaced
+                yield from self._divided(document, digest >> 64, length)
+            if self._unique:
+                seen.add(digest)
+        for document in () if self._validation is None else self._validation.documents():
+            _, length = _weighed(document)
+            self.empty += not length
+            if length:
+                self.heldout += 1
+                self.replaced += document.replaced
+                yield Part(True, document.pieces(), document.place)
+
+    def _divided(self, document: Document, first: int, length: int) -> Iterator[Part]:
+        """The parts of a document, of whose hash ``first`` is the first half."""
+        heldout = length <= self._rule.longest and first < self._rule.below
+        self.heldout += heldout
+        self.trained += not heldout
+        if length <= self._rule.longest:
+            yield Part(heldout, document.pieces(), document.place)
+            return
+        cut = _cut(document.pieces(), int(length * (1 - self._rule.share)), length)
+        self.ends += 1
+        yield Part(False, _between(document.pieces(), 0, cut), document.place)
+        yield Part(True, _between(document.pieces(), cut, length), document.place)
+
+
+def _weighed(document: Document) -> tuple[int, int]:
+    """Hash of a document without its white space, and its characters, or none if it is all white space."""
+    digest, length, empty = hashlib.blake2b(digest_size=16), 0, True
+    for piece in document.pieces():
+        dense = "".join(piece.split())
+        empty = empty and not dense
+        digest.update(dense.encode())
+        length += len(piece)
+    return int.from_bytes(digest.digest(), "big"), 0 if empty else length
+
+
+def _cut(pieces: Iterable[str], nominal: int, length: int) -> int:
+    """The character near ``nominal`` at which the end of a document of ``length`` characters begins: of the piece there
+    the next line, or else the next word."""
+    first = 0
+    for piece in pieces:
+        if first + len(piece) > nominal:
+            for pattern in (r"\n", r"\s"):
+                found = re.compile(pattern).search(piece, nominal - first)
+                if found and first + found.end() < length:
+                    return first + found.end()
+            return nominal
+        first += len(piece)
+    return nominal
+
+
+def _between(pieces: Iterable[str], begin: int, end: int) -> Iterator[str]:
+    """The characters from ``begin`` to ``end``."""
+    first = 0
+    for piece in pieces:
+        if first >= end:
+            return
+        if part := piece[max(0, begin - first) : end - first]:
+            yield part
+        first += len(piece)
