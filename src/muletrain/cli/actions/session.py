@@ -359,7 +359,8 @@ class Session:
     def exit(self) -> None:
         """Raises SystemExit, unless the run's steps are done: with 128 + the signal that asked for the end, or UNFINISHED
         where none did (train.time_limit, 'muletrain stop')."""
-        if not 0 < self.view.steps <= self.view.step:
+        finished = self.view.finished  # events of single steps may be lost, on a full disk
+        if not 0 < self.view.steps <= max(self.view.step, finished.steps if finished else 0):
             raise SystemExit(BY_SIGNAL + self.asked.number if self.asked.number else UNFINISHED)
 
     def close(self) -> None:
