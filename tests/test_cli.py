@@ -124,6 +124,9 @@ def test_model_from_continues_at_the_same_loss(trained: tuple[Path, str], tmp_pa
     out = muletrain("run", "--json", "--set", f"model.from={tmp_path / 'hf'}", *still, cwd=tmp_path)
     events = [json.loads(line) for line in out.splitlines()]
     (evaluated,) = [e for e in events if e["kind"] == "evaluated"]
+    kinds = [e["kind"] for e in events]
+    assert kinds.count("run_prepared") == 1
+    assert kinds.index("run_prepared") < kinds.index("step_done")
     assert evaluated["loss"] == pytest.approx(before["loss"], abs=1e-5)
     assert {k: evaluated[k] for k in ("unigram", "bigram")} == {k: before[k] for k in ("unigram", "bigram")}
     assert 0 < evaluated["bigram"] < evaluated["unigram"]

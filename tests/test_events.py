@@ -45,6 +45,7 @@ def sample(cls: type[ev.Event]) -> ev.Event:
             by_shape = {
                 "'parts'": {"p": {"parts": 1}},
                 "dict[str, dict": {"p": {"state": 1}},
+                "dict[str, int]": {"k": 7},
                 "dict": {"k": "v"},
                 "list[int]": [7],
                 "list": ["a"],

@@ -94,6 +94,7 @@ from muletrain.events.notices import (
     ValidationLeftOut,
     WeightsDiffer,
 )
+from muletrain.events.prepared import RunPrepared
 
 __all__ = [
     "KINDS",
@@ -156,6 +157,7 @@ __all__ = [
     "ResultsDiffer",
     "RoundGivenUp",
     "RunFinished",
+    "RunPrepared",
     "RunStarted",
     "SeatEmpty",
     "SeatFilled",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.opening import newest_checkpoint, opened, placed, prepare, save_config
+from muletrain.cli.actions.opening import newest_checkpoint, opened, placed, prepare, save_config, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
@@ -73,7 +73,8 @@ def _run_local(
     with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
         workers = _workers(config, folder, servers, clients, threads, alone=alone)
-        given, config = config, placed(prepare(config, reads=not resumed), folder)
+        prepared = prepare(config, reads=not resumed)
+        given, config = config, placed(prepared.config, folder)
         checkpoint = newest_checkpoint(folder, config) if resumed else None
         if checkpoint is not None:
             config = Checkpoint.open(checkpoint).same_precision(config)
@@ -83,6 +84,7 @@ def _run_local(
         try:
             with session.interruptible():
                 with session.console:
+                    tell_of(prepared, folder, 0 if checkpoint is None else Checkpoint.open(checkpoint).step)
                     _begin(session, config, workers, checkpoint, alone=alone)
                     session.watch(first=servers[0], stages=config.fleet.stages)
                 session.report()

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.cli.actions.asked import cleaned_up
 from muletrain.cli.actions.planned import follows, planned
@@ -17,6 +17,7 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
 from muletrain.errors import ConfigError, MuletrainError
+from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.config.section import Section
+    from muletrain.data.samples import Data
+    from muletrain.runs.assemble import RunFacts
 
 
 @contextmanager
@@ -142,9 +145,18 @@ def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
     return checkpoint.folder
 
 
-def prepare(config: RunConfig, *, reads: bool = False) -> RunConfig:
+class Prepared(NamedTuple):
+    """A run that can begin."""
+
+    config: RunConfig
+    """With nothing left to look up."""
+    facts: RunFacts
+    data: Data
+
+
+def prepare(config: RunConfig, *, reads: bool = False) -> Prepared:
     """Check model, device and profile, and tokenise the corpus. ``reads``: the peers will read the weights of ``model.from``,
-    so check them all. Returns the configuration with nothing left to look up."""
+    so check them all."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 
@@ -164,7 +176,15 @@ def prepare(config: RunConfig, *, reads: bool = False) -> RunConfig:
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
     facts.source(data)  # raises if the corpus is shorter than one sequence
     facts.heldout(data)  # raises if a module's own loss could not be measured
-    return config
+    return Prepared(config, facts, data)
+
+
+def tell_of(prepared: Prepared, folder: Path, first_step: int = 0) -> None:
+    """Write what the run is about to do to its events, of which the session tells."""
+    from muletrain.runs.summary import summary_of
+
+    with EventLog(folder / "summary.jsonl", "summary") as log:
+        log.emit(summary_of(prepared.facts, prepared.data, first_step))
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:

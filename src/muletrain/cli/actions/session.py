@@ -14,6 +14,7 @@ from muletrain.cli.actions.asked import BY_SIGNAL, Asked
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.cli.show.final_report import improvement
 from muletrain.cli.show.measured_fleet import fleet_tables
+from muletrain.cli.show.summary import summary_table
 from muletrain.config.trusted import trusted
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import (
@@ -22,6 +23,7 @@ from muletrain.events import (
     EventTail,
     FleetMeasured,
     Note,
+    RunPrepared,
     RunStarted,
     StageEmpty,
     StepDone,
@@ -116,6 +118,8 @@ class Session:
             self.checkpoint = here / (Path(event.path).name if inside else f"step-{event.step:08d}")
         if isinstance(event, FleetMeasured) and isinstance(self.console, LiveConsole):
             self.console.console.print(fleet_tables(event))
+        if isinstance(event, RunPrepared) and isinstance(self.console, LiveConsole):
+            self.console.console.print(summary_table(event))
         if isinstance(event, StageEmpty | SteppedBack | StepDone):
             self._waits = isinstance(event, StageEmpty)
         if isinstance(event, Note) and event.level == "error":

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json as jsonlib
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.opening import first_checkpoint, newest_checkpoint, opened, placed, prepare, save_config
+from muletrain.cli.actions.opening import (
+    first_checkpoint,
+    newest_checkpoint,
+    opened,
+    placed,
+    prepare,
+    save_config,
+    tell_of,
+)
 from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
 from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
@@ -35,6 +43,8 @@ def start_run(
 ) -> None:
     """Found a run, or continue one, and serve it with this machine's peers; print the report when it ends. ``plan`` and
     ``strategy``: see ``run_local``. Raises MuletrainError before anything starts."""
+    from muletrain.runs.checkpoint import Checkpoint
+
     check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
@@ -45,7 +55,8 @@ def start_run(
         )
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # they import while we tokenise
-            given, config = config, placed(prepare(config), folder)
+            prepared = prepare(config)
+            given, config = config, placed(prepared.config, folder)
             run = Ticket.new_run(folder)
             checkpoint = newest_checkpoint(folder, config) if resume is not None else None
             if checkpoint is None and config.model.given is not None:
@@ -67,7 +78,9 @@ def start_run(
                 "resume": None if checkpoint is None else str(checkpoint),
                 "probe": probe,
             }
-            _serve(Session(folder, fleet, json=json), founder.model_copy(update=first), others, config)
+            session = Session(folder, fleet, json=json)
+            tell_of(prepared, folder, 0 if checkpoint is None else Checkpoint.open(checkpoint).step)
+            _serve(session, founder.model_copy(update=first), others, config)
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:

@@ -23,9 +23,11 @@ class Known(Protocol):
     def named(self, text: str) -> str: ...
 
 
-def printable(text: str) -> str:
-    """Untrusted ``text`` on one line, without control characters."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+def printable(text: str, *, lines: bool = False) -> str:
+    """Untrusted ``text`` without what a terminal obeys or what hides other text: control characters, escape sequences,
+    marks of direction, characters without width. It stays on one line, unless ``lines`` keeps its line ends."""
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "\ufffd" for c in text)
 
 
 def is_warning(event: ev.Event) -> bool:

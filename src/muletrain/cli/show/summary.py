@@ -1,0 +1,77 @@
+"""The summary of a run before its first step, for people: lines that fit into 80 columns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from muletrain.cli.show.sentences import printable
+from muletrain.units import format_count, plural
+
+if TYPE_CHECKING:
+    from muletrain.events import RunPrepared
+
+CHANGES = {
+    "duplicates": ("equal document", "left out (data.deduplicate)"),
+    "empty": ("document without text", "left out"),
+    "replaced": ("character", "replaced that no UTF-8 can hold"),
+    "special": ("special token", "spelled in the text and read as such"),
+}
+"""What may have happened to a text: its unit, and what was done with it."""
+
+
+def summary_table(e: RunPrepared) -> Table:
+    """The run as a table of two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, lines in (("data", _data(e)), ("steps", _steps(e)), ("model", _model(e)), ("where", _where(e))):
+        table.add_row(name, Text(printable("\n".join(lines), lines=True)))
+    return table
+
+
+def _data(e: RunPrepared) -> list[str]:
+    own = e.documents
+    trained = f"{plural(own['documents'], 'document')}, " if own else ""
+    lines = [f"{e.data}: {trained}{e.train:,} {e.unit} to train on"]
+    heldout = f"{plural(own['heldout_documents'], 'document')}, " if own.get("heldout_documents") else ""
+    ends = f", ends of {plural(own['ends'], 'long document')} among them" if own.get("ends") else ""
+    lines.append(f"held out: {heldout}{e.heldout:,} {e.unit}{ends}" if e.heldout else "nothing is held out")
+    for name, (unit, what) in CHANGES.items():
+        if count := own.get(name):
+            lines.append(f"{_many(count, unit)} {what}")
+    return lines
+
+
+def _many(count: int, noun: str) -> str:
+    head, _, rest = noun.partition(" without ")
+    return f"{plural(count, head)} without {rest}" if rest else plural(count, noun)
+
+
+def _steps(e: RunPrepared) -> list[str]:
+    of = f"{e.batch:,} x {e.context:,} = {e.batch * e.context:,} tokens" if e.context else plural(e.batch, "sample")
+    done = f"{e.steps - e.first_step:,} more, to step {e.steps:,}," if e.first_step else plural(e.steps, "step")
+    falls = "" if e.schedule == "constant" else f", {e.schedule} decay to {e.lr * e.final_lr:.3g}"
+    rises = f" after {plural(e.warmup, 'step')} of warm-up" if e.warmup else ""
+    return [
+        f"{done} of {of}, in microbatches of {e.microbatch:,}",
+        f"all steps take {e.taken:,} {e.unit}: {_epochs(e.epochs)} of the data",
+        f"{e.optimizer}, learning rate {e.lr:.3g}{rises}{falls}",
+    ]
+
+
+def _epochs(count: float) -> str:
+    return f"{count:.2g} epochs" if count < 0.1 else f"{count:,.1f} epochs"
+
+
+def _model(e: RunPrepared) -> list[str]:
+    trained = "all trained" if e.trained_params == e.params else f"{format_count(e.trained_params)} of them trained"
+    return [f"{e.model}: {format_count(e.params)} parameters, {trained}", f"first weights: {e.start}"]
+
+
+def _where(e: RunPrepared) -> list[str]:
+    peers = plural(e.peers, "peer") if e.peers else "as many peers as join"
+    precision = "each device's fastest precision" if e.precision == "auto" else e.precision
+    return [f"{plural(e.stages, 'stage')}, {peers}, {precision}, strategy {e.strategy}"]

@@ -1,0 +1,74 @@
+"""What a run is about to do, as one event: data, model, steps, and where it computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.data.microbatch import sequence_length
+from muletrain.data.samples import SampleData
+from muletrain.events import RunPrepared
+from muletrain.model.traced.chain import TracedModel
+from muletrain.strategies import listed_of
+
+if TYPE_CHECKING:
+    from muletrain.data.samples import Data
+    from muletrain.data.tokens import TokenCache
+    from muletrain.runs.assemble import RunFacts
+
+
+def summary_of(facts: RunFacts, data: Data, first_step: int = 0) -> RunPrepared:
+    """The summary of a run on ``data`` that begins after ``first_step`` (0: a new run)."""
+    config, spec = facts.config, facts.spec
+    t, o, whole = config.train, config.optimizer, ((0, spec.layers),)
+    tokens, size = t.batch * _positions(facts), len(data.train)
+    own = isinstance(data, SampleData)
+    params = sum(spec.stage_params(facts.cut, s) - spec.copied_params(facts.cut, s) for s in range(len(facts.cut)))
+    return RunPrepared(
+        data=data.name if isinstance(data, SampleData) else config.data.path,
+        documents={} if isinstance(data, SampleData) else _documents(data),
+        unit="samples" if own else "tokens",
+        train=size,
+        heldout=len(data.heldout),
+        steps=t.steps,
+        first_step=first_step,
+        taken=t.steps * t.batch if own else tokens,
+        epochs=(t.steps * t.batch if own else tokens) / size,
+        model=_named(facts),
+        start=config.model.from_ or config.model.factory or f"seed {t.seed}",
+        params=params,
+        trained_params=params - spec.frozen_params(whole, 0),
+        batch=t.batch,
+        microbatch=t.microbatch,
+        context=0 if own else spec.context,
+        optimizer=o.name,
+        lr=o.lr,
+        warmup=t.steps // 10 if o.warmup is None else o.warmup,
+        schedule=o.schedule,
+        final_lr=o.final_lr,
+        precision=config.compute.precision.value,
+        strategy=listed_of(config).name,
+        stages=config.fleet.stages,
+        peers=config.fleet.peers or 0,
+    )
+
+
+def _positions(facts: RunFacts) -> int:
+    """Tokens of one row of the batch, over all steps."""
+    t, context = facts.config.train, facts.spec.context
+    short = min(t.steps, t.sequence_warmup) if t.sequence_start is not None else 0
+    warming = sum(sequence_length(s, context, t.sequence_start, t.sequence_warmup) for s in range(short))
+    return warming + (t.steps - short) * context
+
+
+def _documents(data: TokenCache) -> dict[str, int]:
+    stats = data.stats
+    names = ("documents", "heldout_documents", "ends", "duplicates", "empty", "replaced", "special")
+    return {name: getattr(stats, name) for name in names}
+
+
+def _named(facts: RunFacts) -> str:
+    spec = facts.spec
+    if not isinstance(spec, TracedModel):
+        return f"decoder of {spec.layers} layers, width {spec.width}"
+    kind = spec.factory or str(spec.config.get("model_type"))
+    return f"{kind}, {spec.layers} blocks, width {spec.width}"

@@ -1,0 +1,97 @@
+"""Before the first step people see what a run is about to do."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from rich.console import Console
+
+from muletrain.cli.actions.opening import prepare, tell_of
+from muletrain.cli.show.summary import summary_table
+from muletrain.config.load import load_config
+from muletrain.data.samples import SampleData
+from muletrain.events import RunPrepared
+from muletrain.runs.summary import summary_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ("model.layers=2", "model.width=32", "model.heads=2", "model.vocab=300", "model.context=16", "train.batch=4")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"text": f"Row {k} says that {k} times seven is {7 * k}, and nothing else of any interest."} for k in range(200)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def told(e: RunPrepared) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(summary_table(e))
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def summary(text: Path, *overrides: str) -> RunPrepared:
+    prepared = prepare(load_config(None, [f"data.path={text}", *SMALL, *overrides]).local())
+    return summary_of(prepared.facts, prepared.data)
+
+
+def test_a_text_is_told_in_documents_tokens_and_epochs(text: Path) -> None:
+    found = summary(text, "train.steps=20")
+    assert found.documents["documents"] + found.documents["heldout_documents"] == 200
+    assert found.taken == 20 * 4 * 16
+    assert found.epochs == pytest.approx(20 * 4 * 16 / found.train)
+    said = told(found)
+    for part in (f"{found.train:,} tokens to train on", f"{found.heldout:,} tokens", "20 steps of 4 x 16 = 64 tokens"):
+        assert part in said
+    assert f"all steps take 1,280 tokens: {found.epochs:.1f} epochs of the data" in said
+    assert "all trained" in said
+    assert "learning rate 0.003 after 2 steps of warm-up, cosine decay to 0" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
+def test_growing_sequences_count_as_long_as_they_are(text: Path) -> None:
+    found = summary(text, "train.steps=20", "train.sequence_start=8", "train.sequence_warmup=10")
+    assert found.taken == 4 * (10 * 8 + 10 * 16)
+
+
+def test_shared_layers_count_once(text: Path) -> None:
+    assert summary(text, "model.share_layers=true", "fleet.stages=1").params < summary(text, "fleet.stages=1").params
+
+
+def test_samples_are_told_as_samples() -> None:
+    config = load_config(
+        None,
+        [
+            "model.factory=tests.own_models:regression",
+            "data.factory=tests.own_models:images_with_numbers",
+            "train.batch=4",
+            "train.microbatch=2",
+            "train.steps=10",
+        ],
+    ).local()
+    prepared = prepare(config)
+    assert isinstance(prepared.data, SampleData)
+    found = summary_of(prepared.facts, prepared.data)
+    assert (found.unit, found.taken) == ("samples", 40)
+    said = told(found)
+    assert f"{len(prepared.data.train):,} samples to train on" in said
+    assert "10 steps of 4 samples, in microbatches of 2" in said
+
+
+def test_a_resumed_run_says_what_is_left(text: Path, tmp_path: Path) -> None:
+    prepared = prepare(load_config(None, [f"data.path={text}", *SMALL, "train.steps=20"]).local())
+    tell_of(prepared, tmp_path, first_step=8)
+    event = json.loads((tmp_path / "summary.jsonl").read_text())
+    assert event["kind"] == "run_prepared"
+    assert (event["steps"], event["first_step"]) == (20, 8)
+    prepared_event = summary_of(prepared.facts, prepared.data, 8)
+    assert "12 more, to step 20, of 4 x 16" in told(prepared_event)
