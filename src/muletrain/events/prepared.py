@@ -12,6 +12,8 @@ class RunPrepared(Event):
     """Path of the text, or factory of the samples."""
     documents: dict[str, int]
     """Of a text: fields of ``data.tokens.TokenStats`` that count documents, and what was changed in them."""
+    changes: list[str]
+    """What was left out or changed of the text, a line each, with its number."""
     unit: str
     """Unit of ``train``, ``heldout`` and ``taken``: 'tokens' or 'samples'."""
     train: int

@@ -26,6 +26,7 @@ def summary_of(facts: RunFacts, data: Data, first_step: int = 0) -> RunPrepared:
     return RunPrepared(
         data=data.name if isinstance(data, SampleData) else config.data.path,
         documents={} if isinstance(data, SampleData) else _documents(data),
+        changes=[] if isinstance(data, SampleData) else data.stats.changes(),
         unit="samples" if own else "tokens",
         train=size,
         heldout=len(data.heldout),
@@ -62,7 +63,7 @@ def _positions(facts: RunFacts) -> int:
 
 def _documents(data: TokenCache) -> dict[str, int]:
     stats = data.stats
-    names = ("documents", "heldout_documents", "ends", "duplicates", "empty", "replaced", "special")
+    names = ("documents", "heldout_documents", "ends", "duplicates", "empty", "replaced", "unknown", "special")
     return {name: getattr(stats, name) for name in names}
 
 

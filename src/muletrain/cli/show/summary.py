@@ -13,14 +13,6 @@ from muletrain.units import format_count, plural
 if TYPE_CHECKING:
     from muletrain.events import RunPrepared
 
-CHANGES = {
-    "duplicates": ("equal document", "left out (data.deduplicate)"),
-    "empty": ("document without text", "left out"),
-    "replaced": ("character", "replaced that no UTF-8 can hold"),
-    "special": ("special token", "spelled in the text and read as such"),
-}
-"""What may have happened to a text: its unit, and what was done with it."""
-
 
 def summary_table(e: RunPrepared) -> Table:
     """The run as a table of two columns."""
@@ -39,15 +31,7 @@ def _data(e: RunPrepared) -> list[str]:
     heldout = f"{plural(own['heldout_documents'], 'document')}, " if own.get("heldout_documents") else ""
     ends = f", ends of {plural(own['ends'], 'long document')} among them" if own.get("ends") else ""
     lines.append(f"held out: {heldout}{e.heldout:,} {e.unit}{ends}" if e.heldout else "nothing is held out")
-    for name, (unit, what) in CHANGES.items():
-        if count := own.get(name):
-            lines.append(f"{_many(count, unit)} {what}")
-    return lines
-
-
-def _many(count: int, noun: str) -> str:
-    head, _, rest = noun.partition(" without ")
-    return f"{plural(count, head)} without {rest}" if rest else plural(count, noun)
+    return [*lines, *e.changes]
 
 
 def _steps(e: RunPrepared) -> list[str]:
