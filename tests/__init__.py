@@ -5,6 +5,6 @@
 - Parts in memory: ``virtual`` (time that jumps), ``polling``, ``runners`` (a step's parts), ``small_stages`` (compute),
   ``checkpoint_stages``, ``gates`` (admission), ``newcomers`` (before step 0), ``targets`` (a peer that is attacked).
 - Inputs: ``corpora``, ``decoders``, ``traced_models``, ``own_models``, ``toml_files``, ``tiny_fleets`` (to simulate),
-  ``planned_fleets``, ``placements``, ``linked`` (virtual links).
+  ``planned_fleets``, ``placements``, ``linked`` (virtual links), ``small_disks``.
 - What breaks promises: ``mutations`` (of frames), ``planted`` (bugs).
 """

@@ -62,7 +62,7 @@ class Made:
             memory = swap_memory(
                 spec, spec.cut(stages), s, tokens, setup.precision, microbatches=most, lamb=lamb, disk=disk, alone=alone
             )
-            folder = self.folder / f"swap-{len(self.opened)}-{s}" if disk else None
+            folder = self.folder / "swap" if disk else None
             offer = Offer(budget or memory.least, None if disk else memory.on_host if tight else 1 << 31)
             swap = Swap(offer, folder, most, alone=alone)
             made.append(SwappedCompute(spec, spec.cut(stages), s, setup, swap))

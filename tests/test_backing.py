@@ -1,96 +1,83 @@
-"""The state of a swapped stage in backing memory: whole whatever ends its process, as large as planned, gone in the end."""
+"""The state of a swapped stage in backing memory: its room is there from the start, as large as planned, and gone in the end."""
 
 from __future__ import annotations
 
-import shutil
+import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from muletrain.compute.base import Update
-from muletrain.compute.swap.backing import SPARE_BYTES, Disk, Memory, Region
+from muletrain.compute.swap import backing
+from muletrain.compute.swap.backing import Disk, Memory, Region
 from muletrain.compute.swap.fit import swap_memory
-from muletrain.compute.swap.state import State
 from muletrain.config.schema import Precision
-from muletrain.errors import CapacityError
-from muletrain.model.stage import Stage
-from muletrain.optim.flat import FlatLayout
-from muletrain.optim.rules import make_rule
+from muletrain.errors import CapacityError, CheckpointError
+from tests.small_disks import fill, mounted_in
 from tests.small_stages import SPEC, run
-from tests.swapped_stages import ADAMW, MICROBATCHES, SEQUENCES, STEPS, Made, stages_in, train
+from tests.swapped_stages import MICROBATCHES, SEQUENCES, Made, stages_in, train
 
-made = pytest.fixture(stages_in)
+made, small_disk = pytest.fixture(stages_in), pytest.fixture(mounted_in)
 DIE = """
-import os, sys, torch
+import os, sys
 from pathlib import Path
-from tests.test_backing import *
-state, rule = opened(Path(sys.argv[1]), 1)
-if state.step is None:
-    state.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
-state.update(rule, torch.ones(state.layout.size), Update(state.step, 1.0, skip=False))
-print(state.step, state.digest().hex(), flush=True)
-writes = 0
-class Dying:
-    by_tensor = rule.by_tensor
-    def update(self, *tensors, **rest):
-        global writes
-        rule.update(*tensors, **rest)
-        writes += 1
-        if writes == 2:
-            os.kill(os.getpid(), 9)
-state.update(Dying(), torch.ones(state.layout.size), Update(state.step, 1.0, skip=False))
+from muletrain.compute.swap.backing import Disk
+disk = Disk(Path(sys.argv[1]))
+disk.reserve(8 << 20)
+regions = [disk.region(1 << 20) for _ in range(2)]
+copy = regions[0].copy()
+os.kill(os.getpid(), 9)
 """
 
 
-BIG = replace(SPEC, width=256, ffn=512, vocab=128)
+def test_a_killed_process_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    """Files of backing memory have no names, so the kernel frees their room however the process ends."""
+    died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert not list(tmp_path.iterdir())
 
 
-def opened(folder: Path, total: int) -> tuple[State, Any]:
-    layout = FlatLayout.of(Stage(BIG, 0, BIG.cut(1)).shapes())
-    return State(layout, Disk(folder)), make_rule(ADAMW, STEPS, layout, torch.device("cpu"), moments=False)
-
-
-def test_the_end_of_the_process_in_the_middle_of_a_write_leaves_the_last_state_whole(tmp_path: Path) -> None:
-    """Killed by the kernel after two of several windows were written; again and again, it goes on where it was."""
-    assert FlatLayout.of(Stage(BIG, 0, BIG.cut(1)).shapes()).size > 6 << 18
-    for steps in (1, 2, 3):
-        died = subprocess.run([sys.executable, "-c", DIE, str(tmp_path)], capture_output=True, text=True, timeout=100)
-        assert died.returncode == -signal.SIGKILL, died.stderr
-        step, digest = died.stdout.split()
-        state, rule = opened(tmp_path, STEPS)
-        assert (state.step, int(step), state.digest().hex()) == (steps, steps, digest)
-    plain, rule = State(state.layout, Memory()), rule
-    plain.begin(lambda name: torch.ones(dict(Stage(BIG, 0, BIG.cut(1)).shapes())[name]))
-    for step in range(3):
-        plain.update(rule, torch.ones(state.layout.size), Update(step, 1.0, skip=False))
-    assert plain.digest() == state.digest()
-
-
-def test_what_killed_processes_left_is_removed_and_counts_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_others_fill_takes_no_room_that_was_reserved(
+    small_disk: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders whose lock nobody holds go; a living neighbour's and a stranger's stay; our own files are written again."""
-    neighbour, *killed = [Disk(tmp_path / name) for name in ("alive", "dead", "own")]
-    for folder in killed:
-        folder.named("model-0", 1 << 20)
-        folder._lock.close()  # as the end of its process does
-    (tmp_path / "stranger").mkdir()
-    disk = Disk(tmp_path / "own")
-    assert {path.name for path in tmp_path.iterdir()} == {"own", "alive", "stranger"}
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=SPARE_BYTES))
-    disk.check(4 << 20)
+    """Regions and copies come from the reserve, and a copy that is dropped gives its room back to it."""
+    monkeypatch.setattr(backing, "SPARE_BYTES", 0)
+    disk = Disk(small_disk("disk", "4m"))
     with pytest.raises(CapacityError, match="are needed"):
-        disk.check(5 << 20)
-    for left in (disk, neighbour):
-        left.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"stranger"}
+        disk.reserve(5 << 20)
+    disk.reserve(3 << 20)
+    fill(disk.folder)
+    region = disk.region(1 << 18)
+    for n in range(3):
+        region.values.fill_(n)
+        copy, other = region.copy(), region.copy()
+        region.values.fill_(-1)
+        assert copy.eq(n).all()
+        assert other.eq(n).all()
+        with pytest.raises(CapacityError, match=r"No space left on device: .* are needed .* free some space"):
+            disk.region(1 << 18)
+        del copy, other
+    disk.close()
+
+
+def test_a_file_that_was_cut_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    region = Disk(tmp_path).region(1 << 20)
+    assert isinstance(region, backing._File)
+    os.ftruncate(region._fd, 1 << 21)
+    with pytest.raises(CheckpointError, match=r"ends at byte 2097152 of 4194304.*--resume"):
+        region.copy()
+    with pytest.raises(CheckpointError, match="ends at byte 2097152"):
+        region.read((1 << 19) - 10, torch.empty(20))
+
+
+def test_a_limit_on_the_size_of_files_is_an_error_that_says_so(tmp_path: Path) -> None:
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + DIE
+    said = subprocess.run([sys.executable, "-c", limited, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert "CapacityError: File too large: " in said.stderr
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -134,12 +121,6 @@ def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
     (swapped,) = made.swapped(1)
     run(train([swapped], 1))
     state = run(swapped.state())
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {path.name for path in files} == {
-        "counts",
-        "swap-lock",
-        *(f"{k}-{v}" for k in ("model", "moment1", "moment2") for v in "01"),
-    }
+    assert not list(tmp_path.rglob("*.*")), "files have no names"
     swapped.close()
-    assert not any(path.is_file() for path in tmp_path.rglob("*"))
     assert all(bool(torch.isfinite(t).all()) for t in state.values()), "a copy outlives it"

@@ -43,7 +43,7 @@ async def train(stage: Any, steps: int) -> None:
 def test_a_swapped_stage_with_frozen_parameters(
     made: Made, optimizer: OptimizerConfig, disk: bool, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a resident one, also after its weights or its state were replaced. Both versions in files have what is frozen. The
+    """As a resident one, also after its weights or its state were replaced. The
     backward pass ends at the first block that is trained."""
     facts = of("frozen")
     spec, cut = facts.spec, facts.spec.cut(1)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from muletrain.errors import CapacityError
 from muletrain.events import (
     CheckpointFailed,
     EventLog,
@@ -26,46 +26,14 @@ from muletrain.events import (
 )
 from muletrain.runs.tensorboard import TensorBoardSink
 from muletrain.runtime.checkpoint.store import Key
+from muletrain.runtime.peer.part_writer import PartWriter
 from tests.checkpoint_stages import LINEAGE, Stages, held_up, names, play
+from tests.small_disks import fill, mounted_in
 
 pytestmark = pytest.mark.timeout(360)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str, str], Path]]:
-    """Mounts small file systems in memory."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("only root on Linux can mount a small file system")
-    mounted: list[Path] = []
-
-    def mount(name: str, size: str) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        tried = subprocess.run(command, capture_output=True, text=True)
-        if tried.returncode:
-            pytest.skip(f"no mounting here: {tried.stderr}")
-        mounted.append(folder)
-        return folder
-
-    try:
-        yield mount
-    finally:
-        for folder in mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Takes all the room that is left; the file that has it, perhaps from before."""
-    ballast = folder / "ballast"
-    with ballast.open("ab", buffering=0) as file:
-        for size in (1 << 16, 1):
-            try:
-                while file.write(bytes(size)) == size:
-                    pass
-            except OSError:
-                continue
-    return ballast
+small_disk = pytest.fixture(mounted_in)
 
 
 def test_on_a_full_disk_a_checkpoint_fails_and_with_room_again_the_next_is_written(
@@ -105,6 +73,26 @@ def test_a_part_that_is_written_when_its_checkpoint_has_failed_does_not_stay(
         go_on.set()
         await writing
         assert not names(tmp_path / "run")
+        await stages.close()
+
+    play(scenario)
+
+
+def test_a_copy_of_the_state_that_finds_no_room_costs_a_checkpoint_and_no_training(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stages, key = Stages(tmp_path / "run", sharing="one other"), Key(4, LINEAGE)
+
+        async def full() -> dict[str, Any]:
+            raise CapacityError("the disk is full")
+
+        for name, made in stages.checkpoints.items():
+            ctx, nothing = stages.contexts[name], Any
+            ctx.compute.state, ctx.compute.lends = full, False  # type: ignore[method-assign, misc]
+            await PartWriter(ctx, nothing, made.own_part, made.coordinator).write(key, last=True)
+        assert not await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(key), 20)
+        assert {e.reason for e in stages.of(CheckpointFailed)} == {"left out: the disk is full"}
+        assert not any(ctx.tasks.failure.done() for ctx in stages.contexts.values())
+        assert await stages.checkpoint(8)
         await stages.close()
 
     play(scenario)

@@ -106,8 +106,8 @@ class SwapMemory:
 
     @property
     def in_files(self) -> int:
-        """On a disk, where the state has two versions."""
-        return (2 + (1 if self.alone else COPIES)) * self.state + self.gradients + self.between
+        """On a disk."""
+        return (1 + (1 if self.alone else COPIES)) * self.state + self.gradients + self.between
 
     def fits(self, offer: Offer) -> bool:
         """Can a machine with this offer swap the stage? Of its disk nothing is known here."""

@@ -105,7 +105,7 @@ class Host:
         """Build the compute of ``stage``, with the state in the checkpoint ``part`` if there is one. Raises
         CapacityError if the stage does not fit, no matter who assigned it."""
         check_stage(facts, stage, machine.offer)
-        folder = Path(self.spec.swap_folder or self.spec.folder) / f"swap-{self.spec.name}-{self.ticket.run_id[:8]}"
+        folder = Path(self.spec.swap_folder or self.spec.folder)
         index = self.spec.fleet_index
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder)
         if part is not None:

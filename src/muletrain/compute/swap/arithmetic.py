@@ -80,7 +80,7 @@ class SwappedArithmetic:
         self.scale = LossScale(fp16=setup.precision is Precision.FP16)
         self._rule = make_rule(setup.optimizer, setup.total_steps, state.layout, torch.device("cpu"), moments=False)
         self._sum = _Accumulator(self._region())
-        own = backing.durable and not alone
+        own = backing.on_disk and not alone
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
         state.order = [model.segments for model in models]
         self._trained_from = next((k for k, model in enumerate(models) if model.trainable.size), len(models))
@@ -331,7 +331,7 @@ class SwappedArithmetic:
             self.loader.forget()  # its memory is the update's
             with self._changing:
                 if update.skip:
-                    self.state.skip(update.step)
+                    self.state.finish()
                 elif self._beside:
                     # ``gradient`` may be the accumulator: no other leaves the device before all new weights were loaded
                     self.state.begin_update(self._rule)

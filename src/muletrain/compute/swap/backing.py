@@ -2,23 +2,25 @@
 
 Both are tensors of fp32 numbers on the CPU. Memory that a GPU copies from or to is pinned, so that its copy engines do
 that at the speed of the bus, without the CPU. Pages of a file that are not in use can leave memory (``release``); the
-kernel writes them back. A file's room is taken when it is made, so that a full disk is an error then, and no crash
-later.
+kernel writes them back. Files have no names: the kernel frees their room however the process ends. The room of all of
+them is taken at the start (``Disk.reserve``), so that a full disk is an error then, and stops no training later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import shutil
-from typing import TYPE_CHECKING, BinaryIO
+import tempfile
+import threading
+import weakref
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from muletrain.errors import CapacityError, no_room
+from muletrain.errors import CapacityError, CheckpointError
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -35,8 +37,6 @@ budget."""
 PAGE = mmap.PAGESIZE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 22
 """Settings of glibc, and the smallest block that is given back at once [bytes]."""
-LOCK = "swap-lock"
-"""Name of the file by whose lock a folder is in use."""
 SPARE_BYTES = 1 << 30
 """Bytes of a disk that stay free."""
 
@@ -113,22 +113,14 @@ class _Pinned(Region):
 
 
 class _File(Region):
-    """A region in a memory-mapped file."""
+    """A region in a memory-mapped file without a name."""
 
-    def __init__(self, path: Path, numbers: int, *, existing: bool) -> None:
-        """Make the file, of zeros, or open the ``existing`` one. Raises CapacityError if the disk is full."""
-        self._path, nbytes = path, _size(numbers)
-        flags = os.O_RDWR if existing else os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-        try:
-            if not existing:
-                _take_room(self._fd, path, nbytes)
-            self._map = mmap.mmap(self._fd, nbytes)
-        except BaseException:
-            os.close(self._fd)
-            if not existing:
-                path.unlink(missing_ok=True)
-            raise
+    def __init__(self, disk: Disk, numbers: int) -> None:
+        """Make the file, of zeros. Raises CapacityError if the disk is full."""
+        self._disk, nbytes = disk, _size(numbers)
+        self._fd, taken = disk.open(nbytes)
+        self._map = mmap.mmap(self._fd, nbytes)
+        weakref.finalize(self._map, disk.give_back, taken).atexit = False
         super().__init__(torch.frombuffer(self._map, dtype=torch.float32, count=numbers) if numbers else torch.empty(0))
 
     def expect(self, begin: int, end: int) -> None:
@@ -141,7 +133,8 @@ class _File(Region):
         """Beside the mapping: a page that is first touched there costs ten times what its copy does."""
         left, at = _bytes_of(out), 4 * begin
         while left:
-            n = os.preadv(self._fd, [left], at)
+            if not (n := os.preadv(self._fd, [left], at)):
+                self._cut_short(at)
             left, at = left[n:], at + n
 
     def write(self, begin: int, values: Tensor) -> None:
@@ -157,15 +150,23 @@ class _File(Region):
             self._map.madvise(advice, first, 4 * end - first)
 
     def copy(self) -> Tensor:
-        """The copy is a file without a name, and takes no memory."""
-        image = _File(self._path.with_name(f"{self._path.name}.copy"), self.values.numel(), existing=False)
-        image.forget()
-        _copy_file(self._fd, image._fd, _size(self.values.numel()))
+        """The copy is a file, too, and takes no memory. Where the file system can, nothing is copied."""
+        image, done, nbytes = _File(self._disk, self.values.numel()), 0, _size(self.values.numel())
+        while done < nbytes:
+            try:
+                n = os.copy_file_range(self._fd, image._fd, nbytes - done, done, done)
+            except (AttributeError, OSError):  # not on this system, or not between these files
+                n = os.pwrite(image._fd, os.pread(self._fd, min(4 * WINDOW, nbytes - done), done), done)
+            if not n:
+                self._cut_short(done)
+            done += n
         return image.values
 
-    def forget(self) -> None:
-        """Remove the file's name: the disk's room is free once nobody uses the numbers."""
-        self._path.unlink(missing_ok=True)
+    def _cut_short(self, at: int) -> NoReturn:
+        raise CheckpointError(
+            f"{self._disk.folder}: a file of a swapped stage ends at byte {at} of {_size(self.values.numel())}: another program "
+            f"or the file system has cut it; go on from the last checkpoint (--resume)"
+        )
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
@@ -175,12 +176,12 @@ class _File(Region):
 class Memory:
     """Backing memory in the machine's RAM; ``gpu``: the one that copies from and to it, if any."""
 
-    durable = False
+    on_disk = False
 
     def __init__(self, gpu: torch.device | None = None) -> None:
         self._gpu = gpu
 
-    def check(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """The offer says what there is (``SwapMemory.fits``)."""
 
     def region(self, numbers: int, *, copied: bool = False) -> Region:
@@ -188,74 +189,70 @@ class Memory:
         values = torch.zeros(numbers)
         return _Pinned(values, self._gpu) if self._gpu is not None and copied else Region(values)
 
-    def named(self, name: str, numbers: int, *, copied: bool = False) -> Region:
-        return self.region(numbers, copied=copied)
-
     def close(self) -> None:
         """Nothing stays behind."""
 
 
 class Disk:
-    """Backing memory in files of a folder, which is this object's own while it holds the folder's lock."""
+    """Backing memory in files of a folder. Owns room of that disk: a file as large as what its regions have not taken."""
 
-    durable = True
+    on_disk = True
 
     def __init__(self, folder: Path) -> None:
-        """Remove what killed processes left beside ``folder``. Raises CapacityError if the folder cannot be made."""
-        self.folder, self._count = folder, 0
+        """Raises CapacityError if the folder cannot be made, or written to."""
+        self.folder, self._left, self._lock = folder, 0, threading.RLock()
         try:
-            self._lock = _locked(folder)
-            for lock in folder.parent.glob(f"*/{LOCK}"):
-                if lock.parent != folder:
-                    _remove_if_left(lock)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._reserve = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 # closed by ``close``
         except OSError as e:
             raise CapacityError(f"swap.folder: {folder} cannot be used ({e.strerror}); name another folder") from e
 
-    def check(self, nbytes: int) -> None:
-        """Raises CapacityError if the disk has no room for ``nbytes`` in all."""
-        own = sum(path.stat().st_size for path in self.folder.iterdir())  # of a process that was killed
-        free = shutil.disk_usage(self.folder).free + own
+    def reserve(self, nbytes: int) -> None:
+        """Take the room of all regions and copies that there will be at once. Raises CapacityError if the disk lacks it."""
+        free = shutil.disk_usage(self.folder).free
         if nbytes + SPARE_BYTES > free:
             raise CapacityError(_full(self.folder, nbytes, free))
+        _take_room(self._reserve.fileno(), self.folder, nbytes)
+        self._left = nbytes
 
     def region(self, numbers: int, *, copied: bool = False) -> Region:
-        """Zeros, in a file without a name: it ends with the process. Raises CapacityError if the disk is full."""
-        self._count += 1
-        file = _File(self.folder / f"region-{self._count}", numbers, existing=False)
-        file.forget()
-        return file
+        """Zeros. Raises CapacityError if the disk is full."""
+        return _File(self, numbers)
 
-    def named(self, name: str, numbers: int, *, copied: bool = False) -> Region:
-        """The region of that name: what an earlier process left in it if it has the right size, else zeros. Raises
-        CapacityError if the disk is full."""
-        path = self.folder / name
-        existing = path.is_file() and path.stat().st_size == _size(numbers)
-        return _File(path, numbers, existing=existing)
+    def open(self, nbytes: int) -> tuple[int, int]:
+        """A new file of zeros, and how many of its bytes came from the reserve. Raises CapacityError if the disk is full."""
+        with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
+            taken = self._take(nbytes)
+            try:
+                _take_room(file.fileno(), self.folder, nbytes)
+            except CapacityError:
+                self.give_back(taken)
+                raise
+            return os.dup(file.fileno()), taken
+
+    def _take(self, nbytes: int) -> int:
+        with self._lock:
+            taken = min(nbytes, self._left)
+            if taken:
+                os.ftruncate(self._reserve.fileno(), self._left - taken)
+            self._left -= taken
+            return taken
+
+    def give_back(self, nbytes: int) -> None:
+        """A file has gone: have its bytes in reserve again, unless others have filled the disk at that moment."""
+        with self._lock, contextlib.suppress(CapacityError):
+            if nbytes and not self._reserve.closed:
+                _take_room(self._reserve.fileno(), self.folder, self._left + nbytes)
+                self._left += nbytes
 
     def close(self) -> None:
-        """Remove everything. Idempotent."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
+        """Free what is in reserve. Idempotent."""
+        with self._lock:
+            self._left = 0
+            self._reserve.close()
 
 
 Backing = Memory | Disk
-
-
-def _locked(folder: Path) -> BinaryIO:
-    """Make ``folder`` and its lock file, and hold that: processes of one peer share it, and it ends with the last one."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile, as left by a killed process
-            file = (folder / LOCK).open("ab")
-            fcntl.flock(file, fcntl.LOCK_SH)
-            if (folder / LOCK).stat().st_ino == os.fstat(file.fileno()).st_ino:
-                return file
-
-
-def _remove_if_left(lock: Path) -> None:
-    with contextlib.suppress(OSError), lock.open("rb") as file:  # in use, removed meanwhile, or another user's
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def keep_freed_memory_small() -> None:
@@ -284,16 +281,14 @@ def _size(numbers: int) -> int:
     return max(PAGE, 4 * numbers)
 
 
-def _take_room(fd: int, path: Path, nbytes: int) -> None:
+def _take_room(fd: int, folder: Path, nbytes: int) -> None:
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)
         else:  # macOS: room is not taken, and a disk that fills up later ends the process
             os.ftruncate(fd, nbytes)
-    except OSError as e:
-        if no_room(e) is None:
-            raise
-        raise CapacityError(_full(path.parent, nbytes, shutil.disk_usage(path.parent).free)) from e
+    except OSError as e:  # full, over a quota, or larger than files may be here
+        raise CapacityError(f"{e.strerror}: {_full(folder, nbytes, shutil.disk_usage(folder).free)}") from e
 
 
 def _full(folder: Path, nbytes: int, free: int) -> str:
@@ -302,14 +297,3 @@ def _full(folder: Path, nbytes: int, free: int) -> str:
         f"free ({format_memory(SPARE_BYTES)} stay so): free some space there, name a folder on a larger disk (swap.folder), or begin "
         f"the run with more stages"
     )
-
-
-def _copy_file(source: int, target: int, nbytes: int) -> None:
-    """Copy without this process's memory; where the file system can, without copying at all."""
-    done = 0
-    while done < nbytes:
-        try:
-            done += os.copy_file_range(source, target, nbytes - done, done, done)
-        except (AttributeError, OSError):  # not on this system, or not between these files
-            piece = os.pread(source, 4 * WINDOW, done)
-            done += os.pwrite(target, piece[: nbytes - done], done)

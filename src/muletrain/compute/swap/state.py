@@ -1,11 +1,7 @@
 """The state of a stage in backing memory: fp32 weights and both moments. P: parameters of the stage (flat).
 
-A durable backing holds two versions. An update reads one and writes the other, and a single number that is written last
-says which of them counts. So the end of the process in the middle of an update leaves the state before it whole, and a
-process that opens the same folder finds it (``step``). Loss of power is another matter: the kernel writes pages in any
-order. Pinned memory holds one version, since it ends with the process anyway.
-
-An update may run beside the next forward pass, which waits for the weights that it needs: no numbers change.
+There is one version of it, which ends with the process: a run goes on from a checkpoint. An update may run beside the
+next forward pass, which waits for the weights that it needs: no numbers change.
 """
 
 from __future__ import annotations
@@ -40,73 +36,37 @@ KINDS = ("model", *MOMENTS)
 
 
 class State:
-    """Owns the newest weights and moments. A lock keeps updates, copies and digests apart. Updates change what is trained:
-    all versions have the frozen weights."""
+    """Owns the newest weights and moments. A lock keeps updates, copies and digests apart. Updates change what is trained."""
 
     def __init__(self, layout: FlatLayout, backing: Backing) -> None:
         """Raises CapacityError if the backing memory is too small."""
         self.layout = layout
-        versions = 2 if backing.durable else 1
-        self._versions = [
-            {
-                kind: backing.named(
-                    f"{kind}-{v}", layout.trained if kind in MOMENTS else layout.size, copied=kind == "model"
-                )
-                for kind in KINDS
-            }
-            for v in range(versions)
-        ]
-        self._counts = backing.named("counts", 1)
+        self.in_place = not backing.on_disk
+        """Are windows updated where they are, or read from a file and written to it?"""
+        self._regions = {
+            kind: backing.region(layout.trained if kind in MOMENTS else layout.size, copied=kind == "model")
+            for kind in KINDS
+        }
         self._lock = threading.Lock()
         self._progress = threading.Condition()
         self._left: dict[int, int] = {}
         """What the update that has begun has not changed yet: begin -> end of ranges, in its order."""
         self._begins: list[int] = []
         """Where its ranges begin, ascending."""
-        self._writing: dict[str, Region] | None = None
-        """The version that it writes."""
         self._broken: BaseException | None = None
         """Why that update will not end."""
         self.order: Sequence[Sequence[tuple[int, int]]] = ()
         """What is needed together, in the order in which it is needed: ranges each."""
 
     @property
-    def in_place(self) -> bool:
-        """Is there one version, whose weights change one after the other?"""
-        return len(self._versions) == 1
-
-    @property
-    def _mark(self) -> Tensor:
-        """[1]: 1 + 2 x steps + version, in one number that is written at once; 0: there is no state yet."""
-        return self._counts.values.view(torch.int32)
-
-    @property
-    def step(self) -> int | None:
-        """Updates that the state contains; None: there is none yet."""
-        mark = int(self._mark)
-        return None if mark == 0 else (mark - 1) // 2
-
-    @property
     def model(self) -> Region:
         """The newest weights, fp32 [P]; of an update that has begun, those for which ``ready`` has returned."""
-        return (self._writing or self._current)["model"]
-
-    @property
-    def _current(self) -> dict[str, Region]:
-        return self._versions[(max(0, int(self._mark) - 1)) % 2 % len(self._versions)]
-
-    @property
-    def _next(self) -> dict[str, Region]:
-        return self._versions[-1] if self._current is self._versions[0] else self._versions[0]
-
-    def _count(self, written: dict[str, Region], step: int) -> None:
-        """From now on ``written`` is the state."""
-        self._mark.fill_(1 + 2 * step + self._versions.index(written))
+        return self._regions["model"]
 
     def begin(self, source: Callable[[str], Tensor]) -> None:
         """Fill in first weights by name, and zero moments. Raises CheckpointError for other shapes."""
         with self._whole():
-            state = self._next
+            state = self._regions
             for name, view in self.layout.views(state["model"].values).items():
                 value = source(name)
                 if value.shape != view.shape:
@@ -117,38 +77,34 @@ class State:
             for kind in MOMENTS:
                 for a, b in state[kind].windows():
                     state[kind].values[a:b].zero_()
-            self._share_frozen(state)
-            self._count(state, 0)
 
     def update(self, rule: Rule, gradient: Tensor, update: Update) -> None:
         """Apply one update with ``gradient``, flat fp32 [G], which does not change."""
         with self._lock, torch.no_grad():
-            old, new = self._current, self._next
+            regions = self._regions
             ranges = list(self._left.items()) or self._ranges(rule)
             buffers = torch.empty(1 if self.in_place else 4, max((b - a for a, b in ranges), default=0))
             for (a, b), coming in pairwise([*ranges, (0, 0)]):
                 piece, *state = buffers[:, : b - a]
                 update.write_scaled(gradient, a, piece)
                 if self.in_place:
-                    state = [old[kind].values[a:b] for kind in KINDS]
+                    state = [regions[kind].values[a:b] for kind in KINDS]
                 else:
                     for kind, values in zip(KINDS, state, strict=True):
-                        old[kind].read(a, values)
+                        regions[kind].read(a, values)
                 weights, first, second = state
                 rule.update(weights, piece, first, second, update.step, decayed=b <= self.layout.decayed)
                 for kind, values in zip(KINDS, state, strict=True) if not self.in_place else ():
-                    new[kind].write(a, values)
-                    old[kind].expect(*coming)
+                    regions[kind].write(a, values)
+                    regions[kind].expect(*coming)
                 with self._progress:
                     self._left.pop(a, None)
                     self._progress.notify_all()
-            self._count(new, update.step + 1)
-            self._writing = None
 
     def begin_update(self, rule: Rule) -> None:
         """``update`` follows in another thread. Until it is through, ``ready`` waits for it."""
         with self._whole():
-            self._writing, self._left = self._next, dict(self._ranges(rule))
+            self._left = dict(self._ranges(rule))
             self._begins = sorted(self._left)
 
     def ready(self, begin: int, end: int) -> None:
@@ -198,11 +154,6 @@ class State:
 
         return sorted(self.layout.trainable().ranges() if rule.by_tensor else windows, key=first)
 
-    def skip(self, step: int) -> None:
-        """Count update number ``step`` without a change."""
-        with self._whole():
-            self._count(self._current, step + 1)
-
     def digest(self) -> bytes:
         """BLAKE3 over the weights."""
         with self._whole():
@@ -223,12 +174,12 @@ class State:
         """'model/NAME', and of what is trained 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more,
         in backing memory."""
         with self._whole():
-            return self._named({kind: region.copy() for kind, region in self._current.items()})
+            return self._named({kind: region.copy() for kind, region in self._regions.items()})
 
     def named(self) -> dict[str, Tensor]:
         """The same, but no copy: it holds until the next change."""
         with self._whole():
-            return self._named({kind: region.values for kind, region in self._current.items()})
+            return self._named({kind: region.values for kind, region in self._regions.items()})
 
     def _named(self, flats: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -237,20 +188,11 @@ class State:
             for name, view in state_views(self.layout, kind, flat).items()
         }
 
-    def _share_frozen(self, state: dict[str, Region]) -> None:
-        """The other version has the frozen weights of ``state``, too."""
-        source = state["model"]
-        for other in (version["model"] for version in self._versions if version is not state):
-            for a, b in source.windows(self.layout.learned):
-                other.values[a:b].copy_(source.values[a:b])
-                other.release(a, b)
-
-    def load(self, state: dict[str, Tensor], step: int) -> None:
+    def load(self, state: dict[str, Tensor]) -> None:
         """Load a ``copy``. Absent moments become zero. Raises CheckpointError, and changes nothing then."""
         sources = {kind: checked_state(self.layout, state, kind) for kind in KINDS}
         with self._whole(), torch.no_grad():
-            new = self._next
-            for kind, region in new.items():
+            for kind, region in self._regions.items():
                 layout = state_layout(self.layout, kind)
                 for (a, b), name in zip(layout.ranges(), layout.names, strict=True):
                     if found := sources[kind]:
@@ -258,12 +200,9 @@ class State:
                     else:
                         region.values[a:b].zero_()
                     region.release(a, b)
-            self._share_frozen(new)
-            self._count(new, step)
 
     def load_weights(self, weights: Tensor) -> None:
         """Replace the weights by ``weights``, flat fp32 [P]; the moments stay."""
         with self._whole(), torch.no_grad():
             for a, b in self.model.windows():
                 self.model.values[a:b].copy_(weights[a:b])
-            self._share_frozen(self._current)

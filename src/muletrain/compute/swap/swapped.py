@@ -121,7 +121,7 @@ class SwappedCompute(ThreadedCompute):
         self._failure: BaseException | None = None
         """Why the accumulator lacks something, until it is emptied."""
         try:
-            self._backing.check(memory.in_files)
+            self._backing.reserve(memory.in_files)
             self._begin(spec, cut, chain, swap, (blocks, memory), source)
         except BaseException:
             self._backing.close()
@@ -362,7 +362,7 @@ class SwappedCompute(ThreadedCompute):
         await self._compute(self.arithmetic.change, self._load, state)
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        self.state_.load(state, 0)
+        self.state_.load(state)
         self.arithmetic.scale.load_state(state, 0)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from muletrain.errors import CapacityError
 from muletrain.runtime.checkpoint.store import PartFacts
 from muletrain.wire.statefile import state_buffers
 
@@ -86,6 +87,15 @@ class OwnPart:
     def _alive(self, holders: set[PeerId]) -> bool:
         """Is one of ``holders``, other than us, alive?"""
         return any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
+
+    async def copy(self, key: Key) -> dict[str, Tensor] | None:
+        """A copy of the state for checkpoint ``key``; None if there is no room for it: then that checkpoint is left out, and
+        training goes on."""
+        try:
+            return await self._ctx.compute.state()
+        except CapacityError as e:
+            self._coordinator.leave_out(key, f"left out: {e}")
+            return None
 
     async def write(self, key: Key, state: dict[str, Tensor]) -> None:
         """Write our stage's part to the place, if we share it, and announce the part."""

@@ -80,8 +80,9 @@ class Ending:
         """Offer our stage's part again: its writer may have died, or its message was lost."""
         while not self._finished.done():
             await self._ctx.clock.sleep(OFFER_S)
-            if self._checkpointing.own_part.wants(key):
-                await self._checkpointing.own_part.write(key, await self._ctx.compute.state())
+            own_part = self._checkpointing.own_part
+            if own_part.wants(key) and (state := await own_part.copy(key)) is not None:
+                await own_part.write(key, state)
 
     async def _dismiss(self, peer: PeerId, written: bool) -> bool:
         """Tell ``peer`` that it may go. This is a call, since we go next and a frame could still be on its way. Returns

@@ -31,7 +31,7 @@ class PartWriter:
             self._written = None
             self._own_part.drop(earlier)
         if self._own_part.begins(key, last=last):
-            self._spawn(key, await self._ctx.compute.state())
+            self._spawn(key, await self._own_part.copy(key))
             if self._ctx.compute.lends:
                 await self._coordinator.ended(key)
 
@@ -42,10 +42,11 @@ class PartWriter:
         done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
         if done or not at.settled or at.away or not self._own_part.begins(key, last=True):
             return
-        state = await self._ctx.compute.state()
+        state = await self._own_part.copy(key)
         if at.settled and key == Key(at.step, at.applied):
             self._written = key
             self._spawn(key, state)
 
-    def _spawn(self, key: Key, state: dict[str, Tensor]) -> None:
-        self._ctx.spawn(self._own_part.write(key, state), f"part of checkpoint {key.step}")
+    def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
+        if state is not None:
+            self._ctx.spawn(self._own_part.write(key, state), f"part of checkpoint {key.step}")
