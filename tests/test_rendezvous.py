@@ -13,7 +13,7 @@ from muletrain.clock import LoopClock
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import AdmissionError, CapacityError
+from muletrain.errors import AdmissionError, CapacityError, PeerUnreachable
 from muletrain.events import Event, EventLog, JoinRefused, Note
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
@@ -153,7 +153,10 @@ def test_a_waiting_run_says_what_a_stage_needs_and_the_largest_offer_that_came()
     with pytest.raises(CapacityError, match=r"needs 4 GiB \(weights .* may use 3 GiB: give it more memory"):
         own.seat("small", introduction("small", 3 * GIB))
     assert own.seat("middle", introduction("middle", 8 * GIB)) == 0
-    assert own.missing() == ["stage 1 has no peer (needs 10 GiB; the largest offer so far is 8 GiB)", "1 preparing"]
+    assert own.missing() == [
+        "stage 1 has no peer (needs 10 GiB; the largest offer so far is 8 GiB)",
+        "middle preparing",
+    ]
     gpu = introduction("gpu", 8 * GIB, device="cuda", host=4 * GIB)
     with pytest.raises(CapacityError, match="needs 5 GiB on a GPU and 5 GiB beside it"):
         own.seat("gpu", gpu.model_copy(update={"stage": 1}))
@@ -229,6 +232,8 @@ def test_before_the_run_begins_any_member_says_that_the_founder_admits() -> None
         founder, member, newcomer = (hub.join(name) for name in ("founder", "member", "newcomer"))
         with pytest.raises(AdmissionError, match="ask for a ticket of 'muletrain start'"):
             await find_admitter(newcomer, ("/memory/p2p/founder",))  # does not serve it yet
+        with pytest.raises(PeerUnreachable, match="no member of the ticket answers"):
+            await find_admitter(newcomer, ("/memory/p2p/gone",))
         with pytest.raises(AdmissionError, match="it names none"):
             await find_admitter(newcomer, ())
         JoinClient(member, founder.peer_id)

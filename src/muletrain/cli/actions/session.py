@@ -31,7 +31,7 @@ from muletrain.events import (
     events_in,
 )
 from muletrain.runs.folder import DiskWatch
-from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, OWNER_FILE, PROBE_FILE, TICKET_FILE
+from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, PROBE_FILE, TICKET_FILE
 from muletrain.units import plural
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Session:
         """Errors of processes that gave up: names of the processes by message."""
         self._clients = frozenset(clients)
         self._dismissed: float | None = None
-        """When the last process ended that is no client."""
+        """When the last process ended that is no client, and no newcomer."""
         self._ended: set[str] = set()
         self._lost, self._lost_s = set[str](), 0.0
         """Our processes that failed before the run began, and when the last one did."""
@@ -224,8 +224,12 @@ class Session:
         return not serving.issuperset(range(self.view.started.stages))
 
     def _dismiss(self, alive: list[str]) -> None:
-        """End the clients once no other process is left: a client that missed the end looks for a server for minutes."""
-        if not self._clients.issuperset(alive):
+        """End the clients once no other process is left: a client that missed the end looks for a server for minutes. So does
+        a newcomer to a run that has ended before it was there."""
+        end, outside = self.view.finished, set(self._clients)
+        if end is not None and end.reason != LEFT:
+            outside.update(name for name in alive if name not in self.view.peers)
+        if not outside.issuperset(alive):
             return
         self._dismissed = self._dismissed or time.monotonic()
         waited_s = time.monotonic() - self._dismissed

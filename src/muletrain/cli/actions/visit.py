@@ -49,7 +49,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
         announced = [p for p in read if p is not None and not p.left]
         missing: tuple[str, ...] = ()
         if not announced:
-            with suppress(AdmissionError):  # the run ends: its members admit no peer
+            with suppress(AdmissionError, NetworkError):  # the run ends: its members admit no peer
                 missing = await ask_missing(network, whole.addresses)
         return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), tuple(map(printable, missing))
 

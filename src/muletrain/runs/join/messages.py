@@ -22,6 +22,8 @@ PIECE = 512 * 1024
 """Bytes in one answer with a piece of the tokenizer or of a checkpoint; a call carries at most 1 MiB."""
 CALL_S = 30.0
 """Seconds that a call of this protocol may take."""
+AGAIN = "join again in some seconds"
+"""Ends the refusal of a newcomer that would be admitted later: it tries again (``patience``)."""
 READY_EVERY_S = 10.0
 """Seconds between two reports of a guest that it is ready, and between two checks by the founder that guests live."""
 

@@ -56,18 +56,26 @@ async def join(host: Host, network: Network) -> Seat | Help:
         await client.decline(str(e))
         raise
     compute = await _compute(host, client, welcome, facts, machine)
-    place = place_of(facts.config, host.spec, host.log.note)
-    sharing = await joiners_sharing(host, facts, welcome, tokenizer, cache)
-    ready = Ready(trainer=cache is not None, place=place.name)
-    if welcome.running:
-        genesis = await client.genesis()
-        roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready))
-    else:
-        prober = host.prober(facts, network, client.admitter, machine)  # the founder may have links measured meanwhile
-        genesis = await client.begin(ready, _says_what_is_missing(host))
-        prober.close()
-        roster = Roster(genesis, network.peer_id)
-    _check(genesis, facts, welcome, roster.own.stage)
+    try:
+        place = place_of(facts.config, host.spec, host.log.note)
+        sharing = await joiners_sharing(host, facts, welcome, tokenizer, cache)
+        ready = Ready(trainer=cache is not None, place=place.name)
+        if welcome.running:
+            genesis = await client.genesis()
+            roster = Roster(genesis, member_of(network.peer_id, request, welcome, ready))
+        else:
+            prober = host.prober(
+                facts, network, client.admitter, machine
+            )  # the founder may have links measured meanwhile
+            try:
+                genesis = await client.begin(ready, _says_what_is_missing(host))
+            finally:
+                prober.close()
+            roster = Roster(genesis, network.peer_id)
+        _check(genesis, facts, welcome, roster.own.stage)
+    except BaseException:
+        compute.close()
+        raise
     info = RunInfo(welcome.config, welcome.data, tokenizer, welcome.tokens)
     return Seat(facts, roster, network, compute, machine, cache, info, place, sharing, joining=welcome.running)
 

@@ -6,10 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from muletrain.clock import LoopClock
 from muletrain.errors import AdmissionError, NetworkError, ProtocolError
 from muletrain.events import Note, Waiting
 from muletrain.runs.join.admission import Admission, member_of, unique_name
 from muletrain.runs.join.messages import (
+    AGAIN,
     CALL_S,
     PIECE,
     READY_EVERY_S,
@@ -35,13 +37,19 @@ if TYPE_CHECKING:
     from muletrain.runs.join.seating import Seating
 
 
+PREPARE_S = 900.0
+"""Seconds without a sign of progress after which a guest that builds its stage loses its place. One that stopped, or cannot
+be reached, loses it at the next check."""
+
+
 @dataclass
 class _Guest:
-    """A peer that has a stage. ``ready`` is None while it builds it."""
+    """A peer that has a stage. ``ready`` is None while it builds it; ``since``: when it came, or last took a piece."""
 
     request: JoinRequest
     welcome: Welcome
     ready: Ready | None = None
+    since: float = field(default_factory=LoopClock().now)
 
     @property
     def trains(self) -> bool:
@@ -91,7 +99,7 @@ class Rendezvous:
     def ready(self, peer: PeerId, ready: Ready) -> None:
         """``peer`` has built its stage. Raises AdmissionError if it has none."""
         if peer not in self._guests:
-            raise AdmissionError("'ready' from a peer that has not joined")
+            raise AdmissionError(f"the run did not wait for this machine, which took long to get ready; {AGAIN}")
         if self._guests[peer].ready != ready:  # guests repeat themselves while they wait
             self._guests[peer].ready = ready
             self._changed.set()
@@ -106,7 +114,7 @@ class Rendezvous:
 
     def consider(self, request: JoinRequest) -> list[list[str]]:
         if self._begun is not None:
-            raise AdmissionError("the run begins at this very moment; join again in some seconds")
+            raise AdmissionError(f"the run begins at this very moment; {AGAIN}")
         if self._largest is None or self._largest.device < request.offer.device:
             self._largest = request.offer
         guests = self._guests.values()
@@ -157,8 +165,8 @@ class Rendezvous:
         lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
         if (more := self.expected - len(ready)) > len(unserved):
             lacking.append(f"{more} more of {self.expected} peers")
-        if building := len(self._guests) - len(ready):  # a member must be able to serve from step 0 on
-            lacking.append(f"{building} preparing")
+        if building := [g.welcome.name for g in self._guests.values() if g.ready is None]:
+            lacking.append(f"{', '.join(building)} preparing")  # a member must be able to serve from step 0 on
         if not any(g.trains for g in ready):
             lacking.append("a peer with the data (trainer)")
         return lacking
@@ -192,9 +200,16 @@ class Rendezvous:
                 await self._sweep()
 
     async def _sweep(self) -> None:
-        """Free the places of guests that do not answer."""
-        for peer in await self._unreached([p for p in self._guests if p != self.net.peer_id], Admitter.KIND, b""):
+        """Free the places of guests that do not answer, and of those that get nowhere."""
+        guests = [p for p in self._guests if p != self.net.peer_id]
+        for peer in await self._unreached(guests, Admitter.KIND, b""):
             self._guests.pop(peer, None)
+        late = [p for p in guests if p in self._guests and self._guests[p].ready is None]
+        for peer in late:
+            if LoopClock().now() - self._guests[peer].since > PREPARE_S:
+                name = self._guests.pop(peer).welcome.name
+                message = f"{name} has not got its stage ready for {PREPARE_S / 60:.0f} min: the run does not wait for it any more"
+                self.emit(Note(level="warning", message=message))
 
     async def _begin(self) -> Genesis:
         self._begun = genesis = self._make_genesis()
@@ -240,6 +255,7 @@ class Rendezvous:
         ask, guest = AskPart.unpack(payload), self._guests.get(sender)
         if self._begun is not None or guest is None or self.checkpoint is None:
             raise ProtocolError("a part of the checkpoint is for a guest that prepares its stage")
+        guest.since = LoopClock().now()
         return await asyncio.to_thread(_read_piece, self.checkpoint.parts[guest.welcome.stage], ask.offset)
 
     async def _on_ready(self, sender: PeerId, payload: bytes) -> bytes:

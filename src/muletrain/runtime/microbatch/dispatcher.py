@@ -8,7 +8,6 @@ strategy says which peers may get the microbatch; each sender chooses among thes
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from muletrain.policy.wiring import GAMMA, Wiring
 from muletrain.runtime.core.waiting import unless_done
 from muletrain.runtime.members.silence import Silence
 from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Lost
-from muletrain.runtime.microbatch.pending import Answer, AtIt, FoundUnfinite, Full, Gone, Over, Pending
+from muletrain.runtime.microbatch.pending import Answer, AtIt, FoundUnfinite, Full, Gone, Over, Pending, answer_of
 from muletrain.wire.codec import decode
 
 if TYPE_CHECKING:
@@ -31,15 +30,12 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.messages import Attempt
-    from muletrain.runtime.microbatch.pending import Reply
     from muletrain.runtime.microbatch.survey import Survey
     from muletrain.wire.codec import Encoded
 
 LOOK_S, LOOK_MAX_S = 0.5, 30.0
 """Seconds between two looks whether a peer of a full stage has room, and between two tries of one that is at the microbatch
 already, at most."""
-PROBED = 5
-"""Times that the deadline of a probe doubles, at most: a peer may be looked at for hours before it has an answer."""
 COPIES, COPIES_SHARE = 2.0, 0.1
 """Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
 once, then this share of the answered ones."""
@@ -335,7 +331,8 @@ class Dispatcher:
         with self._ctx.detector.awaiting(peer, pending.reply):
             # a frozen receiver takes only what its buffers hold
             await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
-            got = await self._await(peer, request, pending)
+            what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
+            got = await answer_of(pending, self._ctx, self.trips, self._held_for_long, what)
         if isinstance(got, Answer):
             return got
         reply, answer = got
@@ -350,29 +347,11 @@ class Dispatcher:
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
-    async def _await(self, peer: PeerId, request: Attempt, pending: Pending) -> Reply | Answer:
-        begin_s, what = self._ctx.clock.now(), f"microbatch {request.step}/{request.index} at stage {self._stage}"
-        for attempt in itertools.count():
-            try:
-                return await self._ctx.clock.deadline(
-                    asyncio.shield(pending.reply), self.trips.deadline_s(attempt), what
-                )
-            except DeadlineExceeded:
-                probe = self._ctx.detector.probe(peer, request.lineage, request.step, min(attempt, PROBED))
-                progress = await unless_done(pending.reply, probe)
-                if pending.reply.done():
-                    return pending.reply.result()
-                if progress is None:
-                    raise
-                # a probe overtakes a long answer: the answer to an accumulated microbatch may be on its way
-                answered = request.index in progress.answering or (
-                    attempt == 0 and request.index in progress.accumulated
-                )
-                if request.index not in progress.in_flight and not answered:
-                    raise Gone(f"{what}: it is not working on it") from None
-                if self._held_for_long(pending, self._ctx.clock.now() - begin_s):
-                    raise Gone(f"{what}: it has had it for long") from None
-        raise AssertionError
+    def on_broken(self, peer: PeerId) -> None:
+        """A stream with ``peer`` ended: what was on it is lost."""
+        for pending in self._pending.get(peer, {}).values():
+            if not pending.broke.done():
+                pending.broke.set_result(None)
 
     def _held_for_long(self, pending: Pending, waited_s: float) -> bool:
         """Have another peer compute a copy of what was ``pending`` for long, whatever its peer says: it may lie. Returns

@@ -128,6 +128,12 @@ class Microbatches:
             if dispatcher is not None:
                 dispatcher.welcome(peer)
 
+    def on_broken(self, peer: PeerId) -> None:
+        """A stream with ``peer`` ended."""
+        for dispatcher in (self._onwards, self._inwards):
+            if dispatcher is not None:
+                dispatcher.on_broken(peer)
+
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
         """Note what a trainer reports as through. Raises ProtocolError if it is invalid."""
         work, roster = self._position.computing(message.step), self._ctx.roster

@@ -6,12 +6,21 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from muletrain.errors import MuletrainError
+from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable
+from muletrain.runtime.core.waiting import unless_done
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from muletrain.network.base import PeerId
+    from muletrain.policy.trips import Trips
+    from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.messages import Attempt, Backward, Busy, Done, Lost
     from muletrain.wire.codec import Encoded
+
+
+PROBED = 5
+"""Times that the deadline of a probe doubles, at most: a peer may be looked at for hours before it has an answer."""
 
 
 class Gone(MuletrainError):
@@ -62,6 +71,8 @@ class Pending:
     unfinite: bool
     reply: asyncio.Future[Reply | Answer] = field(default_factory=asyncio.Future)
     """The peer's own answer, or that of another peer which computed a copy meanwhile."""
+    broke: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    """Done once a stream with the peer has ended: the request or its answer may have been on it."""
     copy: asyncio.Task[Answer] | None = None
     """The copy's answer, once the peer is suspected (``Silence``), or takes very long."""
 
@@ -78,3 +89,40 @@ class Pending:
     def _copied(self, copy: asyncio.Task[Answer]) -> None:
         if not (copy.cancelled() or copy.exception() or self.reply.done()):
             self.reply.set_result(copy.result())
+
+
+async def answer_of(
+    pending: Pending, ctx: Context, trips: Trips, held_for_long: Callable[[Pending, float], bool], what: str
+) -> Reply | Answer:
+    """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed; and
+    when a stream with it breaks, at once, and again when what was sent since should have come. ``held_for_long``: gives
+    up what was out for so long [s]. Raises Gone, PeerUnreachable, DeadlineExceeded."""
+    peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
+    pending.broke = asyncio.Future()
+    while True:
+        wait_s = ctx.detector.deadline.seconds() + ctx.net.queued_s(peer) if again else trips.deadline_s(attempt)
+        why: MuletrainError = PeerUnreachable("a stream broke, and it does not answer", what)
+        try:
+            waiting = asyncio.wait({pending.reply, pending.broke}, return_when=asyncio.FIRST_COMPLETED)
+            await ctx.clock.deadline(waiting, wait_s, what)
+        except DeadlineExceeded as e:
+            why = e
+        if pending.reply.done():
+            return pending.reply.result()
+        if broke := pending.broke.done():
+            pending.broke = asyncio.Future()
+        probe = ctx.detector.probe(peer, request.lineage, request.step, min(attempt, PROBED))
+        progress = await unless_done(pending.reply, probe)
+        if pending.reply.done():
+            return pending.reply.result()
+        if progress is None:
+            raise why
+        at_it = request.index in progress.in_flight or request.index in progress.answering
+        # a probe overtakes a long request, and a long answer
+        late = not progress.current if again else attempt == 0 and request.index in progress.accumulated
+        if not (at_it or broke or late):
+            raise Gone(f"{what}: it is not working on it")
+        if held_for_long(pending, ctx.clock.now() - begin_s):
+            raise Gone(f"{what}: it has had it for long")
+        attempt += not (broke or again)
+        again = broke and not at_it

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, ProtocolError
+from muletrain.network.base import Channel
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
@@ -19,7 +20,7 @@ from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Channel, Frame, PeerId
+    from muletrain.network.base import Frame, PeerId
     from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
@@ -288,6 +289,8 @@ class Incoming:
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
         self._runner.state.averager.broken(peer, channel)
+        if channel in (Channel.PIPE, Channel.CONTROL):  # requests and gradients, other answers
+            self._microbatches.on_broken(peer)
         if not self._position.life.done:
             self._ctx.detector.look_after(peer, self._position.lineage, self._position.step)
 
