@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import Malformed, MuletrainError, ProtocolError
-from muletrain.network.base import Channel
+from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
 from muletrain.runtime.core.branches import branch_of
@@ -20,7 +20,7 @@ from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Frame, PeerId
+    from muletrain.network.base import Channel, Frame, PeerId
     from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
@@ -119,6 +119,8 @@ def _bytes(frame: Frame) -> int:
     return sum(t.nbytes for t in frame.tensors)
 
 
+BREAK_TRIES, BREAK_S, BREAK_MAX_S = 5, 0.5, 8.0
+"""Looks for a peer after a stream with it ended, and seconds between two of them, at first and at most; doubles."""
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
     for m in (
@@ -166,6 +168,8 @@ class Incoming:
         self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
         self._furthest = 0
         """See ``passed_by``."""
+        self._broken: set[PeerId] = set()
+        """Peers that we look for since a stream with them ended."""
         checks: dict[type[Message], Check] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
@@ -289,10 +293,22 @@ class Incoming:
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
         self._runner.state.averager.broken(peer, channel)
-        if channel in (Channel.PIPE, Channel.CONTROL):  # requests and gradients, other answers
-            self._microbatches.on_broken(peer)
-        if not self._position.life.done:
-            self._ctx.detector.look_after(peer, self._position.lineage, self._position.step)
+        if not self._position.life.done and peer in self._ctx.roster.everyone() and peer not in self._broken:
+            self._broken.add(peer)
+            self._ctx.spawn(self._after_break(peer), f"after a break with {peer[-6:]}")
+
+    async def _after_break(self, peer: PeerId) -> None:
+        """What was on the stream is lost. Once ``peer`` answers, ask at once for what we wait for."""
+        ctx, at = self._ctx, self._position
+        try:
+            for tries in range(BREAK_TRIES):
+                if await ctx.detector.probe(peer, at.lineage, at.step, hearsay=True, brief=True) is not None:
+                    self._microbatches.on_broken(peer)
+                    ctx.news.hurry()
+                    return
+                await ctx.clock.sleep(backoff_s(tries, BREAK_S, BREAK_MAX_S))
+        finally:
+            self._broken.discard(peer)
 
     async def _answer_progress(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError while nobody should count on us."""
