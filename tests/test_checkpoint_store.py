@@ -245,3 +245,25 @@ def test_a_damaged_tokenizer_is_not_used(tmp_path: Path) -> None:
     damage(tmp_path / "step-00000004" / "tokenizer.json")
     with pytest.raises(CheckpointError, match="is damaged"):
         _ = Checkpoint.open(tmp_path).tokenizer_json
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b'{"spec": ' * 100_000, b"\xff\xfe", b"[]", b'{"format": 2, "step": -1}', b'{"parts": [1]}'],
+    ids=["nested lists", "nested objects", "no text", "a list", "a negative step", "no files"],
+)
+def test_garbage_for_a_manifest_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "step-00000004").mkdir()
+    manifest = tmp_path / "step-00000004" / "manifest.json"
+    manifest.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step-00000004/manifest.json cannot be read \(.*use another checkpoint"):
+        Checkpoint.open(tmp_path)
+    assert Folder(tmp_path, keep=1).complete() == {}
+
+
+def test_garbage_in_the_marker_of_a_place_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    assert Folder(tmp_path / "new", keep=1).name == Folder(tmp_path / "new", keep=2).name
+    for garbage in (b"\xff\xfe\x00", b"x" * 1000, b"../../etc"):
+        (tmp_path / ".place").write_bytes(garbage)
+        with pytest.raises(CheckpointError, match=r"\.place is not what muletrain wrote: remove it"):
+            _ = Folder(tmp_path, keep=1).name

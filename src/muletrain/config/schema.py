@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_MICROBATCHES = 1 << 16
+"""Of a step, at most: peers name those that they hold in one message (``runtime.core.messages``)."""
+
 
 class Precision(StrEnum):
     """Arithmetic of forward and backward. ``AUTO`` measures, and takes the fastest."""
@@ -251,6 +254,11 @@ def _check_sequences(m: ModelConfig, t: TrainConfig) -> None:
 
 
 def _check_batch(t: TrainConfig) -> None:
+    if (count := t.batch // t.microbatch) > MAX_MICROBATCHES:
+        raise ValueError(
+            f"train.batch: {t.batch} sequences with train.microbatch = {t.microbatch} are {count:,} microbatches a step, and "
+            f"peers agree on at most {MAX_MICROBATCHES:,}; raise train.microbatch, or lower the batch"
+        )
     if t.batch % t.microbatch:
         raise ValueError(
             f"train.microbatch: {t.microbatch} does not divide train.batch = {t.batch}; use a divisor of the batch"

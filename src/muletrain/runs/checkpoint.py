@@ -24,6 +24,7 @@ from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import Writes, state_dict
 from muletrain.runs.folder import latest_checkpoint
+from muletrain.runtime.checkpoint.manifest import read_manifest
 from muletrain.runtime.checkpoint.store import open_place
 
 if TYPE_CHECKING:
@@ -119,15 +120,12 @@ class Checkpoint:
         foreign one."""
         folder = latest_checkpoint(path)
         try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            manifest = read_manifest((folder / "manifest.json").read_bytes())
             if manifest["format"] != FORMAT:
                 raise CheckpointError(f"{folder}: written in format {manifest['format']}, this version reads {FORMAT}")
             spec = model_from_json(json.dumps(manifest["spec"]))
             config = RunConfig.model_validate_json(json.dumps(manifest["config"]), strict=True)
-            missing = {"step", "parts", "files"} - manifest.keys()
-            if missing:
-                raise ValueError(f"it names no {', '.join(sorted(missing))}")
-        except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
+        except (OSError, ValueError, ConfigError) as e:
             raise CheckpointError(
                 f"{folder}/manifest.json cannot be read ({e}); use another checkpoint of the run"
             ) from e

@@ -7,12 +7,14 @@ to the roster (``LiveMembers``): replicas of the stage give them its state, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from muletrain import __version__
+from muletrain.clock import loop_time_s
 from muletrain.errors import AdmissionError, CapacityError
 from muletrain.events import Admitted, JoinRefused, Note
+from muletrain.policy.recent import Debts
 from muletrain.runs.join.messages import (
     PIECE,
     Admitter,
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.roster import Genesis, Roster
     from muletrain.runtime.transfer.tokens import Shared
     from muletrain.strategies.base import Strategy
+
+
+REQUESTS, REQUESTS_PER_S = 20, 0.2
+"""Times that one machine may ask for a stage at once, and a second after that: each time is an event on the disk."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Admission:
     info: RunInfo
     seating: Seating
     participants: Participants
+    _asked: Debts = field(default_factory=lambda: Debts(REQUESTS_PER_S))
 
     def open(self) -> None:
         """Answer newcomers from now on, in place of any earlier ``Admission`` on this network."""
@@ -119,8 +126,11 @@ class Admission:
         return self.participants.add(peer, request, welcome.model_copy(update={"name": request.name}))
 
     async def _on_request(self, sender: PeerId, payload: bytes) -> bytes:
+        request = JoinRequest.unpack(payload)
+        if self._asked.add(sender, 1.0, loop_time_s()) > REQUESTS:
+            raise AdmissionError("this machine asked to join too often; wait a minute")
         try:
-            welcome = self.admit(sender, JoinRequest.unpack(payload))
+            welcome = self.admit(sender, request)
         except (AdmissionError, CapacityError) as e:
             self.emit(JoinRefused(remote=sender, reason=str(e)))
             raise

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from muletrain.errors import ConfigError
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.runtime.checkpoint.manifest import Parts
 from muletrain.runtime.core.disk import Disk
 from muletrain.wire.statefile import cut
 
@@ -130,13 +131,10 @@ class CheckpointStore(ABC):
             if match is None or match[3]:
                 continue
             try:
-                manifest = json.loads(self._read(f"{name}/{MANIFEST}"))
-                key = Key(int(manifest["step"]), bytes.fromhex(manifest["lineage"]))
-                parts = {
-                    s: PartFacts(int(p.get("size", 0)), bytes.fromhex(p["sha256"]))
-                    for s, p in enumerate(manifest["parts"])
-                }
-            except (OSError, ValueError, KeyError, TypeError):
+                manifest = Parts.model_validate_json(self._read(f"{name}/{MANIFEST}"))
+                key = Key(manifest.step, bytes.fromhex(manifest.lineage))
+                parts = {s: PartFacts(part.size, bytes.fromhex(part.sha256)) for s, part in enumerate(manifest.parts)}
+            except (OSError, ValueError):
                 continue
             found[key] = parts
         return found
@@ -234,12 +232,16 @@ class Folder(CheckpointStore):
                 draft.write_text(own)
                 with suppress(FileExistsError):
                     _link(draft, marker)
-            return marker.read_text() or own
+            with marker.open("rb") as file:
+                found = file.read(2 * len(own))
         except OSError:
             return own
         finally:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
+        if not re.fullmatch(rb"[0-9a-f]{32}|", found):
+            raise CheckpointError(f"{marker} is not what muletrain wrote: remove it if no run uses that folder now")
+        return found.decode() or own
 
     def where(self, key: Key) -> str:
         return str(self._root / self._complete(key))

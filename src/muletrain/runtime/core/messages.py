@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from muletrain.config.schema import MAX_MICROBATCHES
 from muletrain.errors import Malformed
 from muletrain.network.base import Channel, Frame
 from muletrain.policy.fork_choice import MEMORY
@@ -27,7 +28,6 @@ Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
 Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
-MAX_MICROBATCHES = 1 << 16
 MAX_ERRORS = 16
 """Errors of a message that are described, at most."""
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]

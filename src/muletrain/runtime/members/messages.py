@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import FailFast, Field
 
+from muletrain.config.schema import MAX_MICROBATCHES
 from muletrain.runtime.core.branches import BRANCH
 from muletrain.runtime.core.messages import (
-    MAX_MICROBATCHES,
     Address,
     Digest,
     Id,

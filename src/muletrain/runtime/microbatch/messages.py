@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import FailFast, Field
 
+from muletrain.config.schema import MAX_MICROBATCHES
 from muletrain.network.base import Channel
 from muletrain.runtime.core.messages import (
-    MAX_MICROBATCHES,
     Digest,
     Id,
     Indices,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import DeadlineExceeded, MuletrainError, PeerUnreachable
 from muletrain.runtime.core.waiting import unless_done
@@ -103,7 +103,8 @@ async def answer_of(
         wait_s = ctx.detector.deadline.seconds() + ctx.net.queued_s(peer) if again else trips.deadline_s(attempt)
         why: MuletrainError = PeerUnreachable("a stream broke, and it does not answer", what)
         try:
-            waiting = asyncio.wait({pending.reply, pending.broke}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {pending.reply, pending.broke}
+            waiting = asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             await ctx.clock.deadline(waiting, wait_s, what)
         except DeadlineExceeded as e:
             why = e

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from muletrain.errors import Malformed
 from muletrain.optim.sketch import packed, sketch, unpacked
 from muletrain.policy.outliers import FACTOR, alike
 from muletrain.policy.passes import Part, Pass
 from muletrain.policy.pool import OWN
-from muletrain.runtime.pool.messages import Checked
+from muletrain.runtime.pool.messages import Checked, Output
+from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
     import random
@@ -31,10 +33,15 @@ if TYPE_CHECKING:
     from muletrain.network.base import PeerId
     from muletrain.optim.sketch import Sketch
     from muletrain.policy.pool import Pool
+    from muletrain.runtime.core.plan import Plan
+    from muletrain.runtime.pool.messages import Finished
     from muletrain.runtime.pool.parts import KeptPart
+    from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
 """Results from which follows what is usual, at most and at least."""
+MOST_LOSS = 1e12
+"""Before that, a loss of a client beyond ``FACTOR`` times this is not believed."""
 Place = tuple[int, int, int]
 """Step, microbatch and first sequence of a part."""
 
@@ -87,6 +94,28 @@ class Court(Protocol):
         ...
 
 
+def check_result(
+    plan: Plan, stage: int, part: Part | None, message: Output | Finished | Checked, tensors: list[Encoded]
+) -> None:
+    """Raises Malformed for a result that ``part`` cannot have. One that was taken back meanwhile (None) is only
+    bounded."""
+    if part is None:
+        most = plan.sequences, plan.sequence_length(plan.steps), plan.width
+        if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
+            raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
+        return
+    if (part.what is Pass.CHECK) != isinstance(message, Checked):
+        raise Malformed(f"{message.KIND}: no such result is expected of a {part.what}")
+    if isinstance(message, Checked):
+        return
+    gives = part.what is Pass.FORWARD or (part.what is not Pass.AGAIN and stage > 0)
+    if gives != isinstance(message, Output):
+        raise Malformed(f"{message.KIND}: {'a' if gives else 'no'} tensor is expected of a {part.what}")
+    shape = part.rows, plan.sequence_length(part.step), plan.width
+    if any((t.shape, t.codec) != (shape, plan.activations) for t in tensors):
+        raise Malformed(f"{message.KIND}: a tensor that is not {plan.activations} {shape}")
+
+
 @dataclass
 class _Usual:
     """The lengths of recent results of one kind."""
@@ -108,6 +137,21 @@ class Checks:
         """Forwards that are checked once their backward is there."""
         self._cases: dict[Place, _Case] = {}
         self._usual: dict[str, _Usual] = {}
+        self._losses: deque[float] = deque(maxlen=RECENT)
+        """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
+
+    def believes(self, part: Part, loss: float) -> bool:
+        """Can a client's ``part`` have that share of the loss? Only passes of the last stage have any, and it is about as
+        large as those that counted before."""
+        if part.what is not Pass.LOSS:
+            return loss == 0
+        known = statistics.median(self._losses) if len(self._losses) >= LEAST else MOST_LOSS
+        return abs(loss) / part.rows <= FACTOR * max(known, 1.0)
+
+    def counted(self, part: Part, loss: float) -> None:
+        """A part's share of the loss counts."""
+        if part.what is Pass.LOSS:
+            self._losses.append(abs(loss) / part.rows)
 
     async def drawn(
         self, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes

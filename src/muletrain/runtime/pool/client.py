@@ -317,8 +317,10 @@ class Client:
         if isinstance(message, WeightsChunk):
             await self._weights.on_chunk(message, frame.tensors[0])
             return
-        if sender != self._home:
-            return  # of a server that we have left
+        if sender != self._home:  # a server that we have left
+            ends = isinstance(message, Ended) and message.over and sender in self._servers.known
+            self._ended |= ends and self._home is None
+            return
         match message:
             case Begun():
                 self._heard(message)

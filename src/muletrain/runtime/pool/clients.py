@@ -11,14 +11,14 @@ from muletrain.clock import loop_time_s
 from muletrain.errors import (
     AdmissionError,
     DeadlineExceeded,
-    Malformed,
     NetworkError,
     PeerUnreachable,
     ProtocolError,
 )
 from muletrain.events import ClientEnlisted, ClientLate, ClientLost
 from muletrain.policy.deadline import Deadline
-from muletrain.policy.passes import Pass
+from muletrain.policy.recent import Debts, Recent
+from muletrain.runtime.pool.checks import check_result
 from muletrain.runtime.pool.messages import (
     FROM_CLIENT,
     AccumulatorChunk,
@@ -42,7 +42,6 @@ from muletrain.runtime.pool.messages import (
 )
 from muletrain.runtime.pool.tally import Tally
 from muletrain.runtime.pool.weights import WeightsUpload
-from muletrain.wire.codec import encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -59,6 +58,8 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 MAX_CLIENTS = 4096
+ENLISTS, ENLISTS_PER_S = 20, 0.2
+"""Times that one client may enlist at once, and a second after that: each time is an event on the disk."""
 MAX_UNABLE = 8
 """Parts in a row that a client may fail to compute before its server does without it."""
 SILENT_S = 3.0
@@ -149,6 +150,9 @@ class Clients:
         self._servers, self._config, self._emit = servers, config, emit
         self._clients: dict[PeerId, _Client] = {}
         self._tally = Tally()
+        self._lately: Recent[_Client] = Recent()
+        """Those that we lost: at the end of the run they may look for a server."""
+        self._enlisted = Debts(ENLISTS_PER_S)
         self._banned: set[PeerId] = set()
         """Clients whose results were wrong."""
         self._digest: bytes | None = None
@@ -179,6 +183,8 @@ class Clients:
                 "this server does without you: results of yours were wrong; check this machine's memory"
             )
         state = self._state()
+        if self._enlisted.add(sender, 1.0, self._clock.now()) > ENLISTS:
+            raise AdmissionError("this machine enlisted too often; it is taken again in a minute")
         if self._clients.pop(sender, None) is not None:
             self._desk.lose(sender, "it begins anew")
         if len(self._clients) >= MAX_CLIENTS:
@@ -220,6 +226,7 @@ class Clients:
         """``client`` is lost, and with it the gradients of so many ``parts``. If it is there after all, it begins
         anew."""
         if (known := self._clients.pop(client, None)) is not None:
+            self._lately[client] = known
             self._tally.count(known.name, "redone", parts)
             self._emit(ClientLost(peer_id=client, name=known.name, reason=why, parts=parts))
             self._tasks.spawn(self._tell(client, Ended(enlistment=known.enlistment, over=False)), Ended.KIND)
@@ -304,7 +311,8 @@ class Clients:
 
     async def end(self, *, over: bool) -> None:
         """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
-        told = [self._farewell(client, known, over=over) for client, known in self._clients.items()]
+        clients = {**self._lately, **self._clients} if over else self._clients
+        told = [self._farewell(client, known, over=over) for client, known in clients.items()]
         self._clients, self._digest, self._open = {}, None, False
         with contextlib.suppress(DeadlineExceeded):
             await self._clock.deadline(asyncio.gather(*told, return_exceptions=True), FAREWELL_S, "clients")
@@ -336,23 +344,9 @@ class Clients:
             self.check_result(sender, message, frame.tensors)
 
     def check_result(self, sender: PeerId, message: Output | Finished | Checked, tensors: list[Encoded]) -> None:
-        """Raises Malformed for a result that no such part has. What was taken back meanwhile is only bounded."""
-        part, plan = self._desk.pool.part(sender, message.number), self._desk.plan
-        if part is None:
-            most = plan.sequences, plan.sequence_length(plan.steps), plan.width
-            if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
-                raise Malformed(f"{message.KIND}: a tensor that is larger than {plan.activations} {most}")
-            return
-        if (part.what is Pass.CHECK) != isinstance(message, Checked):
-            raise Malformed(f"{message.KIND}: no such result is expected of a {part.what}")
-        if isinstance(message, Checked):
-            return
-        gives = part.what is Pass.FORWARD or (part.what is not Pass.AGAIN and self._desk.stage > 0)
-        if gives != isinstance(message, Output):
-            raise Malformed(f"{message.KIND}: {'a' if gives else 'no'} tensor is expected of a {part.what}")
-        shape = part.rows, plan.sequence_length(part.step), plan.width
-        if any((t.shape, t.codec) != (shape, plan.activations) for t in tensors):
-            raise Malformed(f"{message.KIND}: a tensor that is not {plan.activations} {shape}")
+        """Raises Malformed for a result that is not of a part that ``sender`` has."""
+        desk = self._desk
+        check_result(desk.plan, desk.stage, desk.pool.part(sender, message.number), message, tensors)
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
         message = FROM_CLIENT[frame.kind].parse(frame)

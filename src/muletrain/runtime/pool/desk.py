@@ -282,6 +282,7 @@ class PartsDesk:
             self.clients.tell(kept.forward_at, Withdraw(number=kept.forward_number))
         if call is not None:
             call.fill(part, loss, values)
+            self._checks.counted(part, loss)
         return kept
 
     def _accumulated(
@@ -314,8 +315,8 @@ class PartsDesk:
         claim = None if message.sketch is None else unpacked(message.sketch)
         fine = claim is None or bool(np.isfinite(claim).all())
         fine &= values is None or await self.inner.offload(is_finite, values)
-        drawn = None
-        if (part := self.pool.part(worker, message.number)) is not None and fine:
+        drawn, part = None, self.pool.part(worker, message.number)
+        if part is not None and (fine := fine and self._checks.believes(part, message.loss)):
             drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
         if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))
@@ -368,8 +369,7 @@ class PartsDesk:
         self.feed()
 
     def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
-        """``client`` is there: these are the numbers of the parts that it computes, and of the gradients of which it has
-        not heard whether they count. ``asked_at``: when it was asked."""
+        """``client``, asked at ``asked_at``, is at these ``parts``, and has not heard whether ``uncounted`` ones count."""
         self.pool.reconcile(client, parts, asked_at, self._clock.now())
         self.withdraw()
         counted = {n for step in self._parts.steps for n in self._parts.of(step).holders().get(client, ())}

@@ -37,6 +37,14 @@ STALLED = 4
 """The same if it went on without us and got nowhere. It may have been slow for once."""
 
 
+def left_out(before: tuple[int, int] | None, step: int, first: int) -> tuple[int, int]:
+    """Returns until which step a replica is left out from ``step`` on, and for how many: ``first`` ones, and each time
+    twice as many, unless it was good for as many steps as it was left out for ``before``."""
+    until, steps = before or (step, 0)
+    steps = first if step - until >= steps else min(APART_MAX, 2 * steps)
+    return step + steps, steps
+
+
 class LeftOut(Exception):
     """Replicas go on with the step without us (``policy.views``)."""
 
@@ -166,8 +174,7 @@ class Company:
         They may lie."""
         me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
         for peer in [m for m, view in self.views().items() if me not in view.members]:
-            steps = min(APART_MAX, 2 * stalled.get(peer, (0, STALLED // 2))[1])
-            stalled[peer] = step + steps, steps
+            stalled[peer] = _, steps = left_out(stalled.get(peer), step, STALLED)
             why = "it goes on without this peer, and gets nowhere"
             self._ctx.emit(ReplicaApart(step=step + 1, name=self._ctx.roster.name(peer), why=why, steps=steps))
 
@@ -181,8 +188,7 @@ class Company:
             silent[peer] = owes + (before if step - last <= APART else 0), step
             if silent[peer][0] >= 2 * MAX_LOST and self.may_average_with(peer):
                 apart = self._standing.apart
-                steps = min(APART_MAX, 2 * apart.get(peer, (0, APART // 2))[1])
-                apart[peer] = step + steps, steps
+                apart[peer] = _, steps = left_out(apart.get(peer), step, APART)
                 del silent[peer]
                 name = self._ctx.roster.name(peer)
                 why = "its chunks do not arrive"

@@ -1,0 +1,107 @@
+"""What a client of a hub can make its server do, and believe."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from muletrain.clock import LoopClock
+from muletrain.errors import Refused
+from muletrain.events import ClientEnlisted, Event
+from muletrain.network.memory import MemoryHub
+from muletrain.policy.passes import Part, Pass
+from muletrain.runtime.core.tasks import Tasks
+from muletrain.runtime.pool.checks import LEAST, Checks
+from muletrain.runtime.pool.client import PATIENCE_S, Client
+from muletrain.runtime.pool.clients import ENLISTS, ENLISTS_PER_S, Clients
+from muletrain.runtime.pool.messages import Enlist
+from tests.virtual import virtually
+
+CONFIG = bytes(32)
+
+
+def server_in(hub: MemoryHub, emit: Any, tasks: Tasks) -> Clients:
+    """Stage 0's only server."""
+    net = hub.join("server")
+    pool = SimpleNamespace(
+        enlist=lambda who: None, speed=lambda: 0.0, own_speed=lambda: 0.0, helpers=lambda each_s: 0.0
+    )
+    desk: Any = SimpleNamespace(
+        stage=0,
+        inner=None,
+        pool=pool,
+        plan=SimpleNamespace(chunk=1),
+        accumulators=SimpleNamespace(each_s=0.0),
+    )
+    desk.lose = lambda who, why: clients.gone(who, why, 0)
+    clients = Clients(desk, net, LoopClock(), tasks, SimpleNamespace(stage=lambda s: ("server",)), CONFIG, emit)  # type: ignore[arg-type]
+    clients._digest = bytes(32)
+    return clients
+
+
+def test_one_identity_that_enlists_again_and_again_writes_few_events() -> None:
+    """In an hour of a question each tenth of a second."""
+
+    async def scenario() -> int:
+        hub, said, tasks = MemoryHub(), list[Event](), Tasks()
+        server_in(hub, said.append, tasks)
+        net, refused = hub.join("client"), 0
+        for n in range(36_000):
+            try:
+                await net.call(
+                    "server",
+                    Enlist.KIND,
+                    Enlist(name="c", config=CONFIG, stage=0, enlistment=n).pack(),
+                    timeout_s=1,
+                )
+            except Refused as e:
+                refused += "enlisted too often" in e.why
+            await asyncio.sleep(0.1)
+        await tasks.close()
+        assert refused > 30_000
+        return len([e for e in said if isinstance(e, ClientEnlisted)])
+
+    assert ENLISTS <= virtually(scenario()) <= ENLISTS + 3600 * ENLISTS_PER_S + 1
+
+
+def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> None:
+    async def scenario() -> float:
+        hub, tasks, clock = MemoryHub(), Tasks(), LoopClock()
+        server = server_in(hub, lambda event: None, tasks)
+        compute: Any = SimpleNamespace(stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
+        client = Client(hub.join("client"), clock, Tasks(), compute, plan, CONFIG, "c", ("server",))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(1.0)
+        assert client._home == "server"
+        server._desk.lose("client", "it was late")  # type: ignore[attr-defined]
+        server._digest = None  # it ends, and takes nobody
+        await asyncio.sleep(2.0)
+        assert client._home is None
+        begin = clock.now()
+        await server.end(over=True)
+        await running
+        await tasks.close()
+        return clock.now() - begin
+
+    assert virtually(scenario()) < PATIENCE_S / 10
+
+
+@pytest.mark.parametrize("usual", [2.5, 1e8])
+def test_a_clients_loss_is_believed_only_where_it_is_like_those_that_counted(usual: float) -> None:
+    part = Part(Pass.LOSS, 0, 0, 0, 2)
+    checks = Checks(SimpleNamespace(), LoopClock(), 0.0, random.Random(0))  # type: ignore[arg-type]
+    assert checks.believes(part, usual)
+    assert not checks.believes(part, 1e308)
+    for _ in range(LEAST):
+        checks.counted(part, usual)
+    assert checks.believes(part, 3 * usual)
+    assert not checks.believes(part, 100 * usual)
+    assert not checks.believes(part._replace(what=Pass.BACKWARD), usual), "only the last stage has a loss"
+    for _ in range(2 * LEAST * 4):  # our own device finds that it has grown
+        checks.counted(part, 100 * usual)
+    assert checks.believes(part, 100 * usual)
