@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.config.load import load_config
+from muletrain.config.schema import MAX_MICROBATCHES
 from muletrain.errors import ConfigError
 from tests.toml_files import check, message
 
@@ -167,3 +168,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     latin.write_bytes(b"# caf\xe9\n")
     with pytest.raises(ConfigError, match=r"latin.toml: .*byte 5"):
         load_config(latin, [])
+
+
+def test_more_microbatches_than_peers_can_name_in_a_message_are_refused(tmp_path: Path) -> None:
+    most = MAX_MICROBATCHES
+    load_config(None, [f"train.batch={most}", "train.microbatch=1"])
+    with pytest.raises(ConfigError, match=r"are 65,537 microbatches a step, and peers agree on at most 65,536; raise"):
+        load_config(None, [f"train.batch={most + 1}", "train.microbatch=1"])

@@ -18,7 +18,7 @@ from muletrain.events import EventLog
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.host import Host
-from muletrain.runs.join import messages
+from muletrain.runs.join import messages, newcomer
 from muletrain.runs.join.limits import check_tokenizer, largest_tokenizer
 from muletrain.runs.join.newcomer import join
 from muletrain.runs.join.ticket import Ticket
@@ -27,12 +27,19 @@ from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import SPARE_BYTES, check_room
 from muletrain.wire.statefile import state_buffers
+from tests.newcomers import NoTrial
 from tests.runners import TICKET, host_of
 from tests.targets import resident_bytes
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = ("model.width=64", "model.heads=2", "model.context=32", "model.vocab=300")
 LARGE = ("model.width=2048", "model.heads=16", "model.layers=8")
+
+
+@pytest.fixture(autouse=True)
+def no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``test_trial`` has those limits."""
+    monkeypatch.setattr(newcomer, "Trial", NoTrial)
 
 
 class Founder:

@@ -1,68 +1,50 @@
-"""A newcomer tries again while nobody answers, and the others do not wait for ever for one that gets nowhere."""
+"""Nobody waits for ever for a newcomer that gets nowhere, and it comes again by itself."""
 
 from __future__ import annotations
 
-import asyncio
+from pathlib import Path
 
 import pytest
 
 from muletrain.clock import LoopClock
-from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, Refused
+from muletrain.errors import NetworkError, Refused
 from muletrain.events import Event, Note, Waiting
+from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
-from muletrain.runs.join.client import JoinClient, find_admitter
+from muletrain.runs.host import Host
+from muletrain.runs.join import newcomer
+from muletrain.runs.join.client import JoinClient
 from muletrain.runs.join.messages import AGAIN, CALL_S, Ready
-from muletrain.runs.join.patience import LONGEST_S, PATIENCE_S, patiently
+from muletrain.runs.join.newcomer import AGAIN_TRIES
 from muletrain.runs.join.rendezvous import PREPARE_S
+from muletrain.runs.spec import WorkerSpec
 from tests.newcomers import introduction, rendezvous_of
+from tests.runners import TICKET, host_of
 from tests.virtual import virtually
 
 
-def test_a_newcomer_tries_again_while_nobody_answers_and_says_so_once() -> None:
-    async def scenario() -> tuple[list[str], float]:
-        said, errors = list[str](), [PeerUnreachable("no"), DeadlineExceeded("late"), Refused(f"it begins; {AGAIN}")]
+@pytest.mark.parametrize(("asked_again", "error"), [(AGAIN_TRIES - 1, None), (AGAIN_TRIES, Refused)])
+def test_a_newcomer_that_is_told_to_come_again_does_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked_again: int, error: type[Exception] | None
+) -> None:
+    left, seat = [Refused(f"it begins at this very moment; {AGAIN}")] * asked_again, object()
 
-        async def attempt() -> str:
-            if errors:
-                raise errors.pop(0)
-            return "in"
+    async def once(host: Host, network: Network) -> object:
+        if left:
+            raise left.pop()
+        return seat
 
-        assert await patiently(attempt, LoopClock(), said.append) == "in"
-        return said, LoopClock().now()
+    monkeypatch.setattr(newcomer, "_join", once)
+    spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket=TICKET)
 
-    said, took_s = virtually(scenario())
-    assert said == ["joining failed, and is tried again for 60 s: no"]
-    assert took_s < 10
+    async def scenario() -> object:
+        return await newcomer.join(host_of(spec), MemoryHub().join("a"))  # type: ignore[arg-type]
 
-
-@pytest.mark.parametrize(
-    ("error", "patience_s"),
-    [(PeerUnreachable("gone"), PATIENCE_S), (Refused("another version"), 0), (AdmissionError("wrong secret"), 0)],
-)
-def test_its_patience_ends_and_a_refusal_is_final(error: Exception, patience_s: float) -> None:
-    async def scenario() -> float:
-        async def attempt() -> None:
-            raise error
-
-        begin = LoopClock().now()
-        with pytest.raises(type(error)):
-            await patiently(attempt, LoopClock(), lambda why: None)
-        return LoopClock().now() - begin
-
-    assert patience_s <= virtually(scenario()) <= patience_s + LONGEST_S
-
-
-def test_a_newcomer_whose_only_member_is_frozen_for_a_moment_gets_in() -> None:
-    async def scenario() -> str:
-        hub = MemoryHub()
-        net, newcomer = hub.join("founder"), hub.join("newcomer")
-        own = rendezvous_of(net, [1], expected=2)
-        own.open()
-        hub.barriers.freeze("founder")
-        asyncio.get_running_loop().call_later(1.2 * CALL_S, hub.barriers.thaw, "founder")
-        return await patiently(lambda: find_admitter(newcomer, ("/memory/p2p/founder",)), LoopClock(), lambda why: None)
-
-    assert virtually(scenario()) == "founder"
+    if error is None:
+        assert virtually(scenario()) is seat
+    else:
+        with pytest.raises(error):
+            virtually(scenario())
 
 
 def test_a_guest_that_gets_nowhere_is_named_and_loses_its_place() -> None:

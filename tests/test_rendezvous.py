@@ -29,7 +29,7 @@ from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.members.roster import Genesis
-from tests.newcomers import GIB, introduction, rendezvous_of
+from tests.newcomers import GIB, NoTrial, introduction, rendezvous_of
 from tests.virtual import virtually
 from tests.whole_model import hugging_face_folder
 
@@ -98,7 +98,9 @@ def test_every_peer_with_the_data_trains_unless_fewer_are_wanted() -> None:
     assert asyncio.run(trainers(2)) == (["a", "b"], told)
 
 
-def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path) -> None:
+def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both the one who came and the one who waits are told."""
     (tmp_path / "ours.txt").write_text("\n\n".join(f"Mules carry {n} loads over bad roads." for n in range(300)))
     (tmp_path / "theirs.txt").write_text("\n\n".join(f"Horses carry {n} riders over good ones." for n in range(300)))
@@ -118,6 +120,7 @@ def test_a_newcomer_with_another_corpus_says_why_it_does_not_come(tmp_path: Path
         precision="fp32",
     )
     told: list[Event] = []
+    monkeypatch.setattr(newcomer, "Trial", NoTrial)
 
     async def scenario() -> None:
         hub = MemoryHub()

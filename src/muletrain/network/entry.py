@@ -17,8 +17,8 @@ ENTER_TIMEOUT_S = 12.0
 
 
 async def enter(net: Network, addresses: Iterable[str]) -> list[str]:
-    """Connect with the peers at ``addresses``, all at once. Returns '/p2p/ID' of each that admitted us. Raises
-    AdmissionError or PeerUnreachable if none did."""
+    """Connect with the peers at ``addresses``, all at once; '/p2p/ID' of each that admitted us. Raises AdmissionError
+    or PeerUnreachable if none did."""
     by_peer: dict[str, list[str]] = {}
     for address in addresses:
         by_peer.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)

@@ -94,8 +94,6 @@ class Injector:
         """Peers that were frozen, cut off or moved, and have not finished a step since: they may be behind."""
         self._moving: set[str] = set()
         """Peers that were asked to serve another stage, and are not there yet."""
-        self._over = False
-        """Has the run ended for a peer that did not leave it before?"""
         self._killed: set[str] = set()
         """Peers that we killed. Their processes may take a moment to end."""
         self._told: dict[str, Fault] = {}
@@ -120,8 +118,6 @@ class Injector:
                 self._began, self._coordinator, self._step = self._now(), event.peer, event.first_step
             case StepDone():
                 self._step = max(self._step, event.step)
-            case RunFinished() if event.reason != LEFT:
-                self._over = True
             case StepApplied() if not any(event.peer in lasting.who for lasting in self._lasting):
                 self._away.discard(event.peer)
             case _:

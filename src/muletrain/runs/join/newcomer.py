@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import Precision
-from muletrain.errors import AdmissionError, MuletrainError
+from muletrain.errors import AdmissionError, MuletrainError, Refused
 from muletrain.events import Waiting
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.client import Help, admitted
@@ -18,8 +19,9 @@ from muletrain.runs.host import place_of
 from muletrain.runs.join.admission import RunInfo, member_of
 from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.limits import check_welcome, told_config
-from muletrain.runs.join.messages import Ready
+from muletrain.runs.join.messages import AGAIN, Ready
 from muletrain.runs.join.patience import patiently
+from muletrain.runs.join.trial import Trial
 from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 
@@ -29,20 +31,58 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Compute
     from muletrain.network.base import Network
     from muletrain.runs.host import Host
-    from muletrain.runs.join.messages import Welcome
+    from muletrain.runs.join.messages import JoinRequest, Welcome
     from muletrain.runs.measure.machine import Machine
     from muletrain.runtime.members.roster import Genesis
 
 
+AGAIN_TRIES, AGAIN_S = 5, 5.0
+"""Times that a newcomer joins, at most, where a member tells it to come again, and the pause between [s]."""
+
+
 async def join(host: Host, network: Network) -> Seat | Help:
     """Join a run, before or after its beginning, as a member or as a client. Raises MuletrainError."""
+    for tries in itertools.count(1):
+        try:
+            return await _join(host, network)
+        except Refused as e:
+            if AGAIN not in e.why or tries == AGAIN_TRIES:
+                raise
+            host.log.note(f"joining again: {e.why}")
+        await host.clock.sleep(AGAIN_S)
+    raise AssertionError  # itertools.count does not end
+
+
+async def _join(host: Host, network: Network) -> Seat | Help:
     admitter = await patiently(lambda: find_admitter(network, host.ticket.addresses), host.log.note)
     client = JoinClient(network, admitter, host.log.note)
     host.hand_out(host.ticket.passed_on(client.admitter, network.addresses()))
-    machine = await host.probe_machine(None)
-    request = host.introduction(network, machine)
-    welcome = await client.join(request)
+    trial = None if host.spec.data == "config" else Trial()  # the founder's own machine has built all of it
     try:
+        machine = await host.probe_machine(None)
+        if trial is not None:
+            trial.bound(machine.offer)
+        request = host.introduction(network, machine)
+        welcome = await client.join(request)
+        return await _prepared(host, network, client, machine, request, welcome, trial)
+    finally:
+        if trial is not None:
+            await trial.close()
+
+
+async def _prepared(
+    host: Host,
+    network: Network,
+    client: JoinClient,
+    machine: Machine,
+    request: JoinRequest,
+    welcome: Welcome,
+    trial: Trial | None,
+) -> Seat | Help:
+    """Get ready for what ``welcome`` says. ``trial``: builds what came over the network first. Raises MuletrainError."""
+    try:
+        if trial is not None:
+            await trial.build(welcome.config, welcome.stage)
         facts = RunFacts.of(told_config(welcome.config))
         check_welcome(facts, welcome, machine.offer)
         machine = _as_the_run_computes(facts, machine)
@@ -51,6 +91,8 @@ async def join(host: Host, network: Network) -> Seat | Help:
         tokenizer = await client.tokenizer(welcome)
         if host.spec.keeps_ticket:
             host.log.note(f"this peer prepares stage {welcome.stage} (stages are 0 to {facts.config.fleet.stages - 1})")
+        if trial is not None and host.spec.data != "none":
+            await trial.tokens(welcome.config, tokenizer, host.spec.data, welcome.data.hex())
         cache = await asyncio.to_thread(own_data, host, facts, tokenizer, welcome.data.hex())
     except MuletrainError as e:  # for example: our corpus is not the run's
         await client.decline(str(e))

@@ -168,8 +168,8 @@ class Incoming:
         self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
         self._furthest = 0
         """See ``passed_by``."""
-        self._broken: set[PeerId] = set()
-        """Peers that we look for since a stream with them ended."""
+        self._breaks: Counter[PeerId] = Counter()
+        """Streams that ended with peers that we look for since."""
         checks: dict[type[Message], Check] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
@@ -293,22 +293,24 @@ class Incoming:
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
         """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
         self._runner.state.averager.broken(peer, channel)
-        if not self._position.life.done and peer in self._ctx.roster.everyone() and peer not in self._broken:
-            self._broken.add(peer)
-            self._ctx.spawn(self._after_break(peer), f"after a break with {peer[-6:]}")
+        if not self._position.life.done and peer in self._ctx.roster.everyone():
+            self._breaks[peer] += 1
+            if self._breaks[peer] == 1:
+                self._ctx.spawn(self._after_break(peer), f"after a break with {peer[-6:]}")
 
     async def _after_break(self, peer: PeerId) -> None:
-        """What was on the stream is lost. Once ``peer`` answers, ask at once for what we wait for."""
-        ctx, at = self._ctx, self._position
-        try:
-            for tries in range(BREAK_TRIES):
-                if await ctx.detector.probe(peer, at.lineage, at.step, hearsay=True, brief=True) is not None:
-                    self._microbatches.on_broken(peer)
-                    ctx.news.hurry()
-                    return
-                await ctx.clock.sleep(backoff_s(tries, BREAK_S, BREAK_MAX_S))
-        finally:
-            self._broken.discard(peer)
+        """What was on the stream is lost. Once ``peer`` answers, ask at once for what we wait for; again if another one ended
+        meanwhile."""
+        ctx, at, tries = self._ctx, self._position, 0
+        while tries < BREAK_TRIES:
+            breaks = self._breaks[peer]
+            if await ctx.detector.probe(peer, at.lineage, at.step, hearsay=True, brief=True) is not None:
+                self._microbatches.on_broken(peer)
+                ctx.news.hurry()
+                tries = BREAK_TRIES
+            await ctx.clock.sleep(backoff_s(tries % BREAK_TRIES, BREAK_S, BREAK_MAX_S))
+            tries = tries + 1 if breaks == self._breaks[peer] else 0
+        del self._breaks[peer]
 
     async def _answer_progress(self, sender: PeerId, payload: bytes) -> bytes:
         """Raises MuletrainError while nobody should count on us."""
