@@ -80,6 +80,14 @@ StrategyChoice = Annotated[
 Where = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="Run folder (its newest checkpoint is used) or checkpoint folder.")
 ]
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Run folder (its newest checkpoint is used), checkpoint folder, Hugging Face folder, or a model's name on the Hub "
+        "(OWNER/NAME, or OWNER/NAME@REVISION).",
+    ),
+]
 
 Factories = Annotated[
     list[str] | None,

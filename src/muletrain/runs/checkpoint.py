@@ -213,6 +213,11 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     @property
+    def params(self) -> int:
+        """Parameters of the whole model."""
+        return self.spec.params
+
+    @property
     def tokenizer_json(self) -> bytes:
         """The tokenizer's JSON. Raises CheckpointError when it is missing or not what the manifest says."""
         for file in self.manifest["files"]:

@@ -126,14 +126,23 @@ def run_folder(path: Path) -> Path:
     return max(found, key=lambda config: config.stat().st_mtime).parent
 
 
+def _manifests(path: Path) -> list[Path]:
+    """The checkpoints that ``path`` may name, oldest first: itself, or those of a run folder."""
+    if (path / "manifest.json").is_file():
+        return [path / "manifest.json"]
+    return sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Is ``path`` a checkpoint folder, or a run folder with a checkpoint?"""
+    return bool(_manifests(path))
+
+
 def latest_checkpoint(path: Path) -> Path:
     """The checkpoint folder that ``path`` names: itself, or the newest one of a run folder. Raises MuletrainError if
     there is none."""
-    if (path / "manifest.json").is_file():
-        return path
-    found = sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))
     if not path.exists():
         raise MuletrainError(f"{path}: no such folder; give that of a run ({ROOT}/...) or of a checkpoint")
-    if not found:
+    if not (found := _manifests(path)):
         raise MuletrainError(f"{path}: no checkpoint here; give a run folder or a folder with a manifest.json")
     return found[-1].parent

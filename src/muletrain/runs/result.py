@@ -42,9 +42,10 @@ LOGITS = 1 << 26
 PROMPTS = ("The ", "If the ", "A class ")
 
 
-def check_memory(spec: Model) -> None:
-    """Check that the whole model fits this machine: a peer only ever holds a stage. Raises CapacityError."""
-    needed, free = 4 * spec.params, free_memory(torch.device("cpu"))
+def check_memory(params: int) -> None:
+    """Check that a whole model of ``params`` parameters fits this machine: a peer only ever holds a stage. Raises
+    CapacityError."""
+    needed, free = 4 * params, free_memory(torch.device("cpu"))
     if needed > MEMORY_SHARE * free:
         raise CapacityError(
             f"the whole model has {format_memory(needed)} of weights, and {format_memory(free)} of memory are free here "

@@ -349,7 +349,7 @@ class Session:
         assert self.checkpoint is not None
         torch.set_num_threads(os.cpu_count() or 1)
         checkpoint = Checkpoint.open(self.checkpoint)
-        check_memory(checkpoint.spec)
+        check_memory(checkpoint.params)
         cache = checkpoint.corpus()
         if isinstance(cache, TokenCache) and not len(cache.heldout):
             log.note("no text is held out (data.heldout = 0): the model was not measured", "info")

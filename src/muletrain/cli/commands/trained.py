@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from muletrain.cli.options import Factories, JsonObject, Where
+from muletrain.cli.options import Factories, JsonObject, Model, Where
 from muletrain.errors import DataError, MuletrainError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ else:
 
 
 def evaluate(
-    where: Where,
+    where: Model,
     data: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Evaluate on this text (written like data.path) instead of the run's."),
@@ -33,7 +33,7 @@ def evaluate(
     factory: Factories = None,
     json: JsonObject = False,
 ) -> None:
-    """Measure loss and perplexity on the held-out part of the run's data.
+    """Measure loss and perplexity on the held-out part of the run's data, or of --data with a model of transformers.
 
     A unigram and a bigram model of the same text stand beside it. The data must be on this machine; --data says where
     they are if they moved. Of a module with its own loss (model.factory), that loss is measured; --factory must name
@@ -41,12 +41,14 @@ def evaluate(
     from muletrain.cli.show.console import make_console
     from muletrain.cli.show.final_report import quality_table
     from muletrain.config.trusted import trust
-    from muletrain.runs.checkpoint import Checkpoint
+    from muletrain.runs.pretrained import Pretrained, trained_in
     from muletrain.runs.result import HELDOUT_TOKENS, check_memory, evaluated, quality
 
     trust(*(factory or ()))
-    checkpoint = Checkpoint.open(where)
-    check_memory(checkpoint.spec)
+    checkpoint = trained_in(where)
+    if isinstance(checkpoint, Pretrained):
+        checkpoint = checkpoint.measured()
+    check_memory(checkpoint.params)
     try:
         cache = checkpoint.corpus(data)
     except DataError as e:
@@ -59,7 +61,7 @@ def evaluate(
 
 
 def generate(
-    where: Where,
+    where: Model,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Beginning of the text.")],
     tokens: Annotated[int, typer.Option(min=1, help="Most new tokens.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.8,
@@ -73,14 +75,14 @@ def generate(
     A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
     forward(inputs), without targets, returns logits."""
     from muletrain.config.trusted import trust
-    from muletrain.runs.checkpoint import Checkpoint
+    from muletrain.runs.pretrained import trained_in
     from muletrain.runs.result import check_memory, write
 
     if not prompt:
         raise MuletrainError("the prompt is empty; give at least one character")
     trust(*(factory or ()))
-    checkpoint = Checkpoint.open(where)
-    check_memory(checkpoint.spec)
+    checkpoint = trained_in(where)
+    check_memory(checkpoint.params)
     text = write(
         checkpoint, checkpoint.writer(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     )

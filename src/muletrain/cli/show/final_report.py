@@ -68,8 +68,8 @@ def quality_table(q: Quality) -> RenderableType:
     if q.own_loss:
         return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples or tokens{part}")
     title = f"On {q.tokens:,} held-out tokens{part}"
-    table = new_table(title, ["model"], ["loss [nats/token]", "perplexity", "this run is"])
-    table.add_row("this run", f"{q.loss:.3f}", _perplexity(q.loss), "")
+    table = new_table(title, ["model"], ["loss [nats/token]", "perplexity", "this model is"])
+    table.add_row("this model", f"{q.loss:.3f}", _perplexity(q.loss), "")
     if q.before is not None:
         table.add_row("before training", f"{q.before:.3f}", _perplexity(q.before), _compared(q.before - q.loss))
     for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
@@ -209,7 +209,7 @@ def _section(title: str, body: RenderableType) -> RenderableType:
 
 
 def _compared(ahead: float) -> str:
-    """How far this run is ahead of a model [nats/token], in words."""
+    """How far this model is ahead of a model [nats/token], in words."""
     return f"{'better' if ahead >= 0 else 'worse'} by {abs(ahead):.3f} nats"
 
 

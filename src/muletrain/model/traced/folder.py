@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """What architectures call the longest sequence."""
@@ -150,6 +150,11 @@ def _converted(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
 
 @functools.lru_cache(maxsize=1)
 def _whole(folder: str, architecture: str) -> dict[str, Tensor]:
+    return dict(whole_in(folder, architecture).named_parameters(remove_duplicate=False))
+
+
+def whole_in(folder: str, architecture: str) -> nn.Module:
+    """The model in ``folder`` with its weights in fp32, as ``transformers`` reads it. Raises CheckpointError."""
     import torch
 
     from muletrain.model.traced.architecture import quiet
@@ -174,4 +179,5 @@ def _whole(folder: str, architecture: str) -> dict[str, Tensor]:
         if info[kind]:
             name = sorted(map(str, info[kind]))[0]
             raise CheckpointError(f"{folder} has no tensor {name} of the shape that config.json describes")
-    return dict(loaded.named_parameters(remove_duplicate=False))
+    whole: nn.Module = loaded
+    return whole

@@ -1,0 +1,79 @@
+"""The model of a Hugging Face folder, or of the Hub, as it is used without a run: measured, and to write text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from muletrain.config.schema import RunConfig
+from muletrain.data.tokenizer import load_tokenizer, tokenizer_json
+from muletrain.data.tokens import TokenCache
+from muletrain.errors import ConfigError, DataError
+from muletrain.model.finite import finite
+from muletrain.model.hf import stops_in
+from muletrain.model.hf_files import stored
+from muletrain.model.hf_hub import is_hub_name, local_folder
+from muletrain.model.traced.architecture import Whole
+from muletrain.model.traced.folder import USUAL_CONTEXT, traced_in, whole_in
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.folder import has_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from muletrain.data.samples import Data
+    from muletrain.model.module import StageModule
+    from muletrain.model.traced.chain import TracedModel
+
+
+def trained_in(where: Path) -> Checkpoint:
+    """The newest checkpoint of the run folder ``where``, the checkpoint there, or the model of a Hugging Face folder or of
+    the Hub. Raises MuletrainError."""
+    foreign = not has_checkpoint(where) and (is_hub_name(str(where)) or any(where.glob("*.json")))
+    return Pretrained.of(str(where)) if foreign else Checkpoint.open(where)
+
+
+class Pretrained(Checkpoint):
+    """A model of ``transformers`` as its own class computes it, which nobody trained here: nothing is traced."""
+
+    spec: TracedModel
+
+    @classmethod
+    def of(cls, name: str) -> Pretrained:
+        """The model in the folder ``name``, or of that name on the Hub. Raises MuletrainError."""
+        folder = local_folder(name).resolve()
+        try:
+            spec = traced_in(folder)
+        except ConfigError:  # without a longest sequence, any is one
+            spec = traced_in(folder, context=USUAL_CONTEXT)
+        config = RunConfig.model_validate({"model": {"from": str(folder), "stops": stops_in(folder)}})
+        return cls(folder, {"step": 0, "parts": [], "files": []}, spec, config)
+
+    @property
+    def params(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in stored(self.folder).values())
+
+    @property
+    def tokenizer_json(self) -> bytes:
+        return tokenizer_json(load_tokenizer(str(self.folder), self.spec.vocab))
+
+    def corpus(self, path: str | None = None) -> Data:
+        """The tokens of the text ``path``, by the model's tokenizer. Raises DataError."""
+        if path is None:
+            raise DataError(f"{self.folder} is a model without a text")
+        data = self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)})
+        return TokenCache.build(data, self.spec.vocab)
+
+    def measured(self) -> Pretrained:
+        """The same model with sequences as long as a run's would be."""
+        spec = dataclasses.replace(self.spec, context=min(self.spec.context, USUAL_CONTEXT))
+        return dataclasses.replace(self, spec=spec)
+
+    def model(self) -> StageModule:
+        """Load the whole model on the CPU, in fp32. Raises CheckpointError."""
+        whole = whole_in(str(self.folder), self.spec.architecture)
+        check = finite(dict(whole.named_parameters()).__getitem__, str(self.folder))
+        for name, _ in whole.named_parameters():
+            check(name)
+        return Whole(self.spec, whole).eval()
