@@ -30,7 +30,10 @@ import json, os, sys, time, urllib.request
 from muletrain.cli.actions.hypothetical import load_run
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
+from pathlib import Path
 from muletrain.runs.assemble import resolve_start
+from muletrain.runs.pretrained import trained_in
+from muletrain.runs.result import write
 for name in sys.argv[1:]:
     if name == "stop":
         urllib.request.urlopen(os.environ["HF_ENDPOINT"] + "/stop").read()
@@ -39,6 +42,10 @@ for name in sys.argv[1:]:
     try:
         if name.startswith("plan:"):
             print(load_run(None, [f"model.from={name[5:]}", "model.context=32"])[1].layers)
+            continue
+        if name.startswith("use:"):
+            model = trained_in(Path(name[4:]))
+            print(json.dumps([type(model).__name__, str(model.folder), write(model, model.writer(), "Mule 3", max_tokens=2)]))
             continue
         config = resolve_start(load_config(None, [f"model.from={name}", "model.context=32"]))
         print(json.dumps({"from": config.model.from_, "layers": config.model.layers, "tokenizer": config.data.tokenizer}))
@@ -170,7 +177,7 @@ def test_a_model_of_the_hub_is_fetched_once_and_what_cannot_be_used_before_its_w
     first, again, gated, none, bare, code, few, index, planned, other, _ = found
     model = json.loads(first)
     assert model["layers"] == 3
-    assert model["tokenizer"] == f"{model['from']}/tokenizer.json"
+    assert model["tokenizer"] == model["from"]
     assert hub.sent.count("mule/model.safetensors") == 1
     assert json.loads(again) == model
     assert len(hub.sent) == len(set(hub.sent)), "nothing is fetched twice"
@@ -202,15 +209,26 @@ def test_what_hf_download_fetched_is_taken_without_the_hub(hub: Hub, tmp_path: P
     shutil.copytree(hub.root / f"mule@{OLDER}", hub.root / "lean")
     called(hub.url, tmp_path, hf, "download", "me/lean", "config.json")
     asked = len(hub.asked)
-    names = ("me/mule", "me/mule@v1", f"me/mule@{OLDER}", "plan:me/lean", "me/mule@main", "me/lean", "me/other")
+    names = (
+        "me/mule",
+        "me/mule@v1",
+        f"me/mule@{OLDER}",
+        "plan:me/lean",
+        "me/mule@main",
+        "use:me/mule@v1",
+        "me/lean",
+        "me/other",
+    )
     *found, lean, other, _ = begin(hub.url, tmp_path, *names, HF_HUB_OFFLINE="1")
     assert len(hub.asked) == asked
-    newest, tagged, named, planned, main = (json.loads(text) for text in found)
+    newest, tagged, named, planned, main, used = (json.loads(text) for text in found)
     cache = tmp_path / "cache" / "hub" / "models--me--mule" / "snapshots"
     assert (newest["layers"], newest["from"]) == (3, str(cache / COMMIT))
-    assert newest["tokenizer"] == str(cache / COMMIT / "tokenizer.json")
+    assert newest["tokenizer"] == newest["from"]
     assert (tagged["layers"], tagged["from"]) == (2, str(cache / OLDER))
     assert (named, planned, main) == (tagged, 2, newest)
+    assert used[:2] == ["Pretrained", str(cache / OLDER)]
+    assert used[2].startswith("Mule 3"), "generate takes the Hub's name"
     assert "HF_HUB_OFFLINE=1 keeps it from being fetched; call 'hf download me/other'" in other
     assert "has no weights as safetensors" in lean
     assert "'hf download me/lean' fetches all of it" in lean

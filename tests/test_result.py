@@ -119,7 +119,7 @@ def test_pieces_come_from_all_over() -> None:
 def test_a_model_beyond_this_machines_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(CapacityError, match=r"\d GiB of weights, and .* free here"):
         result.check_memory(ModelSpec.from_config(ModelConfig(preset="gpt3-175b")).params)
-    result.check_memory(ModelSpec.from_config(ModelConfig()))
+    result.check_memory(ModelSpec.from_config(ModelConfig()).params)
 
 
 def test_the_end_of_a_run_is_measured_on_what_it_can_afford() -> None:

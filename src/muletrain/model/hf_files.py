@@ -29,10 +29,15 @@ TEXT_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
 )
-"""Files that ``transformers`` reads beside the tokenizer: special tokens, and the chat template."""
+"""Files that ``transformers`` reads beside the tokenizer, or instead: vocabularies, special tokens, the chat template."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
 """Keys of ``config.json`` that say how weights were quantised: of ``transformers``, MLX, and compressed-tensors."""

@@ -7,9 +7,10 @@ import math
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
-from muletrain.data.tokenizer import load_tokenizer, tokenizer_json
+from muletrain.data.encoder import with_end
+from muletrain.data.tokenizer import check_own, read_tokenizer, tokenizer_json
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import ConfigError, DataError
+from muletrain.errors import ConfigError
 from muletrain.model.finite import finite
 from muletrain.model.hf import stops_in
 from muletrain.model.hf_files import stored
@@ -56,14 +57,17 @@ class Pretrained(Checkpoint):
 
     @property
     def tokenizer_json(self) -> bytes:
-        return tokenizer_json(load_tokenizer(str(self.folder), self.spec.vocab))
+        """See ``Checkpoint``. Without a declared end of documents, a text ends only where its room does. Raises DataError."""
+        check_own(self.folder, self.spec.vocab)
+        tokenizer, end = read_tokenizer(str(self.folder))
+        return tokenizer_json(tokenizer if end is None else with_end(tokenizer, end))
 
     def corpus(self, path: str | None = None) -> Data:
-        """The tokens of the text ``path``, by the model's tokenizer. Raises DataError."""
+        """The tokens of the text ``path`` by the model's tokenizer, all held out. Raises DataError."""
         if path is None:
-            raise DataError(f"{self.folder} is a model without a text")
+            raise ConfigError(f"--data: {self.folder} is a model without a text of its own; give one to measure it on")
         data = self.config.data.model_copy(update={"path": path, "tokenizer": str(self.folder)})
-        return TokenCache.build(data, self.spec.vocab)
+        return TokenCache.build(data, self.spec.vocab, measured=True)
 
     def measured(self) -> Pretrained:
         """The same model with sequences as long as a run's would be."""
