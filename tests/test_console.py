@@ -65,7 +65,7 @@ def shown(renderable: Any, width: int = 120) -> str:
 def test_progress_speed_and_time_left() -> None:
     view = fold([started(), done(1), done(2, seconds=1.0)])
     assert (view.step, view.pace.tokens, view.pace.seconds) == (2, 4000, 3.0)
-    assert view.pace.tokens_per_s == pytest.approx(4000 / 3)
+    assert view.pace.tokens_per_s() == pytest.approx(4000 / 3)
 
 
 def test_the_time_left_is_told_once_steady_steps_tell_it() -> None:
@@ -76,6 +76,21 @@ def test_the_time_left_is_told_once_steady_steps_tell_it() -> None:
         left, true = view.pace.seconds_left(steps), (steps - step) * 0.55
         assert math.isnan(left) if step < 4 else left == pytest.approx(true, rel=0.7 if 7 <= step < 12 else 0.25)
         assert ("left" in plain_line(view)) == (step >= 4)
+
+
+def test_the_speed_of_a_run_that_stands_still_goes_to_zero() -> None:
+    """While the next step is not overdue, and without a clock, it is that of the last steps."""
+    view = fold([started(), done(1), done(2, seconds=1.0)])
+    end = view.pace.end_s
+    assert view.pace.tokens_per_s(end + 4.0) == view.pace.tokens_per_s() == pytest.approx(4000 / 3)
+    assert view.pace.tokens_per_s(end + 44.0) == pytest.approx(4000 / 43)
+    for step in (3, 4, 5):
+        view.fold(done(step, seconds=1.0))
+    end = view.pace.end_s
+    assert "left" in plain_line(view, end + 1.0)
+    assert "left" not in plain_line(view, end + 1000.0), "nobody knows"
+    assert "  10 tokens/s" in plain_line(view, end + 1000.0)
+    assert math.isnan(fold([started()]).pace.tokens_per_s(5.0))
 
 
 def test_the_loss_is_smoothed_without_a_bias_at_the_start() -> None:
@@ -102,7 +117,7 @@ def test_steps_that_were_taken_back_count_once_and_the_time_without_a_stage_coun
     assert (view.step, view.pace.tokens) == (2, 4000)
     assert view.pace.seconds == pytest.approx(6 + 40 + 2)
     assert shown(final_report(view, None, [], {})).startswith("\n2 of 10 steps, 4,000 tokens in 48.0 s: 83 tokens/s")
-    assert view.pace.tokens_per_s == pytest.approx(1000), "what is left is done at the speed of the steps"
+    assert view.pace.tokens_per_s() == pytest.approx(1000), "what is left is done at the speed of the steps"
 
 
 def test_after_a_step_back_the_run_is_shown_as_if_the_lost_steps_had_not_been() -> None:
@@ -125,7 +140,7 @@ def test_a_resumed_run_counts_as_one_without_the_break() -> None:
     straight = fold([started(), *(done(s, loss=9.0 - s) for s in (1, 2, 3)), done(4, loss=5.5)])
     assert (view.step, view.pace.loss, view.pace.tokens) == (4, straight.pace.loss, straight.pace.tokens)
     assert view.pace.seconds == pytest.approx(5.0 + 2.0), "steps 1 to 4 took from 99 to 104; the break does not count"
-    assert view.pace.tokens_per_s == pytest.approx(1000)
+    assert view.pace.tokens_per_s() == pytest.approx(1000)
     view.fold(joined("a", 0))
     assert "Peers since step 3 (cpu fp32)" in shown(final_report(view, None, [], {}))
     over = RunView(earlier=earlier)

@@ -162,7 +162,7 @@ def test_first_weights_are_handed_out_as_the_checkpoint_of_step_0(tmp_path: Path
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"cannot be written for the machines that join .* free 0\.0 GB"):
+    with pytest.raises(CheckpointError, match=r"step-00000000 cannot be written .*free 0\.0 GB"):
         write_first_checkpoint(facts, Cache, tmp_path / "file", "run", told.append)  # type: ignore[arg-type]
 
 

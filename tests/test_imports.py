@@ -29,7 +29,7 @@ LAYERS: list[set[str]] = [
     {"planning"},
     {"strategies"},
     {"policy"},
-    {"config", "events", "timeline", "units", "errors", "clock", "__init__"},
+    {"config", "events", "timeline", "units", "errors", "clock", "cgroups", "locks", "__init__"},
 ]
 # inside a part, top to bottom; what stands in none of these is for all of them
 ROOMS: dict[str, list[str]] = {

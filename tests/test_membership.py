@@ -33,8 +33,7 @@ from muletrain.runs.join.admission import serve_admitter
 from muletrain.runs.join.messages import AskGenesis, Begin
 from muletrain.runs.join.removal import Members, remove, serve_members
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.worker import PROTOCOL
-from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE, write_secret
+from muletrain.runs.worker_files import OWNER_FILE, PROTOCOL, TICKET_FILE, write_secret
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis
 from muletrain.wire.frame import pack

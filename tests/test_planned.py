@@ -206,8 +206,8 @@ def test_what_is_no_plan_is_told(tmp_path: Path, text: str | None, complaint: st
 
 
 def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
-    """At the beginning and later; one that comes back under the name of a dead one has its seat, any other name is made
-    unique."""
+    """At the beginning and later; one that comes back under the name of a dead one has its name and seat; a name of a
+    living one gets a number."""
     strategy = Pipeline((("east",), ("west",)), (4,), "1f1b")
     join = JoinRequest(
         version="", name="west", stage=None, device="cpu", flops=0, memory=1 << 40, host_memory=None, addresses=()
@@ -226,16 +226,16 @@ def test_machines_get_the_seat_of_their_name_whoever_lets_them_in() -> None:
         run_id="r", config=bytes(32), data=bytes(32), stages=2, members=members, coordinator="east", first_step=0
     )
     roster = Roster(genesis, "east")
-    live = LiveMembers(roster, strategy)
+    live = LiveMembers(roster)
 
     def name_of(name: str) -> str:
         welcome = Welcome(config="", stage=1, data=bytes(32), tokenizer_size=0)
         return live.add("new", join.model_copy(update={"name": name}), welcome).name
 
     for name in ("west", "cellar"):
-        assert name_of(name) == f"{name}-0"
+        assert name_of(name) == f"{name}-2"
         roster.mark_dead(name)
-    assert [name_of(name) for name in ("west", "cellar")] == ["west", "cellar-0"]
+    assert [name_of(name) for name in ("west", "cellar")] == ["west", "cellar"]
 
 
 def test_a_plan_runs_and_a_spare_takes_the_seat_of_a_peer_that_is_killed(tmp_path: Path) -> None:

@@ -173,10 +173,10 @@ def test_guests_of_one_name_get_names_of_their_own_and_a_place_that_is_given_bac
     own = rendezvous_of(MemoryHub().join("founder"), [1, 1], expected=2)
     for peer in ("a", "b", "b"):  # the second asks twice
         own.seat(peer, introduction("mule"))
-    assert own.names() == {"a": "mule", "b": "mule-0"}
+    assert own.names() == {"a": "mule", "b": "mule-2"}
     assert own.remove("a")
     own.seat("c", introduction("mule"))
-    assert own.names() == {"b": "mule-0", "c": "mule"}
+    assert own.names() == {"b": "mule-2", "c": "mule"}
 
 
 def test_a_machine_takes_the_stage_that_few_can_serve() -> None:

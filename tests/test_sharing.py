@@ -33,8 +33,8 @@ from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer import tokens as sharing
 from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.donor import Snapshots
-from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, Block
-from muletrain.runtime.transfer.tokens import FileCopy, Shared, Sharing, Store, share
+from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, Block, Shared
+from muletrain.runtime.transfer.tokens import FileCopy, Sharing, Store, share
 from muletrain.sim.loop import run_virtually
 from muletrain.sim.world.play import play
 from muletrain.sim.world.scenario import Fault, Scenario

@@ -6,7 +6,9 @@ import asyncio
 import io
 import json
 import math
+import os
 import re
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,9 +18,9 @@ from muletrain.cli.actions.visit import ask_to_stop, show_status, stop_run
 from muletrain.cli.show.status import Announced, status_of
 from muletrain.errors import MuletrainError, PeerUnreachable
 from muletrain.events import EventLog, RunFinished
+from muletrain.runs.join.removal import serve_members
 from muletrain.runs.join.ticket import Ticket
-from muletrain.runs.worker import PROTOCOL
-from muletrain.runs.worker_files import LEFT
+from muletrain.runs.worker_files import LEFT, PROTOCOL
 from muletrain.runtime.peer.messages import StopRun
 from tests.daemons import OWNER, SECRET, world
 
@@ -102,6 +104,37 @@ def test_status_marks_who_does_not_answer() -> None:
         ["1", "c", "gone"],
         ["2", "d", "serving"],
     ]
+
+
+def test_status_shows_members_whose_clock_is_off_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    """What they announce has expired on its way, but other members know them."""
+
+    async def scenario() -> tuple[str, str]:
+        async with world() as w:
+            a = await w.open(protocol=PROTOCOL)
+            names, stages = (
+                {a.peer_id: "a", "id-of-slow": "slow", "id-of-dead": "dead"},
+                {a.peer_id: 0, "id-of-slow": 1},
+            )
+            serve_members(a, lambda: names, lambda: stages)
+            ticket = str(Ticket("run", SECRET, OWNER.public, tuple(a.addresses())))
+            await asyncio.to_thread(show_status, ticket, json=False)
+            await a.announce("run/peers", announced(name="a", stage=0, step=4), 20)
+            code = (
+                "import sys; from muletrain.cli.actions.visit import show_status; show_status(sys.argv[1], json=False); "
+                "print({'torch', 'scipy'} & sys.modules.keys())"
+            )
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, ticket, stdout=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "200"}
+            )
+            return capsys.readouterr().out, (await child.communicate())[0].decode()
+
+    nobody, some = asyncio.run(scenario())
+    assert "a (stage 0), slow (stage 1)" in " ".join(nobody.split())
+    assert "without an announcement that counts: slow (stage 1)" in some
+    assert "dead" not in some
+    assert "step 4 of 10" in some
+    assert some.endswith("set()\n"), "torch takes seconds to import"
 
 
 @pytest.mark.alone

@@ -1,6 +1,11 @@
 """``python -m muletrain`` is the program ``muletrain``."""
 
-from muletrain.cli.main import main
+import os
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+        del sys.path[0]  # -m puts the working folder first, whose random.py would stand in for the library's
+    from muletrain.cli.main import main
+
     main()

@@ -63,8 +63,20 @@ class Expelled(MuletrainError):
     """The other members expelled this peer, because its results differ from theirs."""
 
 
-def no_room(error: BaseException) -> str | None:
-    """The message for a full disk; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+_REMEDIES = {
+    errno.ENOSPC: "free some space there and try again",
+    errno.EDQUOT: "free some space there and try again",
+    errno.EACCES: "give a place that this user may write to (or read), or change who may",
+    errno.EPERM: "give a place that this user may write to (or read), or change who may",
+    errno.EROFS: "give a place that can be written to",
+    errno.EIO: "look at the disk or network drive",
+    errno.ESTALE: "look at the network drive, and try again",
+    errno.ENOTCONN: "look at the network drive, and try again",
+}
+
+
+def of_the_disk(error: BaseException) -> str | None:
+    """The message for a disk or folder that cannot be used, such as a full or read-only one; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
-    return f"{error.filename or 'a file of this run'}: {error.strerror}; free some space there and try again"
+    return f"{error.filename or 'a file of this run'}: {error.strerror}; {_REMEDIES[error.errno]}"

@@ -23,8 +23,8 @@ from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.cli.options import Command
 from muletrain.cli.show.doing import begins
-from muletrain.errors import MuletrainError, no_room
-from muletrain.runs.fleet import PASSIVE
+from muletrain.errors import MuletrainError, of_the_disk
+from muletrain.runs.fleet import COMMON
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},
@@ -86,7 +86,7 @@ def main() -> None:
     """Run the program. An error prints its message without a traceback and exits with code 2."""
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
-    os.environ.update(PASSIVE | os.environ)
+    os.environ.update(COMMON | os.environ)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks (LANG=C) is a '?', no traceback
@@ -114,7 +114,7 @@ def _run() -> None:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except OSError as e:
-        if (full := no_room(e)) is None:
+        if (full := of_the_disk(e)) is None:
             raise
         print(f"error: {full}", file=sys.stderr)
         sys.exit(2)

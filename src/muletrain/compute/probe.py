@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from muletrain.cgroups import memory_left
 from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
 
@@ -16,9 +17,6 @@ BUDGET_S = 0.2
 MARGIN = 1.2
 """Factor by which 16 bits must be faster before fp32's accuracy is given up."""
 _SIZE = 256  # of the matrices: at the 0.4 GFLOP/s of an emulated bf16 one product takes 0.1 s
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
-_CGROUP_STAT = Path("/sys/fs/cgroup/memory.stat")
 
 
 def pick_device(name: str) -> torch.device:
@@ -73,18 +71,13 @@ def device_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Memory that may still be taken on ``device`` [bytes]; on the CPU the container's limit counts too."""
+    """Memory that may still be taken on ``device`` [bytes]; on the CPU the limits of this process' control groups count too."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    available = _system_memory()
-    try:
-        cached = int(dict(line.split() for line in _CGROUP_STAT.read_text().splitlines())["inactive_file"])
-        limit = int(_CGROUP_LIMIT.read_text()) - int(_CGROUP_USED.read_text()) + cached  # files read give way
-    except (OSError, ValueError, KeyError):  # no cgroup v2, or "max"
-        return available
-    return min(available, max(0, limit))
+    available, limit = _system_memory(), memory_left()
+    return available if limit is None else min(available, limit)
 
 
 def _system_memory() -> int:

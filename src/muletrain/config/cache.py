@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from muletrain.config.model_sections import DataConfig
 from muletrain.config.section import Section
+from muletrain.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,24 +27,29 @@ S = TypeVar("S", bound=Section)
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """The folder of all caches, which may not exist yet."""
-    if config.cache:
-        return Path(config.cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muletrain"
+    """The folder of all caches, which may not exist yet. Raises DataError for a user without a home."""
+    try:
+        if config.cache:
+            return Path(config.cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muletrain"
+    except RuntimeError as e:
+        raise DataError(
+            "data.cache: this user has no home folder, so there is none for caches; set data.cache, XDG_CACHE_HOME or HOME"
+        ) from e
 
 
 def kept(kind: str, about: Mapping[str, object], section: type[S]) -> S | None:
     """The entry that was kept under ``about``; None: there is none, or it cannot be read."""
     try:
         return section.model_validate_json(_path(kind, about).read_bytes())
-    except (OSError, RuntimeError, ValidationError):  # RuntimeError: the user has no home
+    except (OSError, DataError, ValidationError):
         return None
 
 
 def keep(kind: str, about: Mapping[str, object], entry: Section) -> None:
     """Write ``entry`` to the cache. A reader finds the old entry or the new one, never half of one. A cache that cannot be
     written stays as it is."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, DataError):
         path = _path(kind, about)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=path.parent)

@@ -47,11 +47,15 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
     return load_located(path, overrides)[0]
 
 
-def load_located(path: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, Origins]:
-    """Like ``load_config``, with the origins of the values, for later errors (``located``). The factories that it names
-    are the user's own words (``trusted``)."""
-    config, origins = _load(RunConfig, path, overrides)
-    trust(config.model.factory, config.data.factory)
+def load_located(
+    path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None
+) -> tuple[RunConfig, Origins]:
+    """Like ``load_config``, with the origins of the values, for later errors (``located``). ``base``: what stands in for a
+    file. The factories that the user names are trusted (``trusted``), but not those of ``base``."""
+    config, origins = _load(RunConfig, path, overrides, "" if base is None else dump_toml(base))
+    for section in ("model", "data"):
+        if base is None or any(text.partition("=")[0].strip() == f"{section}.factory" for text in overrides):
+            trust(getattr(config, section).factory)
     return config, origins
 
 
@@ -88,8 +92,8 @@ def load_toml_located(kind: type[T], path: Path | None, overrides: Sequence[str]
     return _load(kind, path, overrides)
 
 
-def _load(kind: type[T], path: Path | None, overrides: Sequence[str]) -> tuple[T, Origins]:
-    raw, origins = _read(path) if path is not None else ({}, Origins())
+def _load(kind: type[T], path: Path | None, overrides: Sequence[str], text: str = "") -> tuple[T, Origins]:
+    raw, origins = _read(path) if path is not None else (tomllib.loads(text), Origins())
     for text in overrides:
         _override(raw, text, kind, origins)
     if kind is RunConfig:

@@ -61,6 +61,11 @@ class TrainConfig(Section):
     batch: PositiveInt = Field(default=16, description="size of one step, over the whole fleet [sequences]")
     microbatch: PositiveInt = Field(default=4, description="unit of work of a peer, must divide batch [sequences]")
     seed: int = Field(default=0, ge=0, lt=2**32, description="seed of weights, data order and dropout [1]")
+    data_offset: int = Field(
+        default=0,
+        description="sequences by which the order of the data is shifted; a resume with another batch sets it, so that the data go "
+        "on where they were [sequences]",
+    )
     sequence_start: PositiveInt | None = Field(
         default=None,
         description="sequence length at step 0, growing linearly to model.context (SWARM app. G) [tokens]",

@@ -7,6 +7,8 @@ nothing here.
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
@@ -37,12 +39,15 @@ def imported(field: str, name: str) -> Callable[..., Any]:
             f"trust it, add --factory {name}{others}"
         )
     module, _, function = name.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # last: nothing there stands in for a module of the library or of a package
     try:
         holder = importlib.import_module(module)
     except (Exception, SystemExit) as e:  # whatever the module's own code raises
         raise ConfigError(
-            f"{field}: '{name}' cannot be imported ({type(e).__name__}: {e}); install its package in this Python, or put "
-            f"its folder on PYTHONPATH"
+            f"{field}: '{name}' cannot be imported ({type(e).__name__}: {e}); install its package in this Python, or run "
+            f"from the folder that contains it"
         ) from e
     if (found := getattr(holder, function, None)) is None:
         raise ConfigError(

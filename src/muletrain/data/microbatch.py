@@ -42,7 +42,7 @@ class MicrobatchSource:
 
     An epoch has ``windows`` windows of ``context + 1`` tokens, the last of each being the first of the next (it is only
     a target in one and only an input in the other). They start at an offset drawn per epoch, so that borders move.
-    Sequence number ``step * batch + index * microbatch + row`` takes the next window of a keyed permutation: O(1),
+    Sequence number ``offset + step * batch + index * microbatch + row`` takes the next window of a keyed permutation: O(1),
     nothing is shuffled or stored. During the sequence warm-up a window gives its first ``T`` tokens.
 
     Raises DataError when the tokens do not fill one window.
@@ -57,6 +57,7 @@ class MicrobatchSource:
         context: int,
         sequence_start: int | None = None,
         sequence_warmup: int = 0,
+        offset: int = 0,
     ) -> None:
         if len(tokens) <= context:
             raise DataError(
@@ -72,6 +73,7 @@ class MicrobatchSource:
         self._context = context
         self._start = sequence_start
         self._warmup = sequence_warmup
+        self._offset = offset
         # As many windows as fit behind every offset below `context`; the same in each epoch, so that a sequence number
         # has its epoch.
         self.windows = max(1, (len(tokens) - context) // context)
@@ -87,7 +89,8 @@ class MicrobatchSource:
             raise ValueError(
                 f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}"
             )
-        starts = self.window_starts(step * self._batch + index * self._microbatch, self._microbatch)
+        first = self._offset + step * self._batch + index * self._microbatch
+        starts = self.window_starts(first, self._microbatch)
         rows = starts[:, None] + np.arange(self.sequence_length(step) + 1)
         windows = np.asarray(self._tokens[rows], dtype=np.int64)
         return windows[:, :-1].copy(), windows[:, 1:].copy()

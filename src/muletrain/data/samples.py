@@ -97,9 +97,9 @@ Data = TokenCache | SampleData
 class SampleSource:
     """Deals out the training samples; see ``MicrobatchSource``."""
 
-    def __init__(self, data: SampleData, seed: int, batch: int, microbatch: int, vocab: int) -> None:
+    def __init__(self, data: SampleData, seed: int, batch: int, microbatch: int, vocab: int, offset: int = 0) -> None:
         self._data, self._seed, self._vocab = data, seed, vocab
-        self._batch, self._microbatch = batch, microbatch
+        self._batch, self._microbatch, self._offset = batch, microbatch, offset
 
     def microbatch(self, step: int, index: int) -> tuple[Array, Array]:
         """Inputs and targets [B, ...] of microbatch ``index`` of ``step``."""
@@ -107,7 +107,8 @@ class SampleSource:
             raise ValueError(
                 f"no microbatch ({step}, {index}) with batch {self._batch} and microbatch {self._microbatch}"
             )
-        size, first = len(self._data.train), step * self._batch + index * self._microbatch
+        size = len(self._data.train)
+        first = self._offset + step * self._batch + index * self._microbatch
         numbers = np.arange(first, first + self._microbatch, dtype=np.uint64)
         epochs, ranks = np.divmod(numbers, np.uint64(size))
         which = np.empty(len(numbers), dtype=np.int64)

@@ -103,16 +103,18 @@ class ProbeFailed(Event):
 
 
 class Admitted(Event):
-    """This process admitted a peer."""
+    """This process admitted a peer, which has this ``name`` in the run."""
 
     peer_id: str
+    name: str = ""
 
 
 class JoinRefused(Event):
-    """A peer asked for admission and was refused."""
+    """A peer asked for admission and was refused. ``name``: the one that it asked for, if it came so far."""
 
     remote: str
     reason: str
+    name: str = ""
 
 
 class FrameRefused(Event):

@@ -109,16 +109,20 @@ class WeightsDiffer(Notice):
 
 
 class GradientStandsOut(Notice):
-    """A member's gradient is an outlier and left out of the step; ``who`` computes it again."""
+    """A member's gradient is far longer or shorter than the others', so ``who`` computes it again to see whether it is
+    right. Honest data do that at times: no fault unless ``ResultsDiffer`` follows."""
 
-    TEXT = "step {step}: the gradient of {name} is an outlier; {who} computes it again"
+    TEXT = (
+        "step {step}: the gradient of {name} is far longer or shorter than others; {who} computes it again, as a check"
+    )
+    level = "info"
     step: int
     name: str
     who: str
 
 
 class ResultsDiffer(Notice):
-    """A second peer got another result for a gradient that was an outlier."""
+    """A second peer got another result for a gradient that stood out."""
 
     TEXT = "step {step}: a second peer got another result for the microbatches of {name}, whose hardware may be faulty"
     step: int

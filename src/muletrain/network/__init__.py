@@ -12,30 +12,48 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 
 def _import_in_parts(package: str) -> None:
-    """Let ``import package.part`` import that part alone; the package's ``__init__`` runs when one of its own names is
-    used. hivemind's ``__init__`` imports its averager, optimizers and servers, and scipy: 0.7 s of CPU and 42 MiB in
-    each peer, and in each command that talks to one, for nothing that is used here."""
+    """Let ``import package.part`` import that part alone, and a name of the package the one part that has it. Its
+    ``__init__`` runs only for names that come from nowhere else. hivemind's import its averager, optimizers and servers,
+    torch and scipy: seconds in each command that talks to a peer, for nothing that is used here."""
     spec = None if package in sys.modules else importlib.util.find_spec(package)
-    if spec is None or spec.loader is None:
+    if spec is None or spec.loader is None or spec.origin is None:
         return
     module, loader = importlib.util.module_from_spec(spec), spec.loader
+    parts = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0
+        for alias in node.names
+    }
 
     def load(name: str) -> Any:
         hidden = name.startswith("__") and name != "__version__"
         if hidden or f"{package}.{name}" in sys.modules:  # the import system asks for these
             raise AttributeError(name)
+        if name in parts:
+            part, own = parts[name]
+            value = getattr(importlib.import_module(part), own)
+            setattr(module, name, value)
+            return value
         del module.__getattr__
         loader.exec_module(module)
         return getattr(module, name)
 
     module.__getattr__ = load  # type: ignore[method-assign]
     sys.modules[package] = module
+    parent, _, name = package.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], name, module)
 
 
-_import_in_parts("hivemind")
+for _package in ("hivemind", "hivemind.utils", "hivemind.dht"):
+    _import_in_parts(_package)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from muletrain.cgroups import cpus
 from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
 from muletrain.compute.estimate import STASH_SHARE, client_memory, stage_memory
@@ -166,14 +166,13 @@ class RunFacts:
         if isinstance(data, TokenCache):
             return self.source_of(data.train)
         t = self.config.train
-        return SampleSource(data, t.seed, t.batch, t.microbatch, self.spec.vocab)
+        return SampleSource(data, t.seed, t.batch, t.microbatch, self.spec.vocab, t.data_offset)
 
     def source_of(self, tokens: TokenArray) -> MicrobatchSource:
         """Microbatches of the training tokens. Raises DataError if they are shorter than one sequence."""
         t = self.config.train
-        return MicrobatchSource(
-            tokens, t.seed, t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup
-        )
+        sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
+        return MicrobatchSource(tokens, t.seed, *sequences)
 
     def needs(self) -> list[StageMemory]:
         """Memory that each stage needs; in fp32 if every machine chooses its own precision."""
@@ -425,4 +424,4 @@ def versions() -> dict[str, str]:
     """Versions that decide a run's numbers and speed, and the number of CPUs."""
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("muletrain", "torch", "hivemind")} | {"cpus": str(os.cpu_count())}
+    return {name: version(name) for name in ("muletrain", "torch", "hivemind")} | {"cpus": str(cpus())}

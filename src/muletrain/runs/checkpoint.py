@@ -13,7 +13,7 @@ import fsspec
 import safetensors
 import safetensors.torch
 
-from muletrain.config.schema import Precision, RunConfig
+from muletrain.config.schema import RunConfig
 from muletrain.data.encoder import Encoder
 from muletrain.data.samples import open_data
 from muletrain.data.tokens import TokenCache
@@ -39,31 +39,6 @@ if TYPE_CHECKING:
 COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'run --resume' tries again"
 FORMAT = 2
 """Version of the format. It goes up when older and newer versions could not read each other's checkpoints."""
-MAY_CHANGE = {
-    "model": {"from", "stops"},  # a folder may move; sizes and chain stay
-    "train": {"steps", "time_limit", "validate_every", "validate_tokens"},
-    "optimizer": {"state_device"},
-    # its content must have the checkpoint's digest
-    "data": {
-        "path",
-        "validation",
-        "field",
-        "cache",
-        "tokenizer",
-        "special_tokens",
-        "end_token",
-        "heldout",
-        "deduplicate",
-    },
-    "fleet": {"peers", "trainers", "profile", "rebalance", "rebalance_period", "adopt_after"},
-    "pipeline": None,
-    "hub": None,
-    "swap": {"backing", "folder", "together"},
-    "checkpoint": None,
-    "compute": None,
-    "network": None,
-}
-"""Fields that may change in a resumed run; None: the whole section."""
 
 
 def bring_home(where: str, into: Path) -> None:
@@ -158,30 +133,6 @@ class Checkpoint:
         except (MuletrainError, KeyError, TypeError) as e:
             raise CheckpointError(str(e)) from e
         return checkpoint
-
-    def check_same_run(self, config: RunConfig) -> None:
-        """Raises ConfigError with the fields that make ``config`` another run than this checkpoint's. A field that an
-        older version did not have was at its default."""
-        before, now = (json.loads(c.model_dump_json(by_alias=True)) for c in (self.config, config))
-        changed = [
-            f"{section}.{name} ({before[section][name]!r} before, {value!r} now)"
-            for section, fields in now.items()
-            if (free := MAY_CHANGE.get(section, set())) is not None
-            for name, value in fields.items()
-            if name not in free and json.dumps(value) != json.dumps(before[section][name])  # for Python, 1 is True
-        ]
-        if changed:
-            raise ConfigError(
-                f"{self.folder}: a resumed run keeps what decides its numbers; begin another one to change "
-                f"{', '.join(changed)}"
-            )
-
-    def same_precision(self, config: RunConfig) -> RunConfig:
-        """``config``, with the run's precision in place of 'auto': measuring again could choose other arithmetic."""
-        if config.compute.precision is not Precision.AUTO or "precision" not in self.manifest:
-            return config
-        compute = config.compute.model_copy(update={"precision": Precision(self.manifest["precision"])})
-        return config.model_copy(update={"compute": compute})
 
     @property
     def parts(self) -> list[Path]:

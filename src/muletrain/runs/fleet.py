@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Self
 
+from muletrain.cgroups import cpus
 from muletrain.errors import MuletrainError
 from muletrain.runs.folder import temporary_folder
 from muletrain.runs.join.ticket import Ticket
@@ -33,9 +34,15 @@ START_S = 120.0
 STOP_S = 60.0
 """Most seconds between the request for an orderly end and the end."""
 
-PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
-"""The environment in which threads of torch do not spin while they wait, set before torch is loaded. Where others use
-the cores, too, a spinning fleet ran at a twelfth of its speed, and writing 90 tokens took 10 s instead of one."""
+COMMON = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "KMP_BLOCKTIME": "0",
+    "PYTHONSAFEPATH": "1",
+}
+"""The environment of all our processes. Threads of torch do not spin while they wait: where others use the cores, too, a
+spinning fleet ran at a twelfth of its speed. Processes of Python do not import from the working folder, whose random.py
+or queue.py would stand in for the library's."""
 
 
 class LocalFleet:
@@ -63,7 +70,7 @@ class LocalFleet:
         for name in names:
             with open(self.folder / f"{name}.log", "ab") as log, begun_deaf():
                 process = subprocess.Popen(
-                    [*self._wrap(name), sys.executable, "-m", "muletrain.runs.worker"],
+                    [*self._wrap(name), sys.executable, "-P", "-m", "muletrain.runs.worker"],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -84,9 +91,17 @@ class LocalFleet:
         while not path.exists():
             tick()
             if self._running[founder].poll() is not None or time.monotonic() > deadline:
-                raise MuletrainError(f"the first peer did not start; see {self.folder / founder}.log and .jsonl")
+                raise MuletrainError(
+                    f"the first peer did not start{self._last_words(founder)}; see {self.folder / founder}.log"
+                )
             time.sleep(POLL_S)
         return Ticket.parse(path.read_text(encoding="utf-8"))
+
+    def _last_words(self, name: str) -> str:
+        """The last line of a process' log, in parentheses."""
+        lines = (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").split("\n")
+        words = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return words and f" ({words[:200]})"
 
     def alive(self) -> list[str]:
         """Names of running processes. Closes our files for the others, or a long run with newcomers would run out."""
@@ -137,7 +152,7 @@ class LocalFleet:
 
 def threads_per_peer(asked: int | None, local_peers: int) -> int:
     """CPU threads of one peer's compute: ``asked``, or an equal share of the cores."""
-    return asked or max(1, len(os.sched_getaffinity(0)) // local_peers if hasattr(os, "sched_getaffinity") else 1)
+    return asked or max(1, cpus() // local_peers)
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -146,7 +161,7 @@ def environment(threads: int) -> dict[str, str]:
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        **PASSIVE,
+        **COMMON,
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import platform
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError
+from muletrain.locks import Lock, lock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 ROOT = Path("runs")
 TEMPORARY = "mule-"
@@ -36,32 +36,43 @@ def new_run_folder(name: str) -> Path:
     """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError if it cannot be
     written."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        folder = ROOT / (f"{stamp}-{name}" if number == 1 else f"{stamp}-{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as e:
-            raise MuletrainError(
-                f"cannot create the run folder {folder}: {e.strerror}; run from a folder you can write to"
-            ) from e
-        return folder
+    folder = ROOT / f"{stamp}-{name}"
+    try:
+        ROOT.mkdir(exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                folder = ROOT / f"{stamp}-{name}-{number}"
+    except FileExistsError:
+        why = f"a link to {os.readlink(ROOT)}, which is missing" if ROOT.is_symlink() else "a file"
+        raise MuletrainError(f"cannot create the run folder {folder}: {ROOT} is {why}; mend or remove it") from None
+    except OSError as e:
+        raise MuletrainError(
+            f"cannot create the run folder {folder}: {e.strerror}; run from a folder you can write to"
+        ) from e
     raise AssertionError  # itertools.count does not end
 
 
 @contextmanager
-def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None]:
+def held(
+    folder: Path, name: str = "lock", otherwise: str = "", say: Callable[[str], None] = lambda text: None
+) -> Iterator[Lock]:
     """Hold the lock ``name`` of a folder; the default one is for writing into a run folder. The lock ends with the
-    process, however it ends. Raises MuletrainError with the words ``otherwise`` if another process holds it."""
-    file = os.open(folder / name, os.O_RDONLY | os.O_CREAT, 0o600)
+    process, however it ends. Where the file system has no locks, ``say`` hears of it, and nothing is held. Raises
+    MuletrainError with the words ``otherwise`` if another process holds the lock, and for a folder that cannot be written."""
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            problem = otherwise or "this run is going on in another process; stop it first"
-            raise MuletrainError(f"{folder}: {problem}") from None
-        yield
+        file = os.open(folder / name, os.O_RDONLY | os.O_CREAT, 0o600)
+    except OSError as e:
+        raise MuletrainError(f"{folder}: cannot be written to: {e.strerror}") from e
+    try:
+        found = lock(file)
+        if found is Lock.TAKEN:
+            raise MuletrainError(f"{folder}: {otherwise or 'this run is going on in another process; stop it first'}")
+        if found is Lock.NONE:
+            say(f"{folder}: its file system has no locks, so make sure yourself that no other process trains there")
+        yield found
     finally:
         os.close(file)
 
@@ -70,19 +81,26 @@ def held(folder: Path, name: str = "lock", otherwise: str = "") -> Iterator[None
 def temporary_folder() -> Iterator[Path]:
     """Create a folder for a command's sockets and keys, and for the temporary files of its processes. A killed command
     leaves it behind; the next command on this machine removes each folder whose lock nobody holds."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=TEMPORARY)
+    except OSError as e:
+        raise MuletrainError(
+            f"no folder for temporary files can be written ({e.strerror}); set TMPDIR to one, with a short path"
+        ) from e
     _sweep()
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY) as name, held(Path(name), LOCK):
+    with made as name, held(Path(name), LOCK):
         yield Path(name)
 
 
 def _sweep() -> None:
-    for lock in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*/{LOCK}"):
+    for file in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*/{LOCK}"):
         with suppress(OSError, MuletrainError):  # removed meanwhile, or in use
-            folder = lock.parent.lstat()
+            folder = file.parent.lstat()
             ours = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid()
-            if ours and time.time() - lock.stat().st_mtime > YOUNG_S:
-                with held(lock.parent, LOCK):
-                    shutil.rmtree(lock.parent, ignore_errors=True)
+            if ours and time.time() - file.stat().st_mtime > YOUNG_S:
+                with held(file.parent, LOCK) as found:
+                    if found is Lock.HELD:
+                        shutil.rmtree(file.parent, ignore_errors=True)
 
 
 class DiskWatch:
@@ -114,16 +132,38 @@ class DiskWatch:
         )
 
 
-def run_folder(path: Path) -> Path:
-    """The run folder that ``path`` names: itself, or the one in it whose run was begun or resumed last. Raises
-    MuletrainError if there is none."""
-    found = [path / "config.toml"] if (path / "config.toml").is_file() else list(path.glob("*/config.toml"))
-    if not found:
-        raise MuletrainError(
-            f"{path}: no run folder (which has a config.toml), and none lies in it; give a folder from {ROOT}/, or call "
-            f"'--resume' alone where 'muletrain run' or 'start' was called: it takes the newest run"
-        )
-    return max(found, key=lambda config: config.stat().st_mtime).parent
+def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """The run folder that ``path`` names: itself, or the one in it whose run was begun or resumed last, of those in which a
+    step was done. ``say`` hears of newer ones that are passed over. Raises MuletrainError if there is none."""
+    if _last_used(path) is not None:
+        return path
+    found = sorted(((t, f) for f in path.glob("*/") if (t := _last_used(f)) is not None), reverse=True)
+    for _, folder in found:
+        if _has_steps(folder):
+            return folder
+        say(f"{folder}: no step was done there; passed over")
+    if found:
+        return found[0][1]  # there is nothing better, so it begins again
+    raise MuletrainError(
+        f"{path}: no run folder (which has a config.toml or checkpoints/), and none lies in it; give a folder from {ROOT}/, or call "
+        f"'--resume' alone where 'muletrain run' or 'start' was called: it takes the newest run"
+    )
+
+
+def _last_used(folder: Path) -> float | None:
+    """When the run in ``folder`` was begun or resumed, or, on a machine that joined it, its newest checkpoint written [s];
+    None: there is none."""
+    for files in ([folder / "config.toml"], (folder / "checkpoints").glob("step-*/manifest.json")):
+        if times := [file.stat().st_mtime for file in files if file.is_file()]:
+            return max(times)
+    return None
+
+
+def _has_steps(folder: Path) -> bool:
+    """Is there a checkpoint in the run folder, or was at least one step done without one?"""
+    from muletrain.events import StepDone, events_in
+
+    return any((folder / "checkpoints").glob("step-*/manifest.json")) or bool(events_in(folder, StepDone))
 
 
 def _manifests(path: Path) -> list[Path]:

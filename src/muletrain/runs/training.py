@@ -97,7 +97,7 @@ class Training:
     async def run(self, seat: Seat) -> bool:
         """Train to the end of the run. Returns False if the last checkpoint could not be written."""
         host, facts, roster = self._host, seat.facts, seat.roster
-        members = LiveMembers(roster, facts.strategy)
+        members = LiveMembers(roster)
         Admission(seat.network, host.log.emit, seat.info, facts.seating(), members).open()
         host.roster = roster
         self.steps, self._total = roster.genesis.first_step, facts.config.train.steps

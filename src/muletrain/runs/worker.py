@@ -21,10 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import muletrain
 from muletrain.clock import LoopClock
 from muletrain.config.trusted import trust
-from muletrain.errors import AdmissionError, MuletrainError, no_room
+from muletrain.errors import AdmissionError, MuletrainError, of_the_disk
 from muletrain.events import (
     EventLog,
     FrameRefused,
@@ -50,7 +49,15 @@ from muletrain.runs.join.removal import serve_members
 from muletrain.runs.measure.vicinity import serve_sight
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runs.training import Training
-from muletrain.runs.worker_files import EXIT_ERROR, EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, OWNER_FILE, SCRATCH
+from muletrain.runs.worker_files import (
+    EXIT_ERROR,
+    EXIT_NO_CHECKPOINT,
+    EXIT_SKIPPED,
+    LEFT,
+    OWNER_FILE,
+    PROTOCOL,
+    SCRATCH,
+)
 from muletrain.runtime.members.watchdog import DeviceHung
 from muletrain.units import plural
 
@@ -58,8 +65,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from muletrain.network.base import Network, PeerId
-
-PROTOCOL = f"muletrain {muletrain.__version__}"
 
 
 class Worker:
@@ -270,7 +275,7 @@ async def work(spec: WorkerSpec, listen: Callable[[Worker], Coroutine[Any, Any, 
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise  # the command in whose process we are ends at once
-            full = no_room(e)
+            full = of_the_disk(e)
             whose = "an operation of your module failed, or this is a bug" if spec.factories else "a bug"
             log.note(full or f"{type(e).__name__}: {e} ({whose}; {spec.name}.log has the traceback)", "error")
             if full is None:

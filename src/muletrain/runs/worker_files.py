@@ -1,13 +1,18 @@
-"""Names of files, variables and exit codes that a peer process shares with the command that started it."""
+"""The protocol of peer processes, and names of files, variables and exit codes that one shares with the command that
+started it."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+from muletrain import __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
+PROTOCOL = f"muletrain {__version__}"
+"""What peers of one run speak: those of other versions are refused."""
 TICKET_FILE = "ticket"
 OWNER_FILE = "owner.key"
 """The private key of the run's owner, in the founder's run folder."""

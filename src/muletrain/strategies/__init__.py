@@ -9,7 +9,7 @@ To add a fifth strategy:
 2. Append it to ``STRATEGIES``, and its name to ``config.plan_file.StrategyName``. ``tests/test_strategies.py`` calls each
    of its methods; add a configuration that asks for it there (``made``).
 3. Give it a section of the configuration if a run must know more (``config/peer_sections.py``, ``config/schema.py``; may
-   a resumed run change it? ``runs.checkpoint.MAY_CHANGE``), and fill it from a plan (``cli/actions/planned.py``).
+   a resumed run change it? ``runs.resuming.TABLE``), and fill it from a plan (``cli/actions/planned.py``).
 4. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``; without one, ``muletrain plan`` says
    that it is missing. ``planner.confirmed`` plays the recommended plan: as strategy swarm, unless it has a schedule. New
    schedules and fields belong into ``config.plan_file.Prediction``.

@@ -11,26 +11,48 @@ while the original changes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from muletrain.config.schema import Codec
-from muletrain.errors import Malformed, ProtocolError
+from muletrain.errors import ProtocolError
+from muletrain.wire.encoded import (
+    BLOCK,
+    IDS,
+    IDS16,
+    IDS32,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    RAW,
+    Encoded,
+    encoded_size,
+    scale_bytes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     Buffer = bytes | bytearray | memoryview
 
-BLOCK = 4096
-"""Elements that share one scale."""
-MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 31
-"""Largest tensor that travels."""
-RAW = "raw"
-IDS = IDS16, IDS32 = "uint16", "int32"
+__all__ = [
+    "BLOCK",
+    "IDS",
+    "IDS16",
+    "IDS32",
+    "MAX_DIMENSIONS",
+    "MAX_ELEMENTS",
+    "RAW",
+    "Encoded",
+    "decode",
+    "decode_raw",
+    "encode",
+    "encode_ids",
+    "encode_raw",
+    "encode_samples",
+    "encoded_size",
+    "sample_codecs",
+]
+
 _FLOATS = {Codec.FP32: torch.float32, Codec.BF16: torch.bfloat16}
 _SCALED = {Codec.FP16: torch.float16, Codec.INT8: torch.int8}
 _ROWS = 64
@@ -42,30 +64,6 @@ _LEAST, _MOST, _BIAS = -126, 113, 127
 which fp32 stores them."""
 _TOP = 15
 """The largest number of a block lies below 2 ** _TOP in fp16, whose largest number is 65504."""
-_SIZES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.INT8: 1, RAW: 1, IDS16: 2, IDS32: 4}
-
-
-@dataclass(slots=True)
-class Encoded:
-    """A tensor, or raw bytes, in the form in which it travels."""
-
-    codec: str
-    shape: tuple[int, ...]
-    buffers: Sequence[Buffer]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(b) for b in self.buffers)
-
-
-def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
-    """Bytes that the buffers must have. Raises Malformed for an unknown codec or too large a shape."""
-    if codec not in _SIZES or len(shape) > MAX_DIMENSIONS or any(not 0 <= n <= MAX_ELEMENTS for n in shape):
-        raise Malformed(f"tensor with codec {codec[:20]!r} and shape {shape[:MAX_DIMENSIONS]}: no such tensor")
-    elements = math.prod(shape)
-    if elements > MAX_ELEMENTS:
-        raise Malformed(f"tensor of {elements} elements; at most {MAX_ELEMENTS} travel at once")
-    return elements * _SIZES[codec] + _scale_bytes(codec, elements)
 
 
 def encode(tensor: Tensor, codec: Codec) -> Encoded:
@@ -132,16 +130,12 @@ def _checked(encoded: Encoded) -> list[memoryview]:
         raise ProtocolError(
             f"{encoded.codec} tensor of shape {encoded.shape}: {encoded.nbytes} bytes instead of {expected}"
         )
-    scales = _scale_bytes(encoded.codec, math.prod(encoded.shape))
+    scales = scale_bytes(encoded.codec, math.prod(encoded.shape))
     sizes = [scales, expected - scales] if encoded.codec in _SCALED else [expected]
     if [len(b) for b in encoded.buffers] == sizes:
         return [memoryview(b) for b in encoded.buffers]
     whole = memoryview(encoded.buffers[0] if len(encoded.buffers) == 1 else bytearray().join(encoded.buffers))
     return [whole[:scales], whole[scales:]] if len(sizes) == 2 else [whole]
-
-
-def _scale_bytes(codec: str, elements: int) -> int:
-    return 4 * -(-elements // BLOCK) if codec in _SCALED else 0
 
 
 def _scaled(values: Tensor, codec: Codec) -> list[Buffer]:

@@ -15,7 +15,7 @@ import msgpack
 
 from muletrain.errors import Malformed, ProtocolError
 from muletrain.network.base import Frame
-from muletrain.wire.codec import MAX_DIMENSIONS, Encoded, encoded_size
+from muletrain.wire.encoded import MAX_DIMENSIONS, Encoded, encoded_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_NAMES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -38,7 +38,7 @@ def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:
     ):  # so all are aligned
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + len(data)],
         }

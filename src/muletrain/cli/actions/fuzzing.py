@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from muletrain.cgroups import cpus
 from muletrain.cli.show.console import make_console
 from muletrain.errors import ConfigError
 from muletrain.timeline import check_trace, write_trace
@@ -56,7 +57,7 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
     longest = (0.0, seeds.start)  # a step, in medians of its run; and the seed
     columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _processes(jobs or os.cpu_count() or 1) as pool, Progress(*columns, transient=True, disable=json) as progress:
+    with _processes(jobs or cpus()) as pool, Progress(*columns, transient=True, disable=json) as progress:
         task = progress.add_task("", total=len(seeds))
         for future in as_completed([pool.submit(_play, seed, kind) for seed in seeds]):
             result = future.result()

@@ -16,7 +16,7 @@ from muletrain.data.corpus import Corpus, absolute
 from muletrain.errors import ConfigError, DataError
 from muletrain.events import ClientBegan, ClientFinished, PeerJoined, PeerLeft
 from muletrain.runs.fleet import LocalFleet
-from muletrain.runs.folder import new_run_folder
+from muletrain.runs.folder import held, new_run_folder
 from muletrain.runs.join.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) ->
     """Serve until the run ends or we leave it. Returns whether we left for a pause, so that we should rejoin. ``hint``:
     follows the machine's name."""
     folder = new_run_folder("join")
-    with LocalFleet(folder, specs[0].threads) as fleet:
+    with held(folder), LocalFleet(folder, specs[0].threads) as fleet:
         fleet.spawn([spec.name for spec in specs])
         session = JoinSession(folder, fleet, limits, json=json)
         try:
@@ -88,6 +88,8 @@ def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) ->
                     fleet.begin(spec.model_copy(update={"folder": str(folder)}))
                 session.watch()
             session.say(session.ended())
+            if (on := session.goes_on()) is not None:
+                session.say(on)
             session.check_learned()
         finally:
             session.close()
@@ -191,6 +193,12 @@ class JoinSession(Session):
 
     def ended_at_once(self) -> str:
         return "left at once: the other members will notice that this machine is gone"
+
+    def goes_on(self) -> str | None:
+        """How a run that ended early can go on from here; None: its newest checkpoint is on another machine."""
+        if self.checkpoint is None or not self.checkpoint.is_dir() or self.view.step >= self.view.steps:
+            return None
+        return f"muletrain start --resume {self.folder}   # go on after step {int(self.checkpoint.name[5:13])}, with your own data.path"
 
     def ended(self) -> str:
         if self._reasons_given:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.opening import newest_checkpoint, opened, placed, prepare, save_config, tell_of
+from muletrain.cli.actions.opening import How, names_data, opened, ready, save_config, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
@@ -49,8 +50,9 @@ def run_local(
         config = config.local()
         check_many(config)
         faults = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
+        how = How(resumed=resume is not None, means_data=names_data(path, overrides))
         try:
-            _run_local(folder, config, json=json, resumed=resume is not None, plan=faults, seed=seed or 0)
+            _run_local(folder, config, how, json=json, plan=faults, seed=seed or 0)
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(folder).poll())
@@ -61,31 +63,23 @@ def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
     return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
 
 
-def _run_local(
-    folder: Path, config: RunConfig, *, json: bool, resumed: bool, plan: tuple[Fault, ...], seed: int
-) -> None:
-    from muletrain.runs.checkpoint import Checkpoint
-
+def _run_local(folder: Path, config: RunConfig, how: How, *, json: bool, plan: tuple[Fault, ...], seed: int) -> None:
     servers, clients = names_of(config), clients_of(config)
     names = servers + clients
     threads = threads_per_peer(config.compute.threads, len(names))
     alone = len(names) == 1 and not plan  # else a newcomer may join
     with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
         fleet.spawn(names)  # they import while we tokenise
-        workers = _workers(config, folder, servers, clients, threads, alone=alone)
-        prepared = prepare(config, reads=not resumed)
-        given, config = config, placed(prepared.config, folder)
-        checkpoint = newest_checkpoint(folder, config) if resumed else None
-        if checkpoint is not None:
-            config = Checkpoint.open(checkpoint).same_precision(config)
-        save_config(folder, given)
-        session = Session(folder, fleet, json=json, clients=clients)
+        room = _Room.of(config, servers, clients, alone=alone)
+        prepared, given, checkpoint, first_step = ready(folder, config, how, room.check, reads=True)
+        config = prepared.config
+        session = Session(folder, fleet, json=json, clients=clients, begun=lambda: save_config(folder, given))
         session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
         try:
             with session.interruptible():
                 with session.console:
-                    tell_of(prepared, folder, 0 if checkpoint is None else Checkpoint.open(checkpoint).step)
-                    _begin(session, config, workers, checkpoint, alone=alone)
+                    tell_of(prepared, folder, first_step)
+                    _begin(session, config, room.workers(config, folder, threads), checkpoint, alone=alone)
                     session.watch(first=servers[0], stages=config.fleet.stages)
                 session.report()
         finally:
@@ -93,40 +87,58 @@ def _run_local(
         session.exit()
 
 
-def _workers(
-    config: RunConfig, folder: Path, servers: list[str], clients: list[str], threads: int, *, alone: bool
-) -> list[WorkerSpec]:
-    """The work of each process, without the ticket. Raises CapacityError if a stage fits none of them."""
-    from muletrain.runs.assemble import RunFacts, resolve_start
-    from muletrain.runs.measure.machine import check_local, dealt, free_memory_of_machine, own_devices
+@dataclass(frozen=True)
+class _Room:
+    """What the processes of the fleet may use, measured before any of them took some."""
 
-    names = servers + clients
-    devices = dealt(own_devices(config.compute.device), len(names))
-    host = free_memory_of_machine(len(names))
-    indices = indices_of(config)
-    needs = RunFacts.of(resolve_start(config), alone=alone).needs()
-    check_local(needs, devices[: len(servers)], config.compute.memory, host)
-    return [
-        WorkerSpec(
-            role="join",
-            client=name in clients,
-            name=name,
-            ticket="",
-            folder=str(folder),
-            threads=threads,
-            data="none" if name in clients else "config",
-            place=config.checkpoint.place,
-            device=device,
-            sharing=devices.count(device),
-            precision=config.compute.precision.value,
-            memory_gib=config.compute.memory,
-            swap_folder=config.swap.folder,
-            host_memory=host,
-            listen=config.network.listen,
-            fleet_index=index,
-        )
-        for index, name, device in zip(indices, names, devices, strict=True)
-    ]
+    servers: list[str]
+    clients: list[str]
+    devices: list[str]
+    """The device of each."""
+    host: int
+    """Each one's share of the machine's memory [bytes]."""
+    alone: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, servers: list[str], clients: list[str], *, alone: bool) -> _Room:
+        from muletrain.runs.measure.machine import dealt, free_memory_of_machine, own_devices
+
+        processes = len(servers) + len(clients)
+        devices = dealt(own_devices(config.compute.device), processes)
+        return cls(servers, clients, devices, free_memory_of_machine(processes), alone)
+
+    def check(self, config: RunConfig) -> None:
+        """Raises CapacityError if a stage fits none of the processes."""
+        from muletrain.runs.assemble import RunFacts
+        from muletrain.runs.measure.machine import check_local
+
+        needs = RunFacts.of(config, alone=self.alone).needs()
+        check_local(needs, self.devices[: len(self.servers)], config.compute.memory, self.host)
+
+    def workers(self, config: RunConfig, folder: Path, threads: int) -> list[WorkerSpec]:
+        """The work of each process, without the ticket."""
+        names = self.servers + self.clients
+        return [
+            WorkerSpec(
+                role="join",
+                client=name in self.clients,
+                name=name,
+                ticket="",
+                folder=str(folder),
+                threads=threads,
+                data="none" if name in self.clients else "config",
+                place=config.checkpoint.place,
+                device=device,
+                sharing=self.devices.count(device),
+                precision=config.compute.precision.value,
+                memory_gib=config.compute.memory,
+                swap_folder=config.swap.folder,
+                host_memory=self.host,
+                listen=config.network.listen,
+                fleet_index=index,
+            )
+            for index, name, device in zip(indices_of(config), names, self.devices, strict=True)
+        ]
 
 
 def _begin(

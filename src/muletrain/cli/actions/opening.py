@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -16,7 +17,7 @@ from muletrain.config.dump import dump_toml
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_located, located
 from muletrain.data.corpus import absolute
-from muletrain.errors import ConfigError, MuletrainError
+from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
@@ -24,13 +25,17 @@ from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from rich.console import Console
+
+    from muletrain.config.locate import Origins
     from muletrain.config.schema import RunConfig
     from muletrain.config.section import Section
     from muletrain.data.samples import Data
     from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.checkpoint import Checkpoint
 
 
 @contextmanager
@@ -44,35 +49,63 @@ def opened(
 ) -> Iterator[tuple[Path, RunConfig]]:
     """The run folder, locked while the context lasts, and the configuration of the run in it.
 
-    It is a new run, or the run in the folder ``resume`` (``ROOT``: the newest one there). A new one follows ``plan``,
-    with the strategy ``choice`` of it, or just that strategy, if given. Raises MuletrainError."""
+    It is a new run, or the run in the folder ``resume`` (``ROOT``: the newest one there). ``path`` is its configuration,
+    default: the one in the folder, or that of its newest checkpoint. It follows ``plan``, with the strategy ``choice`` of
+    it, or just that strategy, if given. Raises MuletrainError."""
+    console = make_console(sys.stderr)
+    if resume is not None and (found := run_folder(resume, lambda text: console.print(text, soft_wrap=True))) != resume:
+        console.print(f"resuming {found}, the newest run in {found.parent}/", soft_wrap=True)
+        resume = found
+    given, origins = _given(path, overrides, resume)
     if resume is not None and plan is not None:
-        raise ConfigError(f"--plan {plan}: a resumed run keeps its plan; start a new run, or leave --plan out")
-    if resume is not None and choice is not None:
-        raise ConfigError(f"--strategy {choice}: a resumed run keeps its strategy; start a new run, or leave it out")
-    if resume is not None and path is not None:
-        raise ConfigError(
-            f"{path}: a resumed run keeps its configuration; leave the file out, and use --set for fields that may change"
-        )
-    if resume is not None and (newest := run_folder(resume)) != resume:
-        resume = newest
-        make_console(sys.stderr).print(f"resuming {resume}, the newest run in {resume.parent}/", soft_wrap=True)
-    given, origins = load_located(path if resume is None else resume / "config.toml", overrides)
+        given = _free_for_plan(given, overrides)
     with located(origins):
         config = anchored(_chosen(given, plan, choice, local=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     try:
-        with held(folder), located(origins), cleaned_up():
+        say = functools.partial(console.print, soft_wrap=True, markup=False)
+        with held(folder, say=say), located(origins), cleaned_up():
             for secret in (TICKET_FILE, OWNER_FILE):
                 (folder / secret).unlink(missing_ok=True)  # left by a process that was killed
             if resume is None:
                 save_config(folder, config)
             yield folder, config
     finally:
-        if resume is None and not any(folder.glob("*.jsonl")):  # no process began: nothing worth keeping
+        if (
+            resume is None
+            and not any(folder.glob("*.jsonl"))
+            and not any(f.stat().st_size for f in folder.glob("*.log"))
+        ):
+            # no process began or failed: nothing worth keeping
             shutil.rmtree(folder, ignore_errors=True)
             with suppress(OSError):
                 ROOT.rmdir()  # unless other runs are in it
+
+
+def _given(path: Path | None, overrides: Sequence[str], resume: Path | None) -> tuple[RunConfig, Origins]:
+    """What the user asks for. Raises ConfigError or CheckpointError."""
+    if path is not None or resume is None or (resume / "config.toml").is_file():
+        return load_located(path or (resume and resume / "config.toml"), overrides)
+    from muletrain.runs.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(resume)  # the folder of a member that the founder left the run to
+    config = checkpoint.config
+    if config.checkpoint.place is not None:  # it ends with the founder's run folder
+        update = {"place": config.checkpoint.place.rpartition("/")[0]}
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
+    return load_located(None, overrides, base=config)
+
+
+def _free_for_plan(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """``config`` of a run folder, whose batch and devices a plan may replace unless ``overrides`` set them."""
+    named = {override.partition("=")[0].strip() for override in overrides}
+    free = {"train": {"batch", "microbatch"}, "optimizer": {"state_device"}}
+    sections = {}
+    for section, fields in free.items():
+        old = getattr(config, section)
+        kept = old.model_fields_set - {field for field in fields if f"{section}.{field}" not in named}
+        sections[section] = type(old).model_construct(_fields_set=kept, **dict(old))
+    return config.model_copy(update=sections)
 
 
 def _chosen(config: RunConfig, plan: Path | None, choice: str | None, *, local: bool) -> RunConfig:
@@ -121,32 +154,115 @@ def save_config(folder: Path, config: RunConfig) -> None:
     partial.replace(folder / "config.toml")
 
 
-def newest_checkpoint(folder: Path, config: RunConfig) -> Path | None:
-    """The checkpoint that the run continues from; None: there is none. Raises MuletrainError if the run is complete, or
-    ``config`` belongs to another run."""
-    from muletrain.runs.checkpoint import Checkpoint, bring_newest_home
+class Ready(NamedTuple):
+    """A run that can begin."""
+
+    prepared: Prepared
+    given: RunConfig
+    """The configuration that the next resume begins with."""
+    checkpoint: Path | None
+    """The folder of the checkpoint that the run goes on from; None: it begins."""
+    first_step: int
+
+
+class How(NamedTuple):
+    """How a run is begun."""
+
+    resumed: bool
+    means_data: bool
+    """The user named data for this start (``names_data``)."""
+
+
+def names_data(path: Path | None, overrides: Sequence[str]) -> bool:
+    """Does a configuration file, or one of the ``overrides``, name the data of a run?"""
+    return path is not None or any(text.strip().startswith("data.") for text in overrides)
+
+
+def ready(
+    folder: Path,
+    given: RunConfig,
+    how: How,
+    fits: Callable[[RunConfig], None] = lambda config: None,
+    *,
+    reads: bool = False,
+) -> Ready:
+    """Prepare the run of ``folder``, tokenise its data, and find the checkpoint that a resumed one goes on from. ``fits``
+    raises for a model that this machine has no room for; ``reads``: see ``prepare``. Changes no file in the folder, but
+    may add some. Raises MuletrainError."""
+    from muletrain.runs.assemble import RunFacts
+    from muletrain.runs.recut import fitting
+    from muletrain.runs.resuming import continued
 
     console = make_console(sys.stderr)
-    if config.checkpoint.place is not None:
-        bring_newest_home(config.checkpoint.place, folder)
-    checkpoint = Checkpoint.newest_intact(folder, lambda text: console.print(text, soft_wrap=True))
-    if checkpoint is None and any((folder / "checkpoints").glob("step-*")):
-        raise MuletrainError(f"{folder}: none of its checkpoints can be used (see above); start a new run")
+    checkpoint = _newest_checkpoint(folder, given, console) if how.resumed else None
     if checkpoint is None:
-        console.print(f"{folder} has no complete checkpoint: the run starts over", soft_wrap=True)
-        return None
-    checkpoint.check_same_run(config)
+        if how.resumed:
+            given = _with(given, "train", data_offset=0)
+        prepared = prepare(given, fits, reads=reads)
+        return Ready(prepared._replace(config=placed(prepared.config, folder)), given, None, 0)
+    given = _by_checkpoint(given, checkpoint, folder)
+    config, _, data = prepare(given, fits, checkpoint)
+    differs = data.digest != checkpoint.manifest.get("data")
+    if differs and given.data.tokenizer == "train":  # another version of the library trains another one
+        given = _with(given, "data", tokenizer=_own_tokenizer(checkpoint, folder))
+        config, _, data = prepare(given, fits, checkpoint)
+    config, changes = continued(checkpoint, config, data, meant=how.means_data)
+    for text in changes:
+        console.print(text, soft_wrap=True, markup=False)
     if checkpoint.step >= config.train.steps:
         raise MuletrainError(
             f"{folder}: all {plural(checkpoint.step, 'step')} are done; for more, add --set train.steps=N (which stretches the learning "
             f"rate's schedule)"
         )
+    with doing("cutting the checkpoint into other stages") as tell:
+        checkpoint = fitting(checkpoint, RunFacts.of(config), tell)
     console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder})", soft_wrap=True)
-    return checkpoint.folder
+    given = _with(given, "train", data_offset=config.train.data_offset)
+    prepared = Prepared(placed(config, folder), RunFacts.of(config), data)
+    return Ready(prepared, given, checkpoint.folder, checkpoint.step)
+
+
+def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Checkpoint | None:
+    """The newest intact checkpoint of the run in ``folder``; None: there is none. Raises MuletrainError if there are
+    only damaged ones."""
+    from muletrain.runs.checkpoint import Checkpoint, bring_newest_home
+
+    if (place := placed(config, folder).checkpoint.place) is not None:
+        bring_newest_home(place, folder)
+    checkpoint = Checkpoint.newest_intact(folder, lambda text: console.print(text, soft_wrap=True))
+    if checkpoint is None and any((folder / "checkpoints").glob("step-*")):
+        raise MuletrainError(f"{folder}: none of its checkpoints can be used (see above); start a new run")
+    if checkpoint is None:
+        console.print(f"{folder} has no complete checkpoint: the run starts over", soft_wrap=True)
+    return checkpoint
+
+
+def _by_checkpoint(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> RunConfig:
+    """``config`` with the checkpoint's tokenizer if its own is gone, or would be trained on other text than the
+    run's."""
+    from muletrain.runs.resuming import changes
+
+    data = config.data
+    gone = os.path.isabs(data.tokenizer) and not os.path.exists(data.tokenizer)
+    other = any(c.field.startswith("data.") and c.rule.may != "yes" for c in changes(checkpoint.config, config))
+    if data.factory is None and (gone or (data.tokenizer == "train" and other)):
+        return _with(config, "data", tokenizer=_own_tokenizer(checkpoint, folder))
+    return config
+
+
+def _own_tokenizer(checkpoint: Checkpoint, folder: Path) -> str:
+    """A copy of the checkpoint's tokenizer in the run folder, which later resumes find. Raises CheckpointError."""
+    path = folder.resolve() / "tokenizer.json"
+    path.write_bytes(checkpoint.tokenizer_json)
+    return str(path)
+
+
+def _with(config: RunConfig, section: str, **fields: object) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
 
 
 class Prepared(NamedTuple):
-    """A run that can begin."""
+    """What ``prepare`` found."""
 
     config: RunConfig
     """With nothing left to look up."""
@@ -154,16 +270,30 @@ class Prepared(NamedTuple):
     data: Data
 
 
-def prepare(config: RunConfig, *, reads: bool = False) -> Prepared:
-    """Check model, device and profile, and tokenise the corpus. ``reads``: the peers will read the weights of ``model.from``,
-    so check them all."""
+def prepare(
+    config: RunConfig,
+    fits: Callable[[RunConfig], None] = lambda config: None,
+    checkpoint: Checkpoint | None = None,
+    *,
+    reads: bool = False,
+) -> Prepared:
+    """Check model, device and profile, and tokenise the corpus. ``checkpoint``: of a resumed run, whose model stands in for
+    one that is gone. ``reads``: the peers will read the weights of ``model.from``, so check them all."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 
     with doing("reading the model"):
-        config = resolve_start(config)
+        try:
+            config = resolve_start(config)
+        except CheckpointError as e:
+            if checkpoint is None or checkpoint.config.model.given != config.model.given:
+                raise
+            say = make_console(sys.stderr).print
+            say(f"{e}; its sizes are taken from {checkpoint.folder}", soft_wrap=True, markup=False)
+            config = config.model_copy(update={"model": checkpoint.config.model})
         facts = RunFacts.of(config)
     pick_device(config.compute.device)
+    fits(config)
     if config.fleet.profile is not None:
         try:
             load_fleet(config.fleet.profile, peers=config.fleet.local_peers + (config.hub.clients or 0))
@@ -172,6 +302,8 @@ def prepare(config: RunConfig, *, reads: bool = False) -> Prepared:
     if reads and config.model.from_ is not None:
         with doing("checking the first weights") as tell:
             check_first_weights(facts, tell)
+    if config.train.data_offset < 0 and checkpoint is None:
+        raise ConfigError(f"train.data_offset: {config.train.data_offset} lies before the data; give 0 or more")
     with doing("reading the text" if config.data.factory is None else "reading samples") as tell:
         data = facts.data(lambda done: tell(done, None if config.data.factory else "tokenising the text"))
     facts.source(data)  # raises if the corpus is shorter than one sequence

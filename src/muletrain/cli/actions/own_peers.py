@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from muletrain.errors import ConfigError
+from muletrain.runs.fleet import threads_per_peer
 from muletrain.runs.measure.machine import free_memory_of_machine, own_devices
 from muletrain.runs.spec import WorkerSpec
 
@@ -52,7 +52,7 @@ class OwnPeers:
     def on(cls, name: str, device: str, threads: int | None) -> OwnPeers:
         devices = own_devices(device)
         names = [name] if len(devices) == 1 else [f"{name}-{k}" for k in range(len(devices))]
-        share = threads or max(1, (os.cpu_count() or 1) // len(devices))
+        share = threads_per_peer(threads, len(devices))
         return cls(names, devices, share, free_memory_of_machine(len(devices)))
 
     def specs(self, listening: Listening, **common: Any) -> list[WorkerSpec]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from muletrain.cgroups import cpus
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import read_output
 from muletrain.config.model_sections import ModelConfig
@@ -208,7 +208,7 @@ def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
 
 def check_many(config: RunConfig) -> None:
     """Raises ConfigError if a plan has more machines than this one can emulate."""
-    most = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    most = PROCESSES_PER_CORE * cpus()
     count = config.fleet.local_peers + (config.hub.clients or 0)
     if (config.pipeline.machines or config.hub.servers) and count > most:
         raise ConfigError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.cgroups import cpus
 from muletrain.cli.actions.asked import BY_SIGNAL, Asked
 from muletrain.cli.show.console import JsonConsole, LiveConsole, RunView, final_report, make_console
 from muletrain.cli.show.final_report import improvement
@@ -35,7 +35,7 @@ from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, 
 from muletrain.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from muletrain.events import Event
     from muletrain.runs.chaos import Injector
@@ -61,8 +61,17 @@ class Session:
     hears_all = True
     """Whether the events of all peers of the run arrive in its folder."""
 
-    def __init__(self, folder: Path, fleet: LocalFleet, *, json: bool, clients: Collection[str] = ()) -> None:
-        """``clients``: those of our processes that are none of the run's peers, and end with it."""
+    def __init__(
+        self,
+        folder: Path,
+        fleet: LocalFleet,
+        *,
+        json: bool,
+        clients: Collection[str] = (),
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``clients``: those of our processes that are none of the run's peers, and end with it. ``begun`` is called when
+        the run begins."""
         from muletrain.runs.tensorboard import TensorBoardSink
 
         self.folder, self.fleet, self.json = folder, fleet, json
@@ -73,7 +82,7 @@ class Session:
         self._written = ""
         self.errors: dict[str, list[str]] = {}
         """Errors of processes that gave up: names of the processes by message."""
-        self._clients = frozenset(clients)
+        self._clients, self._begun = frozenset(clients), begun
         self._dismissed: float | None = None
         """When the last process ended that is no client, and no newcomer."""
         self._ended: set[str] = set()
@@ -112,6 +121,8 @@ class Session:
     def show(self, event: Event) -> None:
         self.console(event)
         self._board(event)
+        if isinstance(event, RunStarted):
+            self._begun()
         if isinstance(event, CheckpointWritten):
             here, self._written = self.folder / "checkpoints", event.path
             inside = Path(event.path).resolve().parent == here.resolve()
@@ -347,7 +358,7 @@ class Session:
         from muletrain.runs.result import check_memory, evaluated, loss_before, quality, report_tokens, samples
 
         assert self.checkpoint is not None
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(cpus())
         checkpoint = Checkpoint.open(self.checkpoint)
         check_memory(checkpoint.params)
         cache = checkpoint.corpus()

@@ -5,15 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.opening import (
-    first_checkpoint,
-    newest_checkpoint,
-    opened,
-    placed,
-    prepare,
-    save_config,
-    tell_of,
-)
+from muletrain.cli.actions.opening import How, first_checkpoint, names_data, opened, ready, save_config, tell_of
 from muletrain.cli.actions.own_peers import OwnPeers, check_name, host_name
 from muletrain.cli.actions.session import Session
 from muletrain.errors import ConfigError
@@ -43,7 +35,6 @@ def start_run(
 ) -> None:
     """Found a run, or continue one, and serve it with this machine's peers; print the report when it ends. ``plan`` and
     ``strategy``: see ``run_local``. Raises MuletrainError before anything starts."""
-    from muletrain.runs.checkpoint import Checkpoint
 
     check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
@@ -55,13 +46,12 @@ def start_run(
         )
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # they import while we tokenise
-            prepared = prepare(config)
-            given, config = config, placed(prepared.config, folder)
+            how = How(resumed=resume is not None, means_data=names_data(path, overrides))
+            prepared, given, checkpoint, first_step = ready(folder, config, how)
+            config = prepared.config
             run = Ticket.new_run(folder)
-            checkpoint = newest_checkpoint(folder, config) if resume is not None else None
             if checkpoint is None and config.model.given is not None:
                 checkpoint = first_checkpoint(folder, config, run.run_id)
-            save_config(folder, given)
             founder, *others = peers.specs(
                 listening,
                 ticket="",
@@ -78,8 +68,8 @@ def start_run(
                 "resume": None if checkpoint is None else str(checkpoint),
                 "probe": probe,
             }
-            session = Session(folder, fleet, json=json)
-            tell_of(prepared, folder, 0 if checkpoint is None else Checkpoint.open(checkpoint).step)
+            session = Session(folder, fleet, json=json, begun=lambda: save_config(folder, given))
+            tell_of(prepared, folder, first_step)
             _serve(session, founder.model_copy(update=first), others, config)
 
 

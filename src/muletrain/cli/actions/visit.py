@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.sentences import printable
-from muletrain.cli.show.status import Announced, furthest, gone, state_of, status_of
+from muletrain.cli.show.status import Announced, Down, furthest, gone, state_of, status_of
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, Refused
 from muletrain.events import RunFinished, RunStarted, events_in
 from muletrain.network.answers import NOT_SERVED
@@ -38,31 +38,35 @@ ENDS_S, POLL_S = 2.0, 0.1
 def show_status(ticket: str | None, *, json: bool) -> None:
     """Print what the members announced in the directory; before training starts, what the run waits for. Raises
     MuletrainError if no member answers."""
-    from muletrain.runs.join.client import ask_missing
-    from muletrain.runtime.peer.peer import HOLDS_S
+    from muletrain.runs.join.client import ask_missing, members_in
+    from muletrain.runs.join.removal import serving
+    from muletrain.runtime.peer.messages import HOLDS_S
 
     whole = _ticket(ticket)
 
-    async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], tuple[str, ...]]:
+    async def look(network: Libp2pNetwork, run_id: str) -> tuple[list[Announced], list[Down], tuple[str, ...]]:
         found = await network.directory.lookup_left(f"{run_id}/peers")
         read = (Announced.read(peer, value, HOLDS_S - left_s) for peer, (value, left_s) in found.items())
-        announced = [p for p in read if p is not None and not p.left]
+        told = [p for p in read if p is not None]
+        announced = [p for p in told if not p.left]
+        known = await serving(network, [*(p.id for p in announced), *members_in(whole.addresses)])
+        unheard = [Down(id=m.id, name=m.name, stage=m.stage or 0) for m in known if m.id not in {p.id for p in told}]
         missing: tuple[str, ...] = ()
-        if not announced:
+        if not announced and not unheard:
             with suppress(AdmissionError, NetworkError):  # the run ends: its members admit no peer
                 missing = await ask_missing(network, whole.addresses)
-        return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), tuple(map(printable, missing))
+        return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), unheard, tuple(map(printable, missing))
 
-    peers, missing = asyncio.run(as_member(whole, look))
+    peers, unheard, missing = asyncio.run(as_member(whole, look))
     if json:
         at = furthest(peers).model_dump() if peers else {}
         numbers = {key: at.get(key) for key in ("step", "steps", "stages", "loss", "tokens_per_s")}
         own = [p.model_dump(exclude={"loss", "tokens_per_s", "left", "down"}) for p in peers]
         listed = [{**dump, "state": state_of(p, peers)} for dump, p in zip(own, peers, strict=True)]
-        lost = [d.model_dump() for d in gone(peers)]
-        print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed, "gone": lost}))
+        lost, silent = ([d.model_dump() for d in downs] for downs in (gone(peers), unheard))
+        print(jsonlib.dumps({**numbers, "missing": missing, "peers": listed, "gone": lost, "unannounced": silent}))
     else:
-        make_console().print(status_of(peers, missing))
+        make_console().print(status_of(peers, missing, unheard))
 
 
 def stop_run(ticket: str | None) -> None:
@@ -193,7 +197,7 @@ async def as_member(
     """Enter the run's network, and do ``work`` there. ``owner``: the run's key, if it is here. Raises PeerUnreachable if
     no member answers, and AdmissionError."""
     from muletrain.network.libp2p import Libp2pNetwork
-    from muletrain.runs.worker import PROTOCOL
+    from muletrain.runs.worker_files import PROTOCOL
 
     if not ticket.addresses:  # alone, we would found a run of our own
         raise AdmissionError(

@@ -111,7 +111,7 @@ class LiveConsole:
 
     def _draw(self) -> RenderableType:
         with self._lock:
-            return status(self.view)
+            return status(self.view, time.time())
 
 
 class JsonConsole:
@@ -132,8 +132,8 @@ class JsonConsole:
         print(event.to_json(), file=self._file, flush=True)
 
 
-def plain_line(view: RunView) -> str:
-    """Progress as one line, for logs and pipes."""
+def plain_line(view: RunView, now: float | None = None) -> str:
+    """Progress as one line, for logs and pipes. ``now``: see ``Pace``."""
     stages = view.stages(present=True).items()
     peers = "; ".join(f"stage {s}: {', '.join(map(_named_state, peers)) or 'no peer'}" for s, peers in stages)
     if peers and not view.whole:
@@ -141,16 +141,16 @@ def plain_line(view: RunView) -> str:
     gone = f"; {gone} gone" if (gone := view.gone()) else ""
     helping = view.clients.working()
     gone += f"; {plural(helping, 'client')}" if view.clients else ""
-    left = _left(view)
+    left = _left(view, now)
     return (
-        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.pace.tokens_per_s)} tokens/s  "
+        f"step {view.step}/{view.steps}  {_loss(view)}  {_rate(view.pace.tokens_per_s(now))} tokens/s  "
         f"{left}{'  ' if left else ''}{peers}{gone}"
     ).rstrip()
 
 
-def status(view: RunView) -> RenderableType:
-    """Progress and the peers of every stage, as drawn on a terminal."""
-    parts: list[RenderableType] = [_progress(view)] if view.started else []
+def status(view: RunView, now: float | None = None) -> RenderableType:
+    """Progress and the peers of every stage, as drawn on a terminal. ``now``: see ``Pace``."""
+    parts: list[RenderableType] = [_progress(view, now)] if view.started else []
     if view.probing:
         bar = ProgressBar(total=view.probing.total, completed=view.probing.done, width=30)
         parts.append(Columns([bar, Text(view.probing.what)]))
@@ -165,11 +165,11 @@ def status(view: RunView) -> RenderableType:
     return Group(*parts)
 
 
-def _progress(view: RunView) -> RenderableType:
+def _progress(view: RunView, now: float | None) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=max(1, view.steps), completed=view.step, width=30)
-    speed = f"{_rate(view.pace.tokens_per_s)} tokens/s"
-    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view))
+    speed = f"{_rate(view.pace.tokens_per_s(now))} tokens/s"
+    grid.add_row(bar, f"step {view.step}/{view.steps or '?'}", _loss(view), speed, _left(view, now))
     return grid
 
 
@@ -207,12 +207,12 @@ def _named_state(peer: PeerView) -> str:
     return peer.name if peer.state == "training" else f"{peer.name} ({peer.state})"
 
 
-def _left(view: RunView) -> str:
+def _left(view: RunView, now: float | None) -> str:
     if 0 < view.steps <= view.step:
         return "done"
     if view.finished is not None:
         return "stopped"
-    left = view.pace.seconds_left(view.steps)
+    left = view.pace.seconds_left(view.steps, now)
     return "" if math.isnan(left) else f"{format_duration(left)} left"
 
 

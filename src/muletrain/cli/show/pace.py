@@ -19,6 +19,8 @@ KNOWN = 3
 """Steps, the first one aside, from which the time of the next ones is estimated."""
 OUTLIER = 3.0
 """A step counts as at most so many medians: one that waited for a lost peer says little about the next ones."""
+OVERDUE = 2.0
+"""Times the longest of these steps, after which the next one is overdue."""
 
 
 class _Sums(NamedTuple):
@@ -105,15 +107,22 @@ class Pace:
         no process trained the run [s]."""
         return self._before_s + max(0.0, self.end_s - self._begin_s)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Speed of the whole fleet over the last steps; NaN before the first step."""
-        seconds = sum(e.duration_s for e in self._recent)
+    def tokens_per_s(self, now: float | None = None) -> float:
+        """Speed of the whole fleet over the last steps; NaN before the first step. ``now``: wall time [s]; once a step is
+        overdue, the time without one counts, too, so the speed of a run that stands still goes to zero."""
+        seconds = sum(e.duration_s for e in self._recent) + self._overdue_s(now)
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
-    def seconds_left(self, steps: int) -> float:
-        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough of them tell."""
-        if len(self._steady) < KNOWN:
+    def seconds_left(self, steps: int, now: float | None = None) -> float:
+        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough of them tell, and once a step
+        is overdue."""
+        if len(self._steady) < KNOWN or self._overdue_s(now):
             return math.nan
         most = OUTLIER * statistics.median(self._steady)
         return max(0, steps - self.step) * statistics.fmean(min(seconds, most) for seconds in self._steady)
+
+    def _overdue_s(self, now: float | None) -> float:
+        """Time since the next step should have ended [s]."""
+        if now is None or not self._recent:
+            return 0.0
+        return max(0.0, now - self.end_s - OVERDUE * max(e.duration_s for e in self._recent))

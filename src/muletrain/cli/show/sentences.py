@@ -85,7 +85,8 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
         case ev.ProbeFailed():
             return f"the fleet was not measured: {event.reason}"
         case ev.JoinRefused():
-            return f"{view.name_of(event.remote)} was not admitted: {event.reason}"
+            who = view.name_of(event.remote)
+            return f"{event.name + f' ({who})' if event.name else who} was not admitted: {event.reason}"
         case ev.FrameRefused():
             return f"refused a message from {view.name_of(event.remote)}: {event.reason}"
         case ev.PeerDown():
@@ -129,6 +130,8 @@ def _sentence(event: ev.Event, view: Known) -> str | None:
             return f"{event.name} computes for stage {event.stage} ({event.device}, {event.precision}, {size})"
         case ev.ClientFinished():
             return f"{event.peer} ended after {format_duration(event.seconds)}: {event.reason}"
+        case ev.GradientStandsOut():
+            return None  # honest data do that, too: it is computed again, and only ``ResultsDiffer`` tells of a fault
         case ev.Note() | ev.Notice():
             return event.message
         case _:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
+from muletrain.runtime.peer.messages import HOLDS_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 FRESH_S = 15.0
-"""Age from which an announcement is stale: members announce every 10 s (``runtime.peer.peer.ANNOUNCE_S``), and clocks
+"""Age from which an announcement is stale: members announce every 10 s (``runtime.peer.messages.ANNOUNCE_S``), and clocks
 differ by some seconds."""
 
 
@@ -30,8 +31,16 @@ def furthest(peers: Sequence[Announced]) -> Announced:
     return max([p for p in peers if p.age_s <= FRESH_S] or peers, key=lambda p: p.step)
 
 
-def status_of(peers: Sequence[Announced], missing: Sequence[str]) -> RenderableType:
-    """The run as a line, and its peers by stage."""
+def status_of(peers: Sequence[Announced], missing: Sequence[str], unheard: Sequence[Down] = ()) -> RenderableType:
+    """The run as a line, and its peers by stage. ``unheard``: members that serve, but whose announcements are not here."""
+    if unheard:
+        names = ", ".join(f"{m.name} (stage {m.stage})" for m in unheard)
+        hint = Text(
+            f"serving, but without an announcement that counts: {names}; such a machine's clock, or this one's, may be off by more "
+            f"than {HOLDS_S:.0f} s",
+            style="yellow",
+        )
+        return Group(hint, status_of(peers, missing)) if peers else hint
     if not peers:
         waits = f"training has not started; waiting for: {', '.join(missing)}"
         return Text(waits if missing else "no peer has announced itself: the run has just started or ended; try again")

@@ -109,7 +109,7 @@ def examine(question: Question, told: Callable[[str], None] = lambda part: None)
     yield python()
     for part in PARTS:
         told(part.name)
-        yield from ask(part, question, [sys.executable, "-m", "muletrain.runs.doctor.process", part.name])
+        yield from ask(part, question, [sys.executable, "-P", "-m", "muletrain.runs.doctor.process", part.name])
 
 
 def python() -> Check:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.cgroups import memory_left
 from muletrain.config.schema import RunConfig
 from muletrain.errors import MuletrainError
 from muletrain.runs.doctor.examination import NO_GPU, NO_TORCH, TORCH, Check, Question, Verdict, advised
@@ -128,6 +129,8 @@ def memory_check(config: RunConfig) -> Check:
     wanted = totals[0][0] if len(totals) == 1 else f"{totals[0][0]} to {totals[-1][0]}"
     found = f"a peer may use {largest}; each of {plural(len(needs), 'stage')} needs {wanted}"
     found += " in 'muletrain run', where nobody joins" if alone else ""
+    if (left := memory_left()) is not None and left // len(names) <= host:
+        found += f" (a control group, as of a container or batch job, leaves {format_memory(left)})"
     able = sum(any(need.fits(o) for o in offers) for need in needs)
     if able == 0:
         return Check("memory", Verdict.MISSING, found, f"close other programs, or {ADVICE}")

@@ -89,7 +89,7 @@ async def listening(question: Question) -> Check:
 async def _in_the_run(question: Question) -> AsyncIterator[Check]:
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.join.ticket import Ticket
-    from muletrain.runs.worker import PROTOCOL
+    from muletrain.runs.worker_files import PROTOCOL
 
     assert question.ticket is not None
     with tempfile.TemporaryDirectory(prefix="mule-") as folder:

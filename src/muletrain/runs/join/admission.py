@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.join.seating import Seating
     from muletrain.runtime.members.roster import Genesis, Roster
-    from muletrain.runtime.transfer.tokens import Shared
-    from muletrain.strategies.base import Strategy
+    from muletrain.runtime.transfer.messages import Shared
 
 
 REQUESTS, REQUESTS_PER_S = 20, 0.2
@@ -132,9 +131,9 @@ class Admission:
         try:
             welcome = self.admit(sender, request)
         except (AdmissionError, CapacityError) as e:
-            self.emit(JoinRefused(remote=sender, reason=str(e)))
+            self.emit(JoinRefused(remote=sender, reason=str(e), name=request.name))
             raise
-        self.emit(Admitted(peer_id=sender))
+        self.emit(Admitted(peer_id=sender, name=welcome.name))
         return welcome.pack()
 
     async def _on_tokenizer(self, sender: PeerId, payload: bytes) -> bytes:
@@ -156,19 +155,19 @@ class LiveMembers:
     """The members of a run that has begun, by one member's roster. A newcomer adds itself there when it introduces
     itself."""
 
-    def __init__(self, roster: Roster, strategy: Strategy) -> None:
-        self._roster, self._strategy = roster, strategy
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
 
     def consider(self, request: JoinRequest) -> list[list[str]]:
         live = [m for m in self._roster.members() if self._roster.is_alive(m.id)]
         return [[m.device for m in live if m.stage == s] for s in range(self._roster.genesis.stages)]
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
-        """In a planned pipeline a newcomer may take the name, and so the place, of a dead peer."""
+        """A newcomer may take the name of a dead peer, and in a planned pipeline so its place: a machine that joins again
+        keeps its name."""
         if welcome.client:
             return welcome.model_copy(update={"running": True})
-        again = self._strategy.has_place(request.name)
-        taken = {m.name for m in self._roster.members() if not again or self._roster.is_alive(m.id)}
+        taken = {m.name for m in self._roster.members() if self._roster.is_alive(m.id)}
         return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
 
     def machines(self) -> list[int]:
@@ -197,7 +196,7 @@ def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready
 
 def unique_name(name: str, taken: Collection[str]) -> str:
     """Return ``name``, with a number behind it if another peer has it."""
-    names = (name, *(f"{name[:100]}-{k}" for k in range(len(taken) + 1)))
+    names = (name, *(f"{name[:100]}-{k}" for k in range(2, len(taken) + 3)))
     return next(n for n in names if n not in taken)
 
 

@@ -38,11 +38,16 @@ AHEAD = 4
 """Pieces that a newcomer asks for at once."""
 
 
+def members_in(addresses: tuple[str, ...]) -> list[PeerId]:
+    """The ids of the members at a ticket's addresses."""
+    return list(dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in addresses))
+
+
 async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
     """Ask the members at a ticket's addresses who admits newcomers. Raises PeerUnreachable when none of them answers, and
     AdmissionError when those that do cannot say."""
     problems, silent = list[str](), True
-    for member in dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in addresses):
+    for member in members_in(addresses):
         try:
             return Admitter.unpack(await net.call(member, Admitter.KIND, b"", timeout_s=CALL_S)).id
         except NetworkError as e:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.schema import RunConfig
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CheckpointError
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.corpus import owners_sharing
@@ -23,7 +22,6 @@ from muletrain.runs.training import Seat
 from muletrain.runtime.members.roster import Roster
 
 if TYPE_CHECKING:
-    from muletrain.data.samples import Data
     from muletrain.network.base import Network
     from muletrain.runs.host import Host
 
@@ -32,9 +30,11 @@ async def found(host: Host, network: Network) -> Seat:
     """Gather the run's first peers, and begin. Raises MuletrainError."""
     spec = host.spec
     assert spec.config is not None
-    facts = RunFacts.of(resolve_start(RunConfig.model_validate_json(spec.config, strict=True)), alone=spec.alone)
+    config = RunConfig.model_validate_json(spec.config, strict=True)
+    # a checkpoint has the sizes and weights of a model whose folder may be gone
+    facts = RunFacts.of(resolve_start(config) if spec.resume is None else config, alone=spec.alone)
     cache = await asyncio.to_thread(facts.data)
-    checkpoint = _begins_with(spec.resume, cache)
+    checkpoint = None if spec.resume is None else Checkpoint.open(Path(spec.resume))
     check_tokenizer(facts, len(cache.tokenizer_json))
     sharing = await owners_sharing(facts, cache) if isinstance(cache, TokenCache) and facts.config.data.share else None
     machine = await host.probe_machine(facts.config)
@@ -68,16 +68,6 @@ async def found(host: Host, network: Network) -> Seat:
     host.survey = None
     prober.close()
     return Seat(facts, roster, network, compute, machine, cache, info, place, sharing)
-
-
-def _begins_with(folder: str | None, cache: Data) -> Checkpoint | None:
-    """The checkpoint in ``folder``. Raises CheckpointError, also if the corpus has changed since."""
-    if folder is None:
-        return None
-    checkpoint = Checkpoint.open(Path(folder))
-    if checkpoint.manifest.get("data") != cache.digest:
-        raise CheckpointError(f"{checkpoint.folder}: the corpus is not what the run was trained on; restore its files")
-    return checkpoint
 
 
 def _rendezvous(

@@ -16,7 +16,7 @@ from pydantic import Field
 from muletrain.compute.estimate import Offer
 from muletrain.runtime.core.messages import Address, Digest, Id, Message, Name, Natural, Rate, Text
 from muletrain.runtime.members.roster import Genesis  # noqa: TC001  (a field of Begin)
-from muletrain.runtime.transfer.tokens import Shared  # noqa: TC001  (a field of Welcome)
+from muletrain.runtime.transfer.messages import Shared  # noqa: TC001  (a field of Welcome)
 
 PIECE = 512 * 1024
 """Bytes in one answer with a piece of the tokenizer or of a checkpoint; a call carries at most 1 MiB."""

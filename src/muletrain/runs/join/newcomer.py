@@ -64,6 +64,8 @@ async def _join(host: Host, network: Network) -> Seat | Help:
             trial.bound(machine.offer)
         request = host.introduction(network, machine)
         welcome = await client.join(request)
+        if welcome.name not in ("", request.name):
+            host.log.note(f"the run has a peer '{request.name}' already: this one is '{welcome.name}'", "info")
         return await _prepared(host, network, client, machine, request, welcome, trial)
     finally:
         if trial is not None:

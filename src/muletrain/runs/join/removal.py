@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError, ProtocolError
 from muletrain.network.trust import MAX_KEPT, chain_from
 from muletrain.runs.join.client import find_founder
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from muletrain.network.base import PeerId
+    from muletrain.network.base import Network, PeerId
     from muletrain.network.libp2p import Libp2pNetwork
 
 CALL_TIMEOUT_S = 15.0
@@ -80,6 +81,15 @@ def serve_members(
 
     net.serve(Members.KIND, members)
     net.serve(OwnClients.KIND, own_clients)
+
+
+async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
+    """The members that serve a stage, as the first of the members ``ask`` that answers believes; none if none does."""
+    for member in ask:
+        with suppress(NetworkError, ProtocolError):
+            answer = Members.unpack(await net.call(member, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+            return [m for m in answer.members if m.stage is not None]
+    return []
 
 
 @dataclass(frozen=True)

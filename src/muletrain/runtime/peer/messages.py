@@ -8,6 +8,11 @@ from pydantic import Field
 
 from muletrain.runtime.core.messages import Digest, Message, Natural
 
+ANNOUNCE_S = 10.0
+"""Seconds between announcements in the directory."""
+HOLDS_S = 3 * ANNOUNCE_S
+"""Seconds for which an announcement holds."""
+
 
 class Away(Message):
     """The sender takes a state, and serves nobody until it says ``Back``."""

@@ -22,7 +22,7 @@ from muletrain.runtime.microbatch.position import Behind, Position
 from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
-from muletrain.runtime.peer.messages import Back, StopRun
+from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, Back, StopRun
 from muletrain.runtime.peer.part_writer import PartWriter
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import HotSpares, Reporting
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.record import StepRecord
     from muletrain.runtime.transfer.tokens import Sharing
 
-ANNOUNCE_S = 10.0
-"""Seconds between announcements in the directory."""
-HOLDS_S = 3 * ANNOUNCE_S
-"""Seconds for which an announcement holds."""
 FAREWELL_S = 5.0
 """Seconds, at most, for the last announcement of a peer that leaves."""
 

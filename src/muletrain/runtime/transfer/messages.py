@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
+import numpy as np
 from pydantic import FailFast, Field
 
 from muletrain.network.base import Channel
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.messages import Digest, Message, Natural, Past
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 MAX_RUN = 8
 """Blocks that one call may ask for."""
@@ -63,3 +67,20 @@ class Block(Message):
     TENSORS: ClassVar[int] = 1
     digest: Digest
     block: Natural
+
+
+class Shared(Message):
+    """The welcome of a run that shares its tokens names them by this. ``digest``: BLAKE3 of the manifest; ``size``: of
+    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared:
+    it and the tokens give ``Genesis.data``."""
+
+    KIND: ClassVar[str] = "shared"
+    digest: Digest
+    size: Annotated[int, Field(gt=0, lt=1 << 44)]
+    width: Annotated[int, Field(ge=2, le=4, multiple_of=2)]
+    heldout: Digest
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[npt.NBitBase]]:
+        """Of the file's numbers."""
+        return np.dtype(f"<u{self.width}")

@@ -9,24 +9,24 @@ bound.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hashlib
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from blake3 import blake3
-from pydantic import Field
 
 from muletrain.data.tokens import digest_of
 from muletrain.errors import CapacityError, DataError, MuletrainError, NetworkError, PeerUnreachable, ProtocolError
 from muletrain.events import TrainerAdded, TransferFailed
+from muletrain.locks import Lock, lock
 from muletrain.policy.deadline import backoff_s
 from muletrain.runtime.core.disk import Disk, check_room
-from muletrain.runtime.core.messages import Digest, Message
 from muletrain.runtime.transfer.blocks import PartialDownload, StateImage, block_size
+from muletrain.runtime.transfer.messages import Shared
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
@@ -53,23 +53,6 @@ LOOK_S, LOOK_MAX_S = 5.0, 60.0
 """Seconds between two checks whether more peers should have the tokens, and between two tries; doubles."""
 PIECE = 64 << 20
 """Bytes checked in one job of the background thread."""
-
-
-class Shared(Message):
-    """The welcome of a run that shares its tokens names them by this. ``digest``: BLAKE3 of the manifest; ``size``: of
-    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared:
-    it and the tokens give ``Genesis.data``."""
-
-    KIND: ClassVar[str] = "shared"
-    digest: Digest
-    size: Annotated[int, Field(gt=0, lt=1 << 44)]
-    width: Annotated[int, Field(ge=2, le=4, multiple_of=2)]
-    heldout: Digest
-
-    @property
-    def dtype(self) -> np.dtype[np.unsignedinteger[npt.NBitBase]]:
-        """Of the file's numbers."""
-        return np.dtype(f"<u{self.width}")
 
 
 class FileCopy(StateImage):
@@ -142,11 +125,13 @@ class Store:
             str(self.folder), shared.size - (path.stat().st_size if path.exists() else 0), "join with --tokens 0"
         )
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if _locked(file):
+        if (found := lock(file)) is Lock.HELD:
             os.ftruncate(file, min(os.fstat(file).st_size, shared.size))
             os.utime(file)
             return file
         os.close(file)
+        if found is Lock.NONE:
+            raise OSError(errno.ENOLCK, "the file system has no locks; set XDG_CACHE_HOME to another folder", str(path))
         return None
 
     def path(self, shared: Shared) -> Path:
@@ -161,7 +146,7 @@ class Store:
                 break
             file = os.open(path, os.O_RDWR)
             try:
-                if _locked(file):
+                if lock(file) is Lock.HELD:
                     path.unlink()
             finally:
                 os.close(file)
@@ -313,11 +298,3 @@ def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, St
     with heldout.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
     return Shared(digest=copy.digest, size=copy.size, width=width, heldout=digest), copy
-
-
-def _locked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

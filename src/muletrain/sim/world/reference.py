@@ -99,6 +99,7 @@ class Corpus(Tokens):
             facts.spec.context,
             train.sequence_start,
             train.sequence_warmup,
+            train.data_offset,
         )
 
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -1,0 +1,154 @@
+"""Runs that go on from their checkpoint, changed: cut into other stages, with another batch, on another machine. A refused
+resume leaves the folder as it was."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from muletrain.cli.actions.local_run import run_local
+from muletrain.cli.actions.opening import How, opened, ready
+from muletrain.config.load import load_config
+from muletrain.errors import MuletrainError
+from muletrain.events import StepDone, events_in
+from muletrain.runs.assemble import RunFacts
+from muletrain.runs.checkpoint import Checkpoint
+from muletrain.runs.folder import ROOT, run_folder
+from muletrain.runs.recut import fitting
+
+SMALL = [
+    "model.width=32",
+    "model.heads=2",
+    "model.layers=4",
+    "model.context=32",
+    "model.vocab=300",
+    "train.batch=8",
+    "train.microbatch=2",
+    "train.steps=6",
+    "data.path=text.txt",
+    "data.cache=cache",
+    "compute.precision=fp32",
+    "fleet.stages=1",
+    "fleet.peers=1",
+]
+TEXT = "".join(f"mule {n} carries {n * n % 97} loads over {n * 7 % 31} hills\n\n" for n in range(900))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps, in a working folder of its own."""
+    here = tmp_path_factory.mktemp("here")
+    (here / "text.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        run_local(None, SMALL, json=True)
+    return here / run_folder(here / ROOT)
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run's folder, in the run's own working folder."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    monkeypatch.chdir(trained.parent.parent)
+    return folder
+
+
+def steps(folder: Path) -> list[int]:
+    return [event.step for event in events_in(folder, StepDone) if isinstance(event, StepDone)]
+
+
+def test_a_refused_resume_leaves_the_folder_as_it_was(run: Path, tmp_path: Path) -> None:
+    before = (run / "config.toml").read_bytes()
+    (tmp_path / "other.txt").write_text(TEXT[::-1])
+    for overrides in (
+        ["train.steps=9", "model.layers=2"],
+        ["train.steps=9", "data.path=nowhere.txt"],
+        ["train.steps=6"],
+        ["train.steps=9", "compute.memory=0.0001"],
+        ["train.steps=9", "optimizer.lr=-1"],
+    ):
+        with pytest.raises(MuletrainError):
+            run_local(None, overrides, json=True, resume=run)
+        assert (run / "config.toml").read_bytes() == before
+    (run / "owner.key").mkdir()  # so that the founder cannot begin, as with a busy port
+    with pytest.raises((MuletrainError, OSError)):
+        run_local(None, ["train.steps=9"], json=True, resume=run)
+    assert (run / "config.toml").read_bytes() == before
+    shutil.rmtree(run / "owner.key")
+    run_local(None, ["train.steps=8"], json=True, resume=run)
+    assert steps(run) == list(range(1, 9))
+    assert load_config(run / "config.toml").train.steps == 8
+
+
+def test_batch_context_rate_and_data_change_from_the_checkpoint_on_and_it_is_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.txt").write_text(TEXT.replace("mule", "donkey"))
+    changed = ["train.steps=9", "train.batch=4", "model.context=16", "optimizer.lr=0.001"]
+    run_local(None, [*changed, f"data.path={tmp_path}/other.txt"], json=True, resume=run)
+    said = capsys.readouterr().err
+    for line in (
+        "train.batch: 8 before, 4 from step 6 on",
+        "model.context: 32 before, 16 from step 6 on",
+        "optimizer.lr: 0.003 before, 0.001 from step 6 on",
+        "data: another corpus from step 6 on",
+    ):
+        assert line in said
+    assert steps(run) == list(range(1, 10))
+    checkpoint = Checkpoint.open(run)
+    assert checkpoint.config.train.data_offset + 6 * 4 == 0, "the first sequence of the new text comes first"
+    assert checkpoint.tokenizer_json == Checkpoint.open(run / "checkpoints" / "step-00000006").tokenizer_json
+    run_local(None, ["train.steps=10"], json=True, resume=run)
+    assert "from step 9 on" in (said := capsys.readouterr().err)
+    assert "train.batch" not in said
+    assert steps(run) == list(range(1, 11))
+
+
+@pytest.mark.parametrize("cut", [[2, 2], [1, 1, 2]])
+def test_a_checkpoint_is_cut_into_other_stages_and_back_without_a_change(run: Path, cut: list[int]) -> None:
+    checkpoint = Checkpoint.open(run)
+    other = load_config(run / "config.toml", [f"fleet.layers={cut}", f"fleet.stages={len(cut)}", "fleet.peers=4"])
+    parts = fitting(checkpoint, RunFacts.of(other), lambda done: None)
+    assert [len(list(c)) for c in parts.manifest["cut"]] == [2] * len(cut)
+    assert len(parts.parts) == len(cut)
+    back = fitting(parts, RunFacts.of(load_config(run / "config.toml")), lambda done: None)
+    assert back.folder not in (parts.folder, checkpoint.folder)
+    (one,), (other_one,) = checkpoint.parts, back.parts
+    import safetensors.torch
+
+    first, last = (safetensors.torch.load_file(p) for p in (one, other_one))
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert any(name.startswith("moment2/") for name in first)
+
+
+def test_the_folder_of_a_member_goes_on_when_the_founder_and_its_files_are_gone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A member that collected the last checkpoint has no config.toml, and its text lies elsewhere."""
+    (run / "config.toml").unlink()
+    text = shutil.copy("text.txt", tmp_path / "my-copy.txt")
+    run_local(None, ["train.steps=8", f"data.path={text}"], json=True, resume=run)
+    assert steps(run) == list(range(1, 9))
+    assert "another corpus" not in capsys.readouterr().err
+    assert load_config(run / "config.toml").data.path == str(text)
+
+
+def test_resume_takes_the_newest_folder_in_which_a_step_was_done(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The start after it failed, for example since its port was busy."""
+    failed = tmp_path / "runs" / "20991231-start"
+    failed.mkdir(parents=True)
+    (failed / "config.toml").write_text("")
+    (failed / "peer-0.jsonl").write_text("")
+    shutil.move(run, tmp_path / "runs" / "good")
+    with opened(None, ["train.steps=8"], "run", tmp_path / "runs") as (folder, config):
+        assert folder.name == "good"
+        found = ready(folder, config, How(resumed=True, means_data=False))
+    assert found.checkpoint is not None
+    said = capsys.readouterr().err
+    assert "20991231-start: no step was done there; passed over" in said.replace("\n", "")
