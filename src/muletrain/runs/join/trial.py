@@ -40,12 +40,13 @@ STARTED_S = 120.0
 
 class Question(BaseModel):
     """``config``: the run's; ``tokenizer``: base64 of its file, with ``data``: where this machine has the text, and
-    ``digest``: the corpus'. ``stage``: to be built. ``room``: bytes."""
+    ``digest``: the corpus'. ``stage``: to be built. ``room``: bytes; ``cpu_s``: seconds of CPU."""
 
     model_config = ConfigDict(extra="forbid")
     config: str
     stage: int
     room: int
+    cpu_s: float
     factories: tuple[str, ...]
     tokenizer: str | None = None
     data: str = "none"
@@ -66,7 +67,8 @@ class Trial:
     async def build(self, config: str, stage: int) -> None:
         """Build the facts of the run, and ``stage``. Raises the MuletrainError of that, and CapacityError if it takes too
         much."""
-        await self._ask("the run's model", Question(config=config, stage=stage, room=self._room, factories=trusted()))
+        question = Question(config=config, stage=stage, room=self._room, cpu_s=BUILD_S, factories=trusted())
+        await self._ask("the run's model", question)
 
     async def tokens(self, config: str, tokenizer: bytes, data: str, digest: str) -> None:
         """Make the cache of tokens of ``data``. Raises as ``build``."""
@@ -74,6 +76,7 @@ class Trial:
             config=config,
             stage=0,
             room=self._room,
+            cpu_s=BUILD_S,
             factories=trusted(),
             tokenizer=base64.b64encode(tokenizer).decode(),
             data=data,
@@ -93,9 +96,11 @@ class Trial:
             async with asyncio.timeout(limit_s):
                 line = await process.stdout.readline()
         except TimeoutError:
+            await self._anew()
             raise CapacityError(f"{what} takes more than {BUILD_S:.0f} s to build; {_ASK}") from None
         if not line:
             code = await process.wait()
+            await self._anew()
             raise CapacityError(
                 f"{what} ended a process that may use {format_memory(self._room)} and {BUILD_S:.0f} s"
                 f" ({signal.strsignal(-code) if code < 0 else f'exit code {code}'}); {_ASK}"
@@ -104,6 +109,11 @@ class Trial:
         if "error" in answer:
             kind: Any = getattr(errors, answer["error"], CapacityError)
             raise kind(answer["message"])
+
+    async def _anew(self) -> None:
+        """The process has ended, or is at something that nobody waits for."""
+        await self.close()
+        self._process = asyncio.create_task(_begun())
 
     async def close(self) -> None:
         """End the process."""
@@ -130,15 +140,16 @@ _ASK = "nothing was taken; give more (--memory), or ask the person who began the
 # In the process ---------------------------------------------------------------------------------------------------------
 
 
-def _limit(room: int) -> None:
-    """Take no more memory than ``room`` beside the program, and ``BUILD_S`` of CPU from now on."""
+def _limit(room: int, cpu_s: float) -> None:
+    """Take no more memory than ``room`` beside the program, and ``cpu_s`` of CPU from now on."""
     used_s = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used_s + BUILD_S) + 1, hard))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used_s + cpu_s) + 1, hard))
     with suppress(OSError, ValueError):  # not on macOS
         with open("/proc/self/statm", encoding="ascii") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            now = int(file.read().split()[5]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]  # mapped files of tokens, which may be large, do not count
+        resource.setrlimit(resource.RLIMIT_DATA, (now + room, hard))
 
 
 def _answer(question: Question) -> None:
@@ -180,10 +191,11 @@ def main() -> None:
 
     import muletrain.runs.corpus  # noqa: F401
 
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
         question = Question.model_validate_json(line)
-        _limit(question.room)
+        _limit(question.room, question.cpu_s)
         try:
             _answer(question)
             answer = {}
