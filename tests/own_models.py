@@ -278,3 +278,19 @@ def unset(value: str) -> nn.Module:
     with torch.no_grad():
         next(iter(module.parameters())).view(-1)[3] = float(value)
     return module
+
+
+RAISES, NOT_A_NUMBER = (37, 141), (41,)
+"""Samples of ``spoiled_images`` that cannot be used. None of them is looked at before a run."""
+
+
+class Spoiled(Images):
+    def __getitem__(self, k: int) -> tuple[Any, Any]:
+        image, target = super().__getitem__(k)
+        if k in RAISES:
+            raise OSError(f"image {k} is broken")
+        return (image * float("nan") if k in NOT_A_NUMBER else image), target
+
+
+def spoiled_images() -> tuple[Any, Any]:
+    return Spoiled(0, 500, classes=False), Images(1000, 12, classes=False)

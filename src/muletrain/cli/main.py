@@ -23,6 +23,7 @@ from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.cli.options import Command
 from muletrain.cli.show.doing import begins
+from muletrain.cli.show.sentences import printable
 from muletrain.errors import MuletrainError, of_the_disk
 from muletrain.runs.fleet import COMMON
 
@@ -111,12 +112,12 @@ def _run() -> None:
     try:
         app(obj=begins)
     except MuletrainError as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"error: {printable(str(e), lines=True)}", file=sys.stderr)
         sys.exit(2)
     except OSError as e:
         if (full := of_the_disk(e)) is None:
             raise
-        print(f"error: {full}", file=sys.stderr)
+        print(f"error: {printable(full)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -183,6 +183,11 @@ class DataConfig(Section):
     deduplicate: Literal["none", "documents"] = Field(
         default="none", description="documents = leave out documents that equal an earlier one up to white space"
     )
+    on_error: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="a sample of data.factory that raises, has another shape, NaN, Inf or integers out of range: the next usable one takes "
+        "its place; stop = the run ends after that step, with a checkpoint and an error; skip = it goes on, and counts",
+    )
     cache: str | None = Field(
         default=None,
         description="folder of the token cache; default: ~/.cache/muletrain",

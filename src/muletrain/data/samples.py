@@ -2,13 +2,15 @@
 
 A sequence has a length, and gives sample k at [k], always the same one: arrays or tensors of fixed shape and type.
 Floats become fp32, integers int64. Microbatch ``(step, index)`` is a pure function of seed and samples: each epoch deals
-out every sample once, in an order that the seed determines.
+out every sample once, in an order that the seed determines. The place of a sample that cannot be used is taken by the next
+one that can, so machines with the same samples build the same microbatch.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,13 +24,15 @@ from muletrain.errors import ConfigError, DataError
 from muletrain.model.chain import TensorType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from muletrain.config.model_sections import DataConfig
     from muletrain.model.chain import Model
 
     Array = npt.NDArray[Any]
 
+TRIED = 1000
+"""Samples after an unusable one that are tried in its place."""
 COMPARED = 64
 """Samples of each side, evenly spread, that the digest covers."""
 
@@ -54,10 +58,10 @@ class SampleData:
     tokenizer_json: bytes = b""
 
     @classmethod
-    def build(cls, name: str) -> SampleData:
+    def build(cls, name: str, *, skips: bool = False) -> SampleData:
         """The samples of the factory ``name``. Raises ConfigError if it cannot be used, and DataError for samples that
-        differ in shape or from one reading to the next."""
-        return _built(name)
+        differ from one reading to the next, and (unless it ``skips`` these) for samples that are not all of one shape."""
+        return _built(name, skips)
 
     def sample(self, side: Samples, k: int) -> tuple[Array, Array]:
         """Sample ``k``, as all are. Raises DataError."""
@@ -70,24 +74,45 @@ class SampleData:
             )
         return found
 
-    def batch(self, side: Samples, which: npt.NDArray[np.int64], vocab: int) -> tuple[Array, Array]:
-        """Inputs and targets [B, ...]. Raises DataError, also for numbers that are not finite or not below ``vocab``."""
-        inputs, targets = (np.stack(x) for x in zip(*(self.sample(side, int(k)) for k in which), strict=True))
-        for what, x in (("inputs", inputs), ("targets", targets)):
+    def usable(self, side: Samples, k: int, vocab: int) -> tuple[Array, Array]:
+        """Sample ``k``. Raises DataError that names it, also for numbers that are not finite or not below ``vocab``."""
+        found = self.sample(side, k)
+        for what, x in zip(("input", "target"), found, strict=True):
             integers = x.dtype == np.int64
-            if not (x.min() >= 0 and x.max() < vocab if integers else np.isfinite(x).all()):
-                wrong = "not finite; give numbers"
+            if x.size and not (x.min() >= 0 and x.max() < vocab if integers else np.isfinite(x).all()):
+                wrong = "has numbers that are not finite (NaN or infinite); correct or leave it out"
                 if integers:
-                    wrong = f"integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
+                    wrong = f"has integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
                     wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
-                raise DataError(f"data.factory: {what} among samples {which.min()}..{which.max()} are {wrong}")
-        return inputs, targets
+                raise DataError(f"data.factory: the {what} of sample {k} of '{self.name}' {wrong}")
+        return found
+
+    def or_next(
+        self, side: Samples, k: int, vocab: int, found: Callable[[int, int, str], None] | None = None
+    ) -> tuple[Array, Array]:
+        """Sample ``k``, or the first usable one after it, which ``found`` hears of (k, the other one, the reason). Raises
+        DataError if there is none among the next ``TRIED``."""
+        reason: DataError | None = None
+        for other in (n % len(side) for n in range(k, k + min(TRIED, len(side)))):
+            try:
+                sample = self.usable(side, other, vocab)
+            except DataError as e:
+                reason = reason or e
+                continue
+            if reason is not None and found is not None:
+                found(k, other, str(reason))
+            return sample
+        raise DataError(f"{reason}; nor can the samples after it be used")
+
+    def batch(self, side: Samples, which: npt.NDArray[np.int64], vocab: int) -> tuple[Array, Array]:
+        """Inputs and targets [B, ...]. Raises DataError for a sample that cannot be used."""
+        return _stacked(self.usable(side, int(k), vocab) for k in which)
 
     def heldout_batches(self, most: int, batch: int, vocab: int) -> Iterator[tuple[Array, Array]]:
         """At most ``most`` held-out samples, evenly spread."""
         which = _spread(len(self.heldout), most)
         for first in range(0, len(which), batch):
-            yield self.batch(self.heldout, which[first : first + batch], vocab)
+            yield _stacked(self.or_next(self.heldout, int(k), vocab) for k in which[first : first + batch])
 
 
 Data = TokenCache | SampleData
@@ -99,7 +124,13 @@ class SampleSource:
 
     def __init__(self, data: SampleData, seed: int, batch: int, microbatch: int, vocab: int, offset: int = 0) -> None:
         self._data, self._seed, self._vocab = data, seed, vocab
+<<<<<<< HEAD
         self._batch, self._microbatch, self._offset = batch, microbatch, offset
+=======
+        self._batch, self._microbatch = batch, microbatch
+        self.found: Callable[[int, int, str], None] | None = None
+        """Called with a sample that cannot be used, the one in its place, and the reason."""
+>>>>>>> 52c13084 (A sample that cannot be used ends the run in order or is counted (data.on_error), it ended one trainer after the other; text of models, machines and files reaches terminals without control characters)
 
     def microbatch(self, step: int, index: int) -> tuple[Array, Array]:
         """Inputs and targets [B, ...] of microbatch ``index`` of ``step``."""
@@ -115,7 +146,7 @@ class SampleSource:
         for epoch in np.unique(epochs):
             of_epoch = epochs == epoch
             which[of_epoch] = permute(ranks[of_epoch], size, round_keys(self._seed, int(epoch), ROUNDS))
-        return self._data.batch(self._data.train, which, self._vocab)
+        return _stacked(self._data.or_next(self._data.train, int(k), self._vocab, self.found) for k in which)
 
 
 class HeldoutSamples:
@@ -139,7 +170,8 @@ class HeldoutSamples:
     def microbatch(self, index: int) -> tuple[Array, Array, int]:
         """Inputs and targets [B, ...] of held-out microbatch ``index``, and how many samples they are. Raises DataError."""
         which = self._which[index * self._samples : (index + 1) * self._samples]
-        return *self._data.batch(self._data.heldout, which, self._vocab), self._samples
+        samples = _stacked(self._data.or_next(self._data.heldout, int(k), self._vocab) for k in which)
+        return *samples, self._samples
 
 
 def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None] | None = None) -> Data:
@@ -149,19 +181,21 @@ def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None]
         if spec.inputs.shape is not None:
             raise ConfigError(f"data.factory: the model takes {spec.inputs}, which no text has; set it")
         return TokenCache.build(config, spec.vocab, progress)
-    data = SampleData.build(config.factory)
+    skips = config.on_error == "skip"
+    data = SampleData.build(config.factory, skips=skips)
     if (data.inputs, data.targets) != (spec.inputs, spec.targets):
         raise ConfigError(
             f"data.factory: the samples of '{config.factory}' are {data.inputs} and {data.targets}, and the model takes "
             f"{spec.inputs} and {spec.targets}"
         )
     for side in (data.train, data.heldout):
-        data.batch(side, _spread(len(side), COMPARED), spec.vocab)
+        for k in map(int, _spread(len(side), COMPARED)):
+            (data.or_next if skips else data.usable)(side, k, spec.vocab)
     return data
 
 
 @functools.lru_cache(maxsize=1)
-def _built(name: str) -> SampleData:
+def _built(name: str, skips: bool) -> SampleData:
     make = imported("data.factory", name)
     try:
         train, heldout = make()
@@ -173,18 +207,40 @@ def _built(name: str) -> SampleData:
         ) from e
     if not all(sizes):
         raise DataError(f"data.factory: '{name}' has {sizes[0]} samples to train on and {sizes[1]} held out; give some")
-    inputs, targets = map(_kind, _read(name, train, 0))
+    inputs, targets = map(_kind, _first(name, train, skips=skips))
     data = SampleData(name, train, heldout, inputs, targets, "")
     digest = hashlib.sha256(f"{sizes} {inputs} {targets}".encode())
     for side, size in zip((train, heldout), sizes, strict=True):
         for k in _spread(size, COMPARED):
-            once, again = (b"".join(x.tobytes() for x in data.sample(side, int(k))) for _ in range(2))
+            once, again = (_bytes(data, side, int(k), skips=skips) for _ in range(2))
             if once != again:
                 raise DataError(
                     f"data.factory: sample {k} of '{name}' is another one each time; draw what is random from its number"
                 )
             digest.update(once)
     return SampleData(name, train, heldout, inputs, targets, digest.hexdigest())
+
+
+def _first(name: str, side: Samples, *, skips: bool) -> tuple[Array, Array]:
+    """The first sample; the first one that can be read, if it ``skips`` others."""
+    for k in range(min(TRIED, len(side)) - 1 if skips else 0):
+        with suppress(DataError):
+            return _read(name, side, k)
+    return _read(name, side, len(side) - 1 if skips else 0)
+
+
+def _bytes(data: SampleData, side: Samples, k: int, *, skips: bool) -> bytes:
+    try:
+        return b"".join(x.tobytes() for x in data.sample(side, k))
+    except DataError:
+        if not skips:
+            raise
+        return b"unusable"
+
+
+def _stacked(samples: Iterable[tuple[Array, Array]]) -> tuple[Array, Array]:
+    inputs, targets = (np.stack(x) for x in zip(*samples, strict=True))
+    return inputs, targets
 
 
 def _read(name: str, side: Samples, k: int) -> tuple[Array, Array]:

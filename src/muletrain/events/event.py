@@ -50,7 +50,8 @@ class Event(_Frozen, kw_only=True):
 
     def to_json(self) -> str:
         """One line of JSON without its line end."""
-        return json.dumps({"kind": self.kind, **_plain(dataclasses.asdict(self))}, ensure_ascii=False, allow_nan=False)
+        line = json.dumps({"kind": self.kind, **_plain(dataclasses.asdict(self))}, ensure_ascii=False, allow_nan=False)
+        return line if line.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Self:

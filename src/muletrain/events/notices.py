@@ -51,6 +51,23 @@ class ValidationLeftOut(Notice):
     reason: str
 
 
+class SampleReplaced(Notice):
+    """A sample of ``data.factory`` cannot be used, so that ``other`` takes its place. ``stops``: the run ends after the
+    step."""
+
+    sample: int
+    other: int
+    reason: str
+    stops: bool
+
+    @property
+    def message(self) -> str:
+        then = (
+            "; the run ends after this step (data.on_error = 'skip' goes on)" if self.stops else "; others are counted"
+        )
+        return f"{self.reason}; sample {self.other} takes its place{then}"
+
+
 class OrphansTaken(Notice):
     """A trainer took over microbatches of ``owners``, trainers that stopped."""
 

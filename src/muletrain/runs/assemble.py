@@ -378,7 +378,7 @@ def _resolve_factory(config: RunConfig) -> RunConfig:
         raise ConfigError("model.factory: the model comes from model.from as well; leave one of them out")
     kinds: tuple[TensorType, ...] = ()
     if config.data.factory is not None:
-        data = SampleData.build(config.data.factory)
+        data = SampleData.build(config.data.factory, skips=config.data.on_error == "skip")
         kinds = (data.inputs, data.targets)
     model = TracedModel.by_factory(own, *kinds)
     free = {"factory": own.factory, "arguments": own.arguments}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.compute.wrapped import WrappedCompute
-from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SlotWorked
+from muletrain.data.samples import SampleSource
+from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runs.worker_files import LEFT
@@ -69,6 +70,10 @@ class Training:
         self.reason = "stopped by the user"
         self.skipped, self._taken, self._in_a_row = 0, 0, 0
         self._stopped = False
+        self._left_out = set[int]()
+        """Samples of which it was reported that they cannot be used."""
+        self._stops = True
+        """Does such a sample end the run?"""
         self._begin = 0.0
 
     @property
@@ -100,6 +105,7 @@ class Training:
         members = LiveMembers(roster)
         Admission(seat.network, host.log.emit, seat.info, facts.seating(), members).open()
         host.roster = roster
+        self._stops = facts.config.data.on_error == "stop"
         self.steps, self._total = roster.genesis.first_step, facts.config.train.steps
         self._begin = host.clock.now()
         if host.spec.role == "found" or host.spec.keeps_ticket:
@@ -147,10 +153,13 @@ class Training:
             helpers=helpers,
             chaos=self._points,
         )
+        source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
+        if isinstance(source, SampleSource):
+            source.found = self._unusable
         self.peer = peer = Peer(
             ctx,
             host=_Process(self, seat),
-            source=facts.source(cache) if cache is not None else None if sharing is None else sharing.source,
+            source=source,
             heldout=None if cache is None else facts.heldout(cache),
             sharing=sharing,
             book=book,
@@ -165,6 +174,16 @@ class Training:
         if self._stopped:
             self.stop()
         return peer
+
+    def _unusable(self, sample: int, other: int, reason: str) -> None:
+        """Report a sample that cannot be used, once; ``data.on_error`` says whether the run ends after the step."""
+        if self.peer is None or sample in self._left_out:
+            return
+        self._left_out.add(sample)
+        self.peer.reporting.tell(SampleReplaced(sample=sample, other=other, reason=reason, stops=self._stops))
+        if self._stops:
+            self.reason = f"sample {sample} cannot be used (data.on_error)"
+            self.peer.stop()
 
     def _of_pool(self, event: Event) -> None:
         """Report what the clients did, also on the coordinator's machine."""

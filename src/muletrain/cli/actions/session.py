@@ -25,6 +25,7 @@ from muletrain.events import (
     Note,
     RunPrepared,
     RunStarted,
+    SampleReplaced,
     StageEmpty,
     StepDone,
     SteppedBack,
@@ -80,6 +81,8 @@ class Session:
         self.checkpoint: Path | None = None
         """The newest checkpoint, in the run folder; one from another place is copied there at the end."""
         self._written = ""
+        self._unusable: SampleReplaced | None = None
+        """The sample that ended the run."""
         self.errors: dict[str, list[str]] = {}
         """Errors of processes that gave up: names of the processes by message."""
         self._clients, self._begun = frozenset(clients), begun
@@ -133,6 +136,8 @@ class Session:
             self.console.console.print(summary_table(event))
         if isinstance(event, StageEmpty | SteppedBack | StepDone):
             self._waits = isinstance(event, StageEmpty)
+        if isinstance(event, SampleReplaced) and event.stops:
+            self._unusable = self._unusable or event
         if isinstance(event, Note) and event.level == "error":
             self.errors.setdefault(event.message, []).append(event.peer)
 
@@ -289,9 +294,14 @@ class Session:
             )
 
     def check_learned(self) -> None:
-        """Raises MuletrainError if the run's last updates were all skipped."""
+        """Raises MuletrainError if the run's last updates were all skipped, or a sample ended it."""
         if EXIT_SKIPPED in self.fleet.exit_codes().values():
             raise MuletrainError(self.view.skips.why())
+        if self._unusable is not None:
+            raise MuletrainError(
+                f"the run ended at a sample that cannot be used: {self._unusable.reason}; correct it and go on with '--resume "
+                f"{self.folder}', or set data.on_error=skip"
+            )
 
     def _bring_home(self) -> None:
         """Copy the newest checkpoint to the run folder, if it is in another place."""

@@ -147,7 +147,7 @@ def kick_peer(who: str, ticket: str | None) -> None:
         with suppress(OSError):  # only what a later kick says depends on it
             removed.write_text("\n".join((*before, *sorted(done.out))), encoding="utf-8")
     print(
-        f"removed {done.name} ({done.id[-8:]}): told {done.told} of {plural(done.kept, 'member')}; they tell the others"
+        f"removed {printable(done.name)} ({done.id[-8:]}): told {done.told} of {plural(done.kept, 'member')}; they tell the others"
     )
     if done.emptied is not None:
         print(
@@ -156,7 +156,7 @@ def kick_peer(who: str, ticket: str | None) -> None:
         )
     if done.unproven:
         print(
-            f"also removed, because no member that answered knows them: {', '.join(done.unproven)}; they may join again"
+            f"also removed, because no member that answered knows them: {printable(', '.join(done.unproven))}; they may join again"
         )
     print(f"the old ticket is void; the new one:\n\nmuletrain join {replaced}")
 

@@ -74,6 +74,7 @@ def generate(
 
     A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
     forward(inputs), without targets, returns logits."""
+    from muletrain.cli.show.sentences import printable
     from muletrain.config.trusted import trust
     from muletrain.runs.pretrained import trained_in
     from muletrain.runs.result import check_memory, write
@@ -86,7 +87,10 @@ def generate(
     text = write(
         checkpoint, checkpoint.writer(), prompt, max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}) if json else text)
+    if json:
+        print(jsonlib.dumps({"step": checkpoint.step, "prompt": prompt, "text": text}))
+    else:
+        print(printable(text, lines=True))
 
 
 def export(

@@ -9,10 +9,11 @@ import time
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +26,7 @@ from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "JsonConsole",
@@ -44,10 +45,21 @@ PLAIN_WIDTH = 120
 STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "left": "dim", "finished": "dim"}
 
 
+class SafeConsole(Console):
+    """A console whose text is never obeyed by the terminal, whoever wrote it: models, other machines, files."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(printable(segment.text, lines=True), segment.style)
+
+
 def make_console(file: TextIO | None = None) -> Console:
     """A rich console on ``file`` (default: standard output), wide enough for tables without a terminal."""
-    console = Console(file=file, highlight=False)
-    return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH)
+    console = SafeConsole(file=file, highlight=False)
+    return console if console.is_terminal else SafeConsole(file=file, highlight=False, width=PLAIN_WIDTH)
 
 
 def say(console: Console, text: str) -> None:

@@ -46,7 +46,9 @@ def begins(command: str) -> None:
 
 
 def _say(what: str) -> None:
-    print(f"{what} ...", file=sys.stderr, flush=True)
+    from muletrain.cli.show.sentences import printable
+
+    print(f"{printable(what)} ...", file=sys.stderr, flush=True)
 
 
 class Doing:

@@ -59,6 +59,7 @@ def _summary(view: RunView) -> str:
     speed = f"{view.pace.tokens / view.pace.seconds:,.0f} tokens/s" if view.pace.seconds else "no step was completed"
     troubles = f", {plural(view.rerouted, 'microbatch')} rerouted" if view.rerouted else ""
     troubles += f", {plural(len(view.skips), 'update')} skipped" if view.skips else ""
+    troubles += f", {plural(len(view.replaced), 'sample')} unusable and replaced" if view.replaced else ""
     steps = f"{view.step} of {plural(view.steps, 'step')}"
     return f"{steps}, {view.pace.tokens:,} tokens in {format_duration(view.pace.seconds)}: {speed}{troubles}{reason}"
 

@@ -23,10 +23,14 @@ class Known(Protocol):
     def named(self, text: str) -> str: ...
 
 
+_OF_SCRIPTS = "\u00ad\u200c\u200d\u200e\u200f"
+"""Characters without width that scripts and emoji need: they join, or part, or say the direction of a neighbour."""
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """Untrusted ``text`` without what a terminal obeys or what hides other text: control characters, escape sequences,
     marks of direction, characters without width. It stays on one line, unless ``lines`` keeps its line ends."""
-    kept = "\n\t" if lines else ""
+    kept = f"{_OF_SCRIPTS}\n\t" if lines else _OF_SCRIPTS
     return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "\ufffd" for c in text)
 
 

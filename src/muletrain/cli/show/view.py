@@ -97,6 +97,8 @@ class RunView:
         """Set while machines and links are measured."""
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
+        self.replaced = set[int]()
+        """Samples that could not be used."""
         self.faults = FaultsView(self.name_of)
         self.pace, self.skips = Pace(), SkipsView()
         self.asides: list[str] = []
@@ -205,6 +207,9 @@ class RunView:
             case ev.JoinRefused() | ev.FrameRefused() if event.reason.endswith("before admission"):
                 self._strangers.setdefault(event.remote, event)
                 return False
+            case ev.SampleReplaced():
+                self.replaced.add(event.sample)
+                return len(self.replaced) == 1
             case ev.MicrobatchRerouted():
                 self.rerouted += 1
             case ev.PeerLeft():

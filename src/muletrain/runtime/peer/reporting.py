@@ -13,6 +13,7 @@ from muletrain.events import (
     EventError,
     PeerJoined,
     PoolWorked,
+    SampleReplaced,
     SeatEmpty,
     SeatFilled,
     StepApplied,
@@ -99,7 +100,7 @@ class Reporting:
                 ctx.emit(StepSkipped(step=record.step + 1))
         ctx.meter.begin(now)
 
-    def tell(self, event: StepApplied | PeerJoined | PoolWorked | SwapWorked) -> None:
+    def tell(self, event: StepApplied | PeerJoined | PoolWorked | SampleReplaced | SwapWorked) -> None:
         """Write ``event`` to our log, and send it to the coordinator if that is on another machine."""
         self._ctx.emit(event)
         if self._apart:
@@ -132,6 +133,8 @@ class Reporting:
                 own = (event.peer_id, event.name, event.stage) == (sender, member.name, member.stage)
             case StepApplied() | PoolWorked() | SwapWorked():
                 own = event.stage == member.stage
+            case SampleReplaced():
+                own = member.trainer
             case _:
                 own = False
         if not own:
