@@ -124,13 +124,9 @@ class SampleSource:
 
     def __init__(self, data: SampleData, seed: int, batch: int, microbatch: int, vocab: int, offset: int = 0) -> None:
         self._data, self._seed, self._vocab = data, seed, vocab
-<<<<<<< HEAD
         self._batch, self._microbatch, self._offset = batch, microbatch, offset
-=======
-        self._batch, self._microbatch = batch, microbatch
         self.found: Callable[[int, int, str], None] | None = None
         """Called with a sample that cannot be used, the one in its place, and the reason."""
->>>>>>> 52c13084 (A sample that cannot be used ends the run in order or is counted (data.on_error), it ended one trainer after the other; text of models, machines and files reaches terminals without control characters)
 
     def microbatch(self, step: int, index: int) -> tuple[Array, Array]:
         """Inputs and targets [B, ...] of microbatch ``index`` of ``step``."""

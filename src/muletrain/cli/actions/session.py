@@ -297,11 +297,8 @@ class Session:
         """Raises MuletrainError if the run's last updates were all skipped, or a sample ended it."""
         if EXIT_SKIPPED in self.fleet.exit_codes().values():
             raise MuletrainError(self.view.skips.why())
-        if self._unusable is not None:
-            raise MuletrainError(
-                f"the run ended at a sample that cannot be used: {self._unusable.reason}; correct it and go on with '--resume "
-                f"{self.folder}', or set data.on_error=skip"
-            )
+        if (found := self._unusable) is not None:
+            raise MuletrainError(f"{found.reason}; correct it and --resume {self.folder}, or set data.on_error=skip")
 
     def _bring_home(self) -> None:
         """Copy the newest checkpoint to the run folder, if it is in another place."""
