@@ -178,7 +178,7 @@ class DataConfig(Section):
     )
     heldout: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         default=0.05,
-        description="share of the documents kept for validation; of a document of more than 262,144 characters, of its end; 0: none [1]",
+        description="share of the documents kept for validation (of a single long document its end); 0: none [1]",
     )
     deduplicate: Literal["none", "documents"] = Field(
         default="none", description="documents = leave out documents that equal an earlier one up to white space"

@@ -19,7 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 TokenArray = npt.NDArray[np.integer]
 
-# The tuning slice is every tenth block of 256 pairs: spread over the corpus like the held-out paragraphs, as text in
+# The tuning slice is every tenth block of 256 pairs: spread over the corpus like the held-out documents, as text in
 # order drifts.
 _BLOCK = 256
 _EVERY = 10
