@@ -217,7 +217,7 @@ def test_those_that_have_gone_are_counted_and_not_named_any_more() -> None:
     view.fold(applied("b", 1))
     assert plain_line(view).endswith("stage 1: b")
     assert view.asides == ["b is gone: no answer for 30 s; stage 1 has no peer", "b is back"]
-    view.ended("b")
+    view.ended("b", "was killed")
     view.fold(applied("b", 1))
     view.fold(late())
     assert plain_line(view).endswith("stage 1: no peer; 1 gone"), "its process is no more, whatever comes of it late"
@@ -384,7 +384,7 @@ def test_the_final_report(tmp_path: Path) -> None:
     assert "1 of 1 step, 2,000 tokens in 2.0 s: 1,000 tokens/s, 1 microbatch rerouted (all steps done)" in text
     assert "On 23,456 held-out tokens" in text
     assert "loss [nats/token]" in text
-    assert ["this", "run", "3.000", "20.1"] in rows
+    assert ["this", "model", "3.000", "20.1"] in rows
     assert ["interpolated", "bigram", "4.500", "90.0", "better", "by", "1.500", "nats"] in rows
     assert ["unigram", "2.900", "18.2", "worse", "by", "0.100", "nats"] in rows
     assert "- A [sample] text" in text
