@@ -134,6 +134,7 @@ ATTACKS: dict[str, list[str]] = {
         "data.tokenizer={trap}/tokenizer.json",
         "data.cache={trap}/cache",
     ],
+    "`data.validation`": ["data.validation={trap}/secret.txt"],
     "`data.field`": ["data.field=../../etc/passwd"],
     "`data.share`": ["data.share=true"],
     "`fleet`": ["fleet.profile={trap}/fleet.toml", "fleet.rebalance_period=1"],
@@ -192,7 +193,12 @@ def test_what_a_founder_puts_into_its_configuration_touches_nothing_of_a_joiner(
         facts.plan()
         build_compute(facts.drawn(), 0, machine, spec.fleet_index).close()
         place = place_of(facts.config, spec, lambda *_: None)
-        if "data.field" not in row:
+        if "data.validation" in row:
+            with pytest.raises(
+                AdmissionError, match=r"held-out text of its own \(data\.validation\).* join without it"
+            ):
+                own_data(host_of(spec), facts, own.tokenizer_json, own.digest)
+        elif "data.field" not in row:
             own_data(host_of(spec), facts, own.tokenizer_json, own.digest)
     finally:
         WATCHING.clear()

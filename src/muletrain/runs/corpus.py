@@ -73,12 +73,15 @@ def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data
         return _own_samples(facts, digest) if data.factory in trusted() else None
     if where == "none":
         return None
+    if where != "config" and data.validation is not None:  # a path of the founder's, which is not read here
+        raise AdmissionError(
+            "--data: the run has held-out text of its own (data.validation), which --data does not name; join without it"
+        )
     if where != "config":
         with tempfile.TemporaryDirectory(prefix="mule-tokenizer-") as folder:
             file = Path(folder) / "tokenizer.json"
             file.write_bytes(tokenizer)
-            own = {"path": where, "tokenizer": str(file), "cache": None}  # ours, not the founder's paths (but the
-            # validation's, which must be here under the same name)
+            own = {"path": where, "tokenizer": str(file), "cache": None}  # ours, not the founder's paths
             data = data.model_copy(update=own)
             cache = TokenCache.build(data, facts.spec.vocab)
     else:
