@@ -176,6 +176,8 @@ def check_pipeline(p: PipelineConfig, stages: int, microbatches: int) -> None:
             raise ValueError(
                 "pipeline.seats: missing beside pipeline.microbatches or spares; name the peers of each stage"
             )
+        if p != PipelineConfig():
+            raise ValueError("pipeline.seats: missing, and without them pipeline.schedule has no effect; set them")
         return
     if len(p.seats) != stages:
         raise ValueError(f"pipeline.seats: {len(p.seats)} lists for fleet.stages = {stages}; give one per stage")

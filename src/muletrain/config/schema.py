@@ -214,6 +214,7 @@ class RunConfig(Section):
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
         _check_batch(self.train)
+        _check_warmup(self.train)
         check_factories(self.model, self.data)
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
@@ -256,6 +257,17 @@ def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
 def _check_sequences(m: ModelConfig, t: TrainConfig) -> None:
     if (t.sequence_start or 0) > m.context:
         raise ValueError(f"train.sequence_start: {t.sequence_start} exceeds model.context = {m.context}; start shorter")
+
+
+def _check_warmup(t: TrainConfig) -> None:
+    if t.sequence_warmup and t.sequence_start is None:
+        raise ValueError(
+            f"train.sequence_warmup: {t.sequence_warmup} steps have no effect without train.sequence_start; set that, or leave this out"
+        )
+    if t.sequence_start is not None and not t.sequence_warmup:
+        raise ValueError(
+            f"train.sequence_start: {t.sequence_start} has no effect with train.sequence_warmup = 0; set that, or leave this out"
+        )
 
 
 def _check_batch(t: TrainConfig) -> None:

@@ -76,16 +76,8 @@ class SampleData:
 
     def usable(self, side: Samples, k: int, vocab: int) -> tuple[Array, Array]:
         """Sample ``k``. Raises DataError that names it, also for numbers that are not finite or not below ``vocab``."""
-        found = self.sample(side, k)
-        for what, x in zip(("input", "target"), found, strict=True):
-            integers = x.dtype == np.int64
-            if x.size and not (x.min() >= 0 and x.max() < vocab if integers else np.isfinite(x).all()):
-                wrong = "has numbers that are not finite (NaN or infinite); correct or leave it out"
-                if integers:
-                    wrong = f"has integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
-                    wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
-                raise DataError(f"data.factory: the {what} of sample {k} of '{self.name}' {wrong}")
-        return found
+        inputs, targets = self.batch(side, np.array([k]), vocab)
+        return inputs[0], targets[0]
 
     def or_next(
         self, side: Samples, k: int, vocab: int, found: Callable[[int, int, str], None] | None = None
@@ -105,8 +97,18 @@ class SampleData:
         raise DataError(f"{reason}; nor can the samples after it be used")
 
     def batch(self, side: Samples, which: npt.NDArray[np.int64], vocab: int) -> tuple[Array, Array]:
-        """Inputs and targets [B, ...]. Raises DataError for a sample that cannot be used."""
-        return _stacked(self.usable(side, int(k), vocab) for k in which)
+        """Inputs and targets [B, ...]. Raises DataError that names the first sample that cannot be used."""
+        both = _stacked(self.sample(side, int(k)) for k in which)
+        for what, x in zip(("input", "target"), both, strict=True):
+            integers, rows = x.dtype == np.int64, x.reshape(len(x), -1)
+            fine = ((rows >= 0) & (rows < vocab) if integers else np.isfinite(rows)).all(axis=1)
+            if not fine.all():
+                wrong = "has numbers that are not finite (NaN or infinite); correct or leave it out"
+                if integers:
+                    wrong = f"is out of range: integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
+                    wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
+                raise DataError(f"data.factory: the {what} of sample {which[fine.argmin()]} of '{self.name}' {wrong}")
+        return both
 
     def heldout_batches(self, most: int, batch: int, vocab: int) -> Iterator[tuple[Array, Array]]:
         """At most ``most`` held-out samples, evenly spread."""
@@ -185,8 +187,11 @@ def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None]
             f"{spec.inputs} and {spec.targets}"
         )
     for side in (data.train, data.heldout):
-        for k in map(int, _spread(len(side), COMPARED)):
-            (data.or_next if skips else data.usable)(side, k, spec.vocab)
+        which = _spread(len(side), COMPARED)
+        if not skips:
+            data.batch(side, which, spec.vocab)
+        for k in which if skips else ():
+            data.or_next(side, int(k), spec.vocab)
     return data
 
 

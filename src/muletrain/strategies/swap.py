@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muletrain.errors import ConfigError
 from muletrain.strategies.base import capacity
 from muletrain.strategies.swarm import Swarm
 
@@ -29,7 +30,12 @@ class Swap(Swarm):
 
     @staticmethod
     def asked(config: RunConfig, clients: int) -> RunConfig:
-        """Returns ``config`` with one stage, which every peer serves."""
+        """Returns ``config`` with one stage, which every peer serves. Raises ConfigError if the user asks for more."""
+        if "stages" in config.fleet.model_fields_set and config.fleet.stages != 1:
+            raise ConfigError(
+                f"fleet.stages: {config.fleet.stages} stages, but with strategy swap every peer serves the whole model; leave it out, or "
+                f"choose another strategy"
+            )
         fleet = config.fleet.model_copy(update={"stages": 1, "peers": config.fleet.peers})
         return config.model_copy(update={"fleet": fleet, "swap": config.swap.model_copy(update={"whole": True})})
 
