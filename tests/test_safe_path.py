@@ -32,7 +32,7 @@ EARLY = set(
     ]
 )
 """Imported by ``python -m muletrain`` before anything of ours; ``muletrain`` and ``python -P -m`` do not."""
-SOURCE = os.pathsep.join([str(Path(muletrain.__file__).parents[1]), *(p for p in sys.path if p.endswith("meta"))])
+SOURCE = str(Path(muletrain.__file__).parents[1])
 
 
 @pytest.fixture
