@@ -20,7 +20,6 @@ def test_swap_with_several_stages_is_refused_and_one_stage_is_not() -> None:
     ("override", "field"),
     [
         ("train.sequence_warmup=4", "train.sequence_start"),
-        ("train.sequence_start=8", "train.sequence_warmup"),
         ("pipeline.schedule=gpipe", "pipeline.seats"),
     ],
 )

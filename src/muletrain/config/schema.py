@@ -264,10 +264,6 @@ def _check_warmup(t: TrainConfig) -> None:
         raise ValueError(
             f"train.sequence_warmup: {t.sequence_warmup} steps have no effect without train.sequence_start; set that, or leave this out"
         )
-    if t.sequence_start is not None and not t.sequence_warmup:
-        raise ValueError(
-            f"train.sequence_start: {t.sequence_start} has no effect with train.sequence_warmup = 0; set that, or leave this out"
-        )
 
 
 def _check_batch(t: TrainConfig) -> None:
