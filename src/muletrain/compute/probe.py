@@ -11,6 +11,7 @@ import torch
 from muletrain.cgroups import memory_left
 from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError
+from muletrain.planning.devices import Device, estimated
 
 BUDGET_S = 0.2
 """Seconds of each of the two measurements."""
@@ -56,6 +57,19 @@ def choose_precision(device: torch.device) -> Precision:
 def chip(device: torch.device) -> str:
     """Name of the chip: 'NVIDIA H200', 'cpu'."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def reported(device: torch.device) -> Device:
+    """What a CUDA device tells about itself, as an estimate of its speed."""
+    has = torch.cuda.get_device_properties(device)
+    clock_hz = 1e3 * float(getattr(has, "clock_rate", 0.0))  # not every version of torch tells
+    return estimated(has.name, has.multi_processor_count, clock_hz, has.total_memory, (has.major, has.minor))
+
+
+def device_here(name: str) -> Device | None:
+    """The device of this machine that has this name, as it reports itself; None: there is none."""
+    own = (torch.device("cuda", k) for k in range(device_count()))
+    return next((reported(device) for device in own if chip(device).lower() == name.lower()), None)
 
 
 def device_count() -> int:

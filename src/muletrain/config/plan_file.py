@@ -104,7 +104,10 @@ class Prediction(Section):
         default="device", description="cpu: stages mix devices, so the run needs optimizer.state_device = 'cpu'"
     )
     step_s: float = Field(default=0.0, description="time of one step [s]")
-    tokens_per_s: float = Field(default=0.0)
+    tokens_per_s: float = Field(default=0.0, description="of machines that stay")
+    churned_tokens_per_s: float | None = Field(
+        default=None, description="with the churn of the fleet file; null: it has none, and machines stay"
+    )
     played_step_s: float | None = Field(
         default=None,
         description="time of one step when the production code plays it; null: not played, or see notes [s]",
@@ -117,6 +120,11 @@ class Prediction(Section):
     )
     limit: str = Field(default="", description="what takes the largest part of a step, and on which machines")
     notes: tuple[str, ...] = Field(default=(), description="what the figures leave out")
+
+    @property
+    def expected_per_s(self) -> float:
+        """Tokens/s by which strategies and machines are compared: under churn, if there is any."""
+        return self.tokens_per_s if self.churned_tokens_per_s is None else self.churned_tokens_per_s
 
 
 class Improvement(Section):

@@ -148,33 +148,34 @@ def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int
 
 
 def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tuple[int | None, str]:
-    """Of what runs today and is possible the fastest; and why. Where that leaves machines out, planned membership is
+    """Of what runs today and is possible the fastest under the fleet's churn; and why. Where that leaves machines out, planned membership is
     preferred to an equal one: its plan names the machines that work. Unless ``all_stay``, no planned pipeline is: it
     loses most when a machine goes."""
     possible = [i for i, p in enumerate(predictions) if not p.problem]
     able = [i for i in possible if predictions[i].runnable]
     if not able:
         return None, "nothing that runs today is possible on this fleet"
-    best = max(able, key=lambda i: predictions[i].tokens_per_s)
+    best = max(able, key=lambda i: predictions[i].expected_per_s)
     if predictions[best].left_out or not all_stay:
-        least = (1 - ALIKE) * predictions[best].tokens_per_s
-        alike = (i for i in able if predictions[i].tokens_per_s >= least)
+        least = (1 - ALIKE) * predictions[best].expected_per_s
+        alike = (i for i in able if predictions[i].expected_per_s >= least)
         best = next((i for i in alike if bool(predictions[i].schedule) == all_stay), best)
     chosen = predictions[best]
-    faster = [predictions[i] for i in possible if predictions[i].tokens_per_s > (1 + ALIKE) * chosen.tokens_per_s]
-    why = "the fastest strategy that runs today"
+    faster = [predictions[i] for i in possible if predictions[i].expected_per_s > (1 + ALIKE) * chosen.expected_per_s]
+    churned = chosen.churned_tokens_per_s is not None
+    why = f"the fastest strategy that runs today{' while machines come and go' if churned else ''}"
     if same := [title(predictions[i]) for i in able if i != best and _as_fast(predictions[i], chosen)]:
         why += f"; as fast: {' and '.join(same)}"
     if not all_stay and not chosen.schedule and any(predictions[i].schedule for i in able):
         why += "; some machines may leave, which costs a planned pipeline most"
     if faster:
-        rest = ", ".join(f"{title(p)} ({p.tokens_per_s / chosen.tokens_per_s:.2f} times as fast)" for p in faster)
+        rest = ", ".join(f"{title(p)} ({p.expected_per_s / chosen.expected_per_s:.2f} times as fast)" for p in faster)
         why += f"; predicted to be faster, but not yet runnable: {rest}"
     return best, why
 
 
 def _as_fast(p: Prediction, chosen: Prediction) -> bool:
-    return p.tokens_per_s >= (1 - ALIKE) * chosen.tokens_per_s and not p.left_out
+    return p.expected_per_s >= (1 - ALIKE) * chosen.expected_per_s and not p.left_out
 
 
 def title(p: Prediction) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from muletrain.config.schema import RunConfig
     from muletrain.model.chain import Model
     from muletrain.planning.cost import StageCost
+    from muletrain.planning.devices import Device
     from muletrain.planning.partition import Cut
     from muletrain.planning.swapping import Layer, Swapping
 
@@ -31,9 +32,19 @@ def precision_of(config: RunConfig) -> Precision:
     return Precision.BF16 if config.compute.precision is Precision.AUTO else config.compute.precision
 
 
+@lru_cache
+def device_of(name: str) -> Device | None:
+    """The catalogue's device of this name, or this machine's, as it reports itself."""
+    if (known := find_device(name)) is not None:
+        return known
+    from muletrain.compute.probe import device_here  # torch takes seconds
+
+    return device_here(name)
+
+
 def offer_of(peer: FleetPeer) -> Offer:
     """Host memory of an accelerator counts as enough if the file does not state it."""
-    device = find_device(peer.device) if peer.device else None
+    device = device_of(peer.device) if peer.device else None
     usual = AMPLE if device is None else device.memory_bytes
     beside = AMPLE if peer.host_bytes is None else peer.host_bytes
     host = None if device is not None and not device.accelerator else beside
@@ -49,10 +60,11 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
         raise ConfigError(
             f"machines[{n}].tflops: missing, and no device is named; give either (devices with known speed: {known})"
         )
-    device = find_device(peer.device)
+    device = device_of(peer.device)
     if device is None:
         raise ConfigError(
-            f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, or a device of known speed: {known}"
+            f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, plan on the machine that has it "
+            f"(its speed is then estimated from what it reports), or name a device of known speed: {known}"
         )
     assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
     return device.flops * peer.speed, assumed

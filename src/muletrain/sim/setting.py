@@ -58,6 +58,8 @@ class Kind:
     down_bytes_per_s: float
     assumed: str
     """The value that an estimate replaces; empty: none."""
+    leaves: bool = True
+    """Churn may take it: it is unreliable, or all machines of the file are reliable."""
     declared: bool = False
     """The file declares its times."""
     queue_s: float = QUEUE_S
@@ -86,6 +88,8 @@ class Setting:
     cut: Cut
     left_out: tuple[str, ...]
     """Machines that hold no stage."""
+    exposed: float = 1.0
+    """Of all machines of the file that churn may take, the part that is here."""
 
     def ending_s(self, stage: int, kinds: Iterable[int]) -> float:
         """``StageCost.ending_s``, and the update of the slowest of the ``kinds`` that swap the stage."""
@@ -171,8 +175,8 @@ def once_mixed(setting: Setting, config: RunConfig, serving: Sequence[Sequence[i
 
 
 def mortal(setting: Setting) -> list[int]:
-    """Kinds whose machines may leave: the unreliable ones, or all if all are reliable."""
-    return [k for k, kind in enumerate(setting.kinds) if not kind.reliable] or list(range(len(setting.kinds)))
+    """Kinds whose machines may leave."""
+    return [k for k, kind in enumerate(setting.kinds) if kind.leaves]
 
 
 def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
@@ -222,21 +226,35 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
     return possible[-1]
 
 
-def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None) -> Setting:
-    """``cut``: if it is known already. Raises ConfigError and CapacityError, whose messages begin with the field of the
+def setting(
+    fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None, whole: Fleet | None = None
+) -> Setting:
+    """``cut``: if it is known already; ``whole``: the fleet file, if ``fleet`` is some of its machines. Raises ConfigError and CapacityError, whose messages begin with the field of the
     fleet file that they are about."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut, alone=len(fleet.peers()) == 1), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
     if not config.swap.whole:
         _check_memory(fleet, spec, needs)
-    pooled = strategy_of(config).pooled
+    pooled, every = strategy_of(config).pooled, (whole or fleet).peers()
+    leaving = {all(peer.reliable for peer in every)}
     of_client = _client_needs(config, spec, cut) if pooled else needs
     found = [
-        _kind(n, peer, machine, config, needs if peer.reliable else of_client, cost, spec, cut)
+        _kind(
+            n,
+            peer,
+            machine,
+            config,
+            needs if peer.reliable else of_client,
+            cost,
+            spec,
+            cut,
+            leaves=peer.reliable in leaving,
+        )
         for n, (peer, machine) in enumerate(zip(machines, fleet.machines, strict=True))
     ]
     able = [n for n, kind in enumerate(found) if kind.fits]
+    exposed = sum(found[n].count for n in able if found[n].leaves) / sum(p.reliable in leaving for p in every)
     if config.swap.whole and not able:
         problem = needs[0].swapping(offer_of(machines[0])) or f"; it needs {needs[0].need(offer_of(machines[0]))}"
         raise CapacityError(f"machines[0].memory_gib: no machine holds the whole model{problem}")
@@ -252,7 +270,7 @@ def setting(fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None
         )
     links = tuple(tuple(fleet.between_kinds(machines[a].index, machines[b].index) for b in able) for a in able)
     left_out = tuple(kind.name for kind in found if not kind.fits)
-    return Setting(tuple(found[n] for n in able), links, cost, cut, left_out)
+    return Setting(tuple(found[n] for n in able), links, cost, cut, left_out, exposed)
 
 
 def first_of_each(fleet: Fleet) -> list[FleetPeer]:
@@ -297,6 +315,8 @@ def _kind(
     cost: RunCost,
     spec: Model,
     cut: Cut,
+    *,
+    leaves: bool,
 ) -> Kind:
     offer = offer_of(peer)
     assumed = "" if peer.forward_s else flops_of(n, peer)[1]
@@ -320,6 +340,7 @@ def _kind(
         up_bytes_per_s=peer.up_bytes_per_s,
         down_bytes_per_s=peer.down_bytes_per_s,
         assumed=assumed,
+        leaves=leaves,
         declared=peer.forward_s is not None,
         queue_s=peer.queue_s,
         swaps=swaps,

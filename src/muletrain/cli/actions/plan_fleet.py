@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.markup import escape
@@ -18,14 +19,13 @@ from muletrain.config.profile_file import read_profile
 from muletrain.errors import ConfigError
 from muletrain.model.measured import MeasuredModel, speed_of
 from muletrain.sim.fleet.calibration import same_device, with_speeds
-from muletrain.sim.fleet.simulation import EXAMPLE
+from muletrain.sim.fleet.simulation import EXAMPLE, weather
 from muletrain.sim.plan.planner import confirmed, plan
 from muletrain.sim.plan.question import Question
 from muletrain.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from muletrain.config.profile_file import Profile
     from muletrain.model.chain import Model
@@ -116,6 +116,7 @@ def plan_fleet(
             question = replace(wish.question(fleet := with_speeds(fleet, measured), measured), spec=spec)
         else:
             question = wish.question(fleet := with_speeds(fleet, measured), measured)
+        question = replace(question, weather=weather(fleet.churn, Path(path or EXAMPLE).parent))
         with doing("planning") as tell_of:
             found = plan(
                 question,

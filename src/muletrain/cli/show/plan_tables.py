@@ -97,12 +97,14 @@ def _say_limit(console: Console, plan: Plan, chosen: Prediction) -> None:
 
 
 def _notes(plan: Plan, fleet: Fleet) -> list[str]:
-    churn = fleet.churn
     able = [p for p in plan.strategies if not p.problem]
     whose = {note: [title(p) for p in able if note in p.notes] for p in able for note in p.notes}
     notes = [f"{'; '.join(names)}: {note}" for note, names in whose.items()]
-    if churn.trace or churn.leave_per_hour or churn.bursts_per_hour:
-        notes.append("these figures ignore that machines come and go; 'muletrain simulate fleet' simulates it")
+    if any(p.churned_tokens_per_s is not None for p in able):
+        notes.append(
+            "'while machines leave' is with the file's churn (lost stages, steps taken back, states to be fetched), played as rates; all "
+            "other figures are for machines that stay"
+        )
     if any(m.host_needs and m.host_has is None for p in able for m in p.memory):
         notes.append("host memory is assumed to be enough where the fleet file does not state it (host_gib)")
     if any(peer.forward_s for peer in fleet.peers()):
@@ -138,6 +140,8 @@ def _table(plan: Plan) -> Table:
     row("machines", lambda p: str(sum(len(set(s.machines)) for s in p.stages)))
     row("microbatches x sequences", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)
     row("tokens/s", lambda p: format_count(p.tokens_per_s))
+    if any(p.expected_per_s != p.tokens_per_s for p in able):
+        row("  while machines leave", lambda p: format_count(p.expected_per_s))
     row("time", lambda p: format_duration(p.step_s))
     for label, part in (
         (" compute", "compute_s"),

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muletrain.compute.estimate import Offer
-from muletrain.compute.probe import chip, choose_precision, device_count, device_memory, free_memory, pick_device
+from muletrain.compute.probe import (
+    chip,
+    choose_precision,
+    device_count,
+    device_memory,
+    free_memory,
+    pick_device,
+    reported,
+)
 from muletrain.config.schema import Precision
 from muletrain.errors import CapacityError
 from muletrain.planning.devices import find_device
@@ -43,7 +51,7 @@ def own_devices(asked: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one peer process may use. ``flops``: speed of the device in the catalogue [FLOP/s]; 0: unknown."""
+    """What one peer process may use. ``flops``: speed of the device in the catalogue, or as it reports itself [FLOP/s]; 0: unknown."""
 
     device: torch.device
     precision: Precision
@@ -64,6 +72,8 @@ class Machine:
         if chosen.type != "cpu" and memory_gib is None:
             offer = Offer(min(offer.device, free_memory(chosen)), offer.host)
         known = find_device("CPU" if chosen.type == "cpu" else chip(chosen))
+        if known is None and chosen.type == "cuda":
+            known = reported(chosen)
         return cls(chosen, measured, offer, int(known.flops) // sharing if known else 0)
 
     @property

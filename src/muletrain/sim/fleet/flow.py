@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -21,6 +21,7 @@ from muletrain.runtime.members.rebalancing import HORIZON_PERIODS
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.advance import Progress
 from muletrain.sim.fleet.serving import Membership, Moving, kind_of
+from muletrain.sim.fleet.trace import Change
 from muletrain.sim.setting import fetch_s, seat
 from muletrain.strategies.swarm import SWARM
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from muletrain.sim.fleet.accounts import Accounts, GoesOn
     from muletrain.sim.fleet.rates import Counts, Rates
-    from muletrain.sim.fleet.trace import Change
 
 HOUR_S = 3600.0
 RETRY_S = 5.0
@@ -45,6 +45,18 @@ class Weather:
     bursts_per_s: float = 0.0
     burst_share: float = 0.0
     away_s: float = 1800.0
+
+    def on(self, exposed: float) -> Weather:
+        """The weather of a part of the fleet. ``exposed``: see ``Setting``; of a trace's changes it gets its share."""
+        if exposed in (0.0, 1.0):
+            return self if exposed else Weather()
+        counted, here, changes = 0, 0, list[Change]()
+        for change in self.trace:
+            counted += change.peers
+            if there := round(exposed * counted) - here:
+                changes.append(Change(change.time_s, there))
+                here += there
+        return replace(self, trace=tuple(changes))
 
 
 @dataclass(frozen=True)
@@ -146,13 +158,22 @@ class _Churn:
 class Flow:
     """One run of ``horizon_s``, played once."""
 
-    def __init__(self, rates: Rates, weather: Weather, rules: Rules, horizon_s: float, seed: int) -> None:
+    def __init__(
+        self,
+        rates: Rates,
+        weather: Weather,
+        rules: Rules,
+        horizon_s: float,
+        seed: int,
+        serving: Sequence[Counts] | None = None,
+    ) -> None:
+        """``serving``: who serves at the start, by stage and kind; default: machines are seated as newcomers."""
         self._setting, self._rules, self._horizon_s = rates.setting, rules, horizon_s
         self._draw = random.Random(f"flow/{seed}")
         self._agenda = Agenda()
-        self._members = Membership(rates)
+        self._members = Membership(rates, serving)
         self._progress = Progress(rates, self._members, horizon_s)
-        self._churn = _Churn(weather, self._agenda, self._draw, self._members, self)
+        self._churn = _Churn(weather.on(self._setting.exposed), self._agenda, self._draw, self._members, self)
         self._confirmed = Confirmed()
         self._restless = True
         """Somebody came, went or moved since nobody wanted to move."""
@@ -285,7 +306,8 @@ class Flow:
                 self._changed()
                 self._fetch(Moving(kind_of(move.peer), None, move.target), "adopted")
         if not sum(members.serving[stage]):
-            self._agenda.after(RETRY_S, partial(self._adopt, stage))
+            change_s = self._agenda.next_s - self._agenda.now_s  # until then nothing is different
+            self._agenda.after(max(RETRY_S, change_s), partial(self._adopt, stage))
             return
         self._progress.lost.discard(stage)
         every = self._rules.checkpoint_every

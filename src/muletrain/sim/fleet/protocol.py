@@ -109,10 +109,10 @@ class Actors:
     ) -> None:
         """``watch`` hears every event. ``planned``: default: machines are seated as newcomers."""
         self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
-        self._setting, self._config, self._weather, self._horizon_s = setting, config, weather, horizon_s
+        self._setting, self._config, self._weather = setting, config, weather.on(setting.exposed)
         self._clock, self._tally = LoopClock(), Tally(setting)
         self._problems: list[str] = []
-        self._draw = random.Random(f"actors/{seed}")
+        self._draw, self._horizon_s = random.Random(f"actors/{seed}"), horizon_s
         self._mortal = mortal(setting)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rosters: dict[str, Roster] = {}

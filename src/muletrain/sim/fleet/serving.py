@@ -11,6 +11,7 @@ from muletrain.sim.setting import mortal, seated
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Sequence
 
     from muletrain.sim.fleet.rates import Counts, Rates
 
@@ -27,10 +28,11 @@ class Moving:
 class Membership:
     """Peers of each kind, by the stage that they serve or go to."""
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Rates, serving: Sequence[Counts] | None = None) -> None:
+        """``serving``: at the start; default: machines are seated as newcomers. Raises CapacityError."""
         self.setting = rates.setting
-        self.serving: list[Counts] = seated(self.setting)
-        self.present = [kind.count for kind in self.setting.kinds]
+        self.serving: list[Counts] = seated(self.setting) if serving is None else list(serving)
+        self.present = [sum(counts) for counts in zip(*self.serving, strict=True)]
         """Peers of each kind, serving or on the way."""
         self.promised = [0] * len(self.setting.cut)
         """Peers that fetch the state of each stage."""

@@ -1,107 +1,190 @@
-"""Plan with fewer machines than the fleet has. Where averaging or links take longer than more machines save, the
-fastest few do more without the others, down to a single one."""
+"""Plan with fewer machines than the fleet has. Where averaging or links take longer than more machines save, or churn
+takes more than they bring, some machines do more without the others, down to a single one."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.config.plan_file import Prediction
 from muletrain.errors import CapacityError
-from muletrain.planning.cost import service_s
 from muletrain.planning.splits import ALIKE, title
-from muletrain.sim.machine import flops_of
+from muletrain.sim.fleet.flow import Weather
+from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
-from muletrain.sim.setting import run_cost
+from muletrain.sim.plan.subsets import Counts, Subsets
 from muletrain.strategies import find
 from muletrain.units import format_count, format_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from muletrain.config.plan_file import Memory
     from muletrain.sim.plan.question import Question
 
-FEW = 8
-"""Of at most so many machines every number is tried; of more, each half of the one before."""
+SMALL = 12
+"""Machines up to which a subset is rated with every size of a microbatch; of more, with the whole fleet's."""
+PLANNED = 1.25
+"""A planned pipeline is at most so many times as fast as swarm is rated on the same machines; else it is not searched.
+In a large fleet: as it is on all of them."""
+HURRY = 8
+"""Each subset's searches get this part of the time limit."""
+ONLY_FEWER = "with all of them no strategy is possible"
+"""Why machines are left out that leave nothing to compare with."""
+BEHIND = 0.5
+"""Predictions are improved if they then do at least this part of the best one's tokens/s."""
 LARGER = (4, 16)
 """Multiples of the batch for which others may be planned; more is no advice."""
 
-
 Predictions = Mapping[str, Sequence[Prediction]]
 """By strategy."""
-NONE: Predictions = MappingProxyType({})
+Key = tuple[str, str]
+"""Strategy and schedule."""
 
 
-def unswapped(question: Question, predicted: Predictions) -> Predictions:
-    """Replace each prediction of what runs today by one without the machines that have room for a stage only if they swap
-    it, where that is faster."""
-    without = [p for p in _tried(_off(question)) if not p.problem]
-    if not without:
-        return predicted
-    best = max(without, key=lambda p: p.tokens_per_s)
-    idle = {name for names in question.names.values() for name in names}
-    idle -= {name for stage in best.stages for name in stage.machines}
-    return _where_faster(predicted, [question.without(idle)] if idle else [])
+def unwatched(what: str, share: float) -> None:
+    """Watches no search."""
 
 
-def improved(question: Question, predicted: Predictions) -> Predictions:
-    """Replace each prediction of what runs today by one on fewer machines, where that is faster."""
-    return _where_faster(predicted, _parts(question, _able(predicted)))
+class Improved(NamedTuple):
+    """``complete``: the time limit did not end the search."""
+
+    predictions: Predictions
+    complete: bool
+
+
+def improved(
+    question: Question,
+    predicted: Predictions,
+    *,
+    seed: int = 0,
+    time_limit_s: float = 30.0,
+    watch: Callable[[str, float], None] = unwatched,
+) -> Improved:
+    """Replace each prediction by one on fewer machines, where that is faster under churn.
+
+    Of a subset that could do more than the best one (``subsets``), layouts are rated; in the order of that, strategies are
+    predicted. Around the best subset of a large fleet the search goes on."""
+    if question.paced and question.stages is None:
+        return Improved(predicted, complete=True)  # one machine would do the work of many, whatever its layers
+    search = _Search(question, predicted, seed, time_limit_s, watch)
+    complete = search.run()
+    own = {name: tuple(search.found[p.strategy, p.schedule] for p in ps) for name, ps in predicted.items()}
+    return Improved(own, complete)
+
+
+class _Search:
+    """A search for subsets. ``found``: the best prediction of each strategy."""
+
+    def __init__(
+        self,
+        question: Question,
+        predicted: Predictions,
+        seed: int,
+        time_limit_s: float,
+        watch: Callable[[str, float], None],
+    ) -> None:
+        self._subsets, self._seed, self._limit_s, self._watch = Subsets(question), seed, time_limit_s, watch
+        self._small = len(question.fleet.peers()) <= SMALL
+        self.found: dict[Key, Prediction] = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
+        self._ends_s = time.monotonic() + time_limit_s
+        self._pooled = self.found["hub", ""].expected_per_s >= BEHIND * self.best_per_s
+        """A hub is tried on fewer machines if on all of them it is not far behind."""
+        self._planned = PLANNED
+        if not self._small and (rate := self._rate(question)):
+            self._planned = self.best_per_s / rate
+
+    def run(self) -> bool:
+        """Returns whether the search is complete."""
+        seen, todo, at = set[Counts](), self._subsets.first(), self._subsets.whole
+        while todo:
+            seen |= set(todo)
+            before, rated = self.best_per_s, list[tuple[float, Counts]]()
+            for n, counts in enumerate(todo):
+                self._watch("fewer machines", n / len(todo) / 2)
+                if time.monotonic() > self._ends_s:
+                    return False
+                if self._may_win(counts):
+                    rated.append((self._rate(self._subsets.of(counts)), counts))
+            for n, (rate, counts) in enumerate(sorted(rated, reverse=True)):
+                self._watch("fewer machines", (1 + n / len(rated)) / 2)
+                if time.monotonic() > self._ends_s:
+                    return False
+                best = self.best_per_s
+                if self._may_win(counts):
+                    self._try(counts, rate)
+                    at = counts if self.best_per_s > best else at
+            todo = [c for c in self._subsets.near(at) if c not in seen] if self.best_per_s > before else []
+        return True
+
+    @property
+    def best_per_s(self) -> float:
+        """Tokens/s of what would be recommended now."""
+        return max((p.expected_per_s for p in self.found.values() if p.runnable and not p.problem), default=0.0)
+
+    def _least(self, *strategies: str) -> float:
+        """Tokens/s of the slowest prediction of these, which is to be improved; but what is far behind is no news."""
+        own = (p.expected_per_s for (name, _), p in self.found.items() if name in strategies)
+        return max(min(own), BEHIND * self.best_per_s)
+
+    def _may_win(self, counts: Counts) -> bool:
+        bound = self._subsets.bounds.of(counts, pooled=self._pooled and self._subsets.pooled(counts))
+        return bound > (1 + ALIKE) * self.best_per_s
+
+    def _rate(self, part: Question) -> float:
+        """Tokens/s of the best layout by rates, under churn."""
+        swarm = self.found["swarm", ""]
+        if not self._small and not swarm.problem:
+            part = replace(part, microbatch=swarm.microbatch)
+        least, rated = self.best_per_s, list[plan_swarm.Settled]()
+        for asked in (part, plan_swap.asked_of(part)):
+            with suppress(CapacityError):
+                rated += plan_swarm.rated(asked, least=least)[0]
+        return max((s.roughly_per_s for s in rated), default=0.0)
+
+    def _try(self, counts: Counts, rate: float) -> None:
+        """Predict what a subset's strategies do, as far as they may do more than is known."""
+        part, limit_s = self._subsets.of(counts), self._limit_s / HURRY
+        blank = [
+            Prediction(
+                strategy="pipeline",
+                schedule=s,
+                runnable=find("pipeline").runs,
+                problem="not tried",
+                tokens_per_s=self.found["pipeline", s].expected_per_s,
+            )
+            for s in plan_pipeline.SCHEDULES
+        ]
+        pipelines = blank
+        if self._planned * rate > self.best_per_s < self._subsets.bounds.of(counts):
+            least = self._least("pipeline")
+            pipelines = [
+                b if p.problem else p
+                for b, p in zip(blank, plan_pipeline.predict(part, self._seed, limit_s / 2, least=least), strict=True)
+            ]
+        least = self._least("swarm", "pipeline")
+        swarm = plan_swarm.predict(part, cuts=plan_pipeline.uneven(part, pipelines), least=least)
+        found = [swarm, *plan_pipeline.tried_on(part, swarm, pipelines)]
+        found.append(plan_swap.predict(part, least=self._least("swap")))
+        if self._pooled and self._subsets.pooled(counts):
+            found.append(plan_hub.predict(part, self._seed, limit_s / 2, least=self._least("hub")))
+        for p in found:
+            known = self.found[p.strategy, p.schedule]
+            if not p.problem and (known.problem or p.expected_per_s > (1 + ALIKE) * known.expected_per_s):
+                self.found[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
 
 
 def _off(question: Question) -> Question:
     """The same question where no machine swaps its stage."""
     run = question.run
     return replace(question, run=run.model_copy(update={"swap": run.swap.model_copy(update={"backing": "off"})}))
-
-
-def _able(predicted: Predictions) -> list[Prediction]:
-    return [p for own in predicted.values() for p in own if p.runnable and not p.problem]
-
-
-def _where_faster(predicted: Predictions, parts: Iterable[Question]) -> Predictions:
-    found = predicted
-    swaps = any(p.swapped for p in predicted["swap"])
-    for part in parts:
-        tried = {(p.strategy, p.schedule): p for p in _tried(part, found, swaps=swaps) if not p.problem}
-        left_out = {"left_out": part.left_out}
-        found = {
-            name: [
-                other.model_copy(update=left_out)
-                if (other := tried.get((p.strategy, p.schedule))) is not None
-                and not p.problem
-                and other.tokens_per_s > (1 + ALIKE) * p.tokens_per_s
-                else p
-                for p in own
-            ]
-            for name, own in found.items()
-        }
-    return found
-
-
-def _least(known: Predictions, *strategies: str) -> float:
-    """Tokens/s of the slowest prediction that is to be improved."""
-    return min((p.tokens_per_s for name in strategies for p in known.get(name, ()) if not p.problem), default=0.0)
-
-
-def _tried(part: Question, known: Predictions = NONE, *, swaps: bool = False) -> list[Prediction]:
-    """Predict strategy swarm, pipelines on its layout, and swap if a machine ``swaps`` under it: otherwise it is swarm with
-    one stage. ``known``: predictions that are to be improved."""
-    swarm = plan_swarm.predict(part, least=_least(known, "swarm", "pipeline"))
-    whole = [plan_swap.predict(part, least=_least(known, "swap"))] if swaps else []
-    blank = [
-        Prediction(strategy="pipeline", schedule=s, runnable=find("pipeline").runs, problem="not tried")
-        for s in plan_pipeline.SCHEDULES
-    ]
-    return [swarm, *plan_pipeline.tried_on(part, swarm, blank), *whole]
 
 
 def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]:
@@ -130,7 +213,7 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
         f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need(part.offer(entry))})"
         for (entry, s, has), n in rows.items()
     )
-    off = _off(question)
+    off = replace(_off(question), weather=Weather())
     swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, pipelines))
     without = [swarm, *plan_pipeline.tried_on(off, swarm, pipelines)]
     best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
@@ -139,45 +222,13 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
     return f"{who}: {chosen.tokens_per_s / best:.2f}x as fast as the fastest layout without"
 
 
-def _parts(question: Question, found: Sequence[Prediction]) -> Iterator[Question]:
-    """List the parts worth a look, the largest first: the fastest machines, as long as they could do more than is
-    predicted for all if they never waited."""
-    if question.paced or not found:
-        return
-    order = sorted(_alone_per_s(question), key=lambda row: row[:2], reverse=True)
-    most = max(p.tokens_per_s for p in found) / question.spec.context
-    for n in _sizes([entry for *_, entry in order]):
-        if sum(rate for rate, *_ in order[:n]) > (1 + ALIKE) * most:
-            yield question.of_first(Counter(entry for *_, entry in order[:n]))
-
-
-def _alone_per_s(question: Question) -> list[tuple[float, float, str]]:
-    """For each machine, sequences/s with the whole model and no waiting, upload [bytes/s] and entry of the file."""
-    run, spec = question.with_microbatch(1), question.spec
-    cost = run_cost(run, spec, spec.cut(1)).stages[0]
-    found = []
-    for n, (entry, names) in enumerate(question.names.items()):
-        peer = question.firsts[n]
-        rate = 1 / sum(service_s(cost, flops_of(n, peer)[0], recompute=False))
-        found += [(rate, peer.up_bytes_per_s, entry)] * len(names)
-    return found
-
-
-def _sizes(entries: Sequence[str]) -> list[int]:
-    """Numbers of machines to try, the largest first, also all that are as fast. ``entries``: of the machines, the
-    fastest first."""
-    count = len(entries)
-    sizes = set(range(1, count)) if count <= FEW else {count >> n for n in range(1, count.bit_length())}
-    return sorted(sizes | {n for n in range(1, count) if entries[n] != entries[n - 1]}, reverse=True)
-
-
 def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
-    """Tell how much ``chosen``, which leaves machines out, does against ``whole``, and when that changes."""
+    """Tell how much ``chosen``, which leaves machines out, does under churn against ``whole``, and when that changes."""
     few, many = (len({name for s in p.stages for name in s.machines}) for p in (chosen, whole))
     who = f"{few} machines" if few > 1 else f"{chosen.stages[0].machines[0]} alone"
     told = (
         f"{who} {'are' if few > 1 else 'is'} faster than {'more' if few > 1 else 'several'} machines: "
-        f"{format_count(chosen.tokens_per_s)} tokens/s against {format_count(whole.tokens_per_s)} on {many} ({title(whole)}), "
+        f"{format_count(chosen.expected_per_s)} tokens/s against {format_count(whole.expected_per_s)} on {many} ({title(whole)}), "
         f"which {whole.limit} limits"
     )
     batches = [_pays_from(question, chosen, p) for p in (whole, *_of_larger_steps(_off(question)))]

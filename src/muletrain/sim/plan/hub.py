@@ -14,9 +14,11 @@ from muletrain.config.plan_file import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.allocate import allocate
 from muletrain.planning.hub_task import Aggregated, HubTask
+from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.machine import flops_of, offer_of, precision_of
+from muletrain.sim.plan import churn
 from muletrain.sim.plan.hub_step import HubStep, StageMachines, sent
 from muletrain.sim.plan.question import fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.setting import run_cost, stage_needs
@@ -33,8 +35,10 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Chain
     from muletrain.sim.plan.question import Question, Scene
 
-NOTE = "what machines do that leave, and come back, is not in these figures: 'muletrain simulate fleet --strategy hub' plays it"
-
+NOTE = (
+    "clients count for the part of the time that they are there; the parts of microbatches that they lose do not count: 'muletrain "
+    "simulate fleet --strategy hub' plays them"
+)
 
 NO_CLIENTS = (
     "without clients, since moving weights and gradients takes longer than they save: that is 'swarm' on fewer machines, so it is not "
@@ -62,9 +66,20 @@ class Allocated:
 
     @property
     def roughly_per_s(self) -> float:
-        """Tokens/s."""
+        """Tokens/s under churn."""
         cost = self.scene.setting.cost
-        return cost.microbatches * cost.tokens / self.step.roughly_s
+        return self.kept * cost.microbatches * cost.tokens / self.step.roughly_s
+
+    @cached_property
+    def kept(self) -> float:
+        """The part of its tokens/s that is left under churn: of what clients add, the part of the time that they are
+        there."""
+        clients = sum(len(names) for _, names in self.stages)
+        if not clients or self.question.weather == Weather():
+            return 1.0
+        there = churn.present(self.question.weather.on(self.scene.setting.exposed), clients)
+        servers = replace(self.step, stages=tuple(stage._replace(clients=()) for stage in self.step.stages))
+        return there + (1 - there) * min(1.0, self.step.roughly_s / servers.roughly_s)
 
     def kinds(self) -> dict[str, int]:
         """The kind of each machine by name."""
@@ -81,9 +96,14 @@ class Allocated:
 
 
 def predict(
-    question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None] = lambda share: None
+    question: Question,
+    seed: int,
+    time_limit_s: float,
+    watch: Callable[[float], None] = lambda share: None,
+    least: float = 0.0,
 ) -> Prediction:
-    """Predict the hub with the best number of stages and microbatch, or why none is possible."""
+    """Predict the hub with the best number of stages and microbatch, or why none is possible. ``least``: tokens/s of
+    interest: what cannot do as many is not played."""
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
@@ -108,6 +128,9 @@ def predict(
         watch((n + 1) / len(ways))
     found = []
     for a in sorted(placed, key=lambda a: -a.roughly_per_s):
+        if a.roughly_per_s < least:
+            problem = "others are faster by estimate"
+            break
         try:
             found.append(told(a))
         except CapacityError as e:
@@ -116,7 +139,7 @@ def predict(
             break
     if not found:
         return _problem(problem)
-    return with_haste(max(found, key=lambda p: p.tokens_per_s), hurried=hurried)
+    return with_haste(max(found, key=lambda p: p.expected_per_s), hurried=hurried)
 
 
 def _servers(question: Question) -> str:
@@ -139,6 +162,8 @@ def _placed(question: Question, microbatch: int, allocation: Allocation) -> Allo
     )
     cut = tuple(stage.layers for stage in allocation.stages)
     first = Allocated(question, question.scene(len(cut), microbatch, cut), names)
+    if small := [name for servers, clients in names for name in (*servers, *clients) if name not in first.kinds()]:
+        raise CapacityError(f"'{small[0]}' has no room for a stage of {len(cut)}: more stages, or another strategy")
     other = question.once_mixed(first.scene.setting, first.serving())
     return first if other is question else Allocated(other, other.scene(len(cut), microbatch, cut), names)
 
@@ -198,7 +223,11 @@ def told(a: Allocated) -> Prediction:
         for layers, (servers, clients) in zip(setting.cut, a.stages, strict=True)
     )
     used = [name for stage in stages for name in stage.machines]
-    split, helped = step.split, any(clients for _, clients in a.stages)
+    tokens, split, helped = (
+        setting.cost.microbatches * setting.cost.tokens,
+        step.split,
+        any(clients for _, clients in a.stages),
+    )
     return Prediction(
         strategy="hub",
         runnable=helped and find("hub").runs,
@@ -208,7 +237,8 @@ def told(a: Allocated) -> Prediction:
         spares=question.unused(used),
         state_device=scene.run.optimizer.state_device,
         step_s=split.step_s,
-        tokens_per_s=setting.cost.microbatches * setting.cost.tokens / split.step_s,
+        tokens_per_s=tokens / split.step_s,
+        churned_tokens_per_s=question.churning(a.kept * tokens / split.step_s),
         split=split,
         memory=memory,
         traffic=traffic([k.region for k in setting.kinds], setting.links, sent(step)),

@@ -21,6 +21,7 @@ from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.plan.question import Bytes
 from muletrain.sim.steps.endings import ended_s
 from muletrain.sim.steps.steps import Cast, play
+from muletrain.sim.steps.wires import FREE
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class HubStep:
     @cached_property
     def split(self) -> Split:
         """The parts of the step, played."""
-        computed_s = self._computed_s(range(len(self.stages)))
+        computed_s = self._computed_s(range(len(self.stages)), linked=False)
         free_s = max(computed_s, self._played(linked=False).computing_s)
         linked = self._played(linked=True)
         linked_s = max(free_s, linked.computing_s)
@@ -99,8 +100,8 @@ class HubStep:
             step_s = max(linked_s, ended_s, self._played(linked=True, delayed=True).step_s)
         return parted(computed_s, free_s, linked_s, self._waited_s + step_s)
 
-    def _computed_s(self, stages: Sequence[int]) -> float:
-        return max(self.setting.cost.microbatches / sum(map(sum, self._rates_at(s))) for s in stages)
+    def _computed_s(self, stages: Sequence[int], *, linked: bool = True) -> float:
+        return max(self.setting.cost.microbatches / sum(map(sum, self._rates_at(s, linked=linked))) for s in stages)
 
     @property
     def _waited_s(self) -> float:
@@ -118,16 +119,18 @@ class HubStep:
 
     # Crews ------------------------------------------------------------------------------------------------------------
 
-    def _rates_at(self, stage: int) -> list[tuple[float, float]]:
-        return [self._rates(crew) for crew in self.crews if crew.stage == stage]
+    def _rates_at(self, stage: int, *, linked: bool = True) -> list[tuple[float, float]]:
+        return [self._rates(crew, linked=linked) for crew in self.crews if crew.stage == stage]
 
-    def _rates(self, crew: Crew) -> tuple[float, float]:
+    def _rates(self, crew: Crew, *, linked: bool = True) -> tuple[float, float]:
         """Microbatches/s of a server, and of its clients together. A client computes one part while the next one is on
-        its way, and waits where that takes longer."""
+        its way, and waits where that takes longer; not unless ``linked``."""
         s, kinds = crew.stage, self.setting.kinds
         server, clients = 1 / kinds[crew.server].service_s(s), [1 / kinds[k].service_s(s) for k in crew.clients]
         if server < SLOWEST * sum(clients) / max(1, len(clients)):
             server = 0.0
+        if not linked:
+            return server, sum(clients)
         part_s = 1 / (server + sum(clients))
         waits = [max(1.0, (1 + self._way_s(crew, k) / part_s) / ROOM) for k in crew.clients]
         return server, sum(rate / wait for rate, wait in zip(clients, waits, strict=True))
@@ -164,7 +167,7 @@ class HubStep:
         """A crew as one machine, which is no faster than the links of its server are for its own parts and for what goes
         to other stages."""
         own, s, cost = self.setting.kinds[crew.server], crew.stage, self.setting.cost
-        server, clients = self._rates(crew)
+        server, clients = self._rates(crew, linked=linked)
         rate, last = server + clients, s == len(self.stages) - 1
         if linked:
             out, back = (nbytes * clients / rate for nbytes in self.inner_bytes(s))
@@ -173,15 +176,17 @@ class HubStep:
             rate = min(rate, own.up_bytes_per_s / up if up else rate, own.down_bytes_per_s / down)
         faster = own.service_s(s) * rate
         times_s = (tuple(seconds / faster for seconds in each) for each in (own.forward_s, own.backward_s))
+        if not linked:
+            own = replace(own, up_bytes_per_s=math.inf, down_bytes_per_s=math.inf)
         return replace(own, forward_s=next(times_s), backward_s=next(times_s))
 
     def _link(self, a: Crew, b: Crew, *, linked: bool) -> Link:
         """From a crew to another. A pass through a crew takes longer than its share of the crew's time: parts travel, and
         a microbatch with fewer sequences than the crew has workers is computed by some of them."""
-        path = self.setting.links[a.server][b.server] if linked else Link(0.0, math.inf)
+        path = self.setting.links[a.server][b.server] if linked else FREE
         if a.stage == b.stage or not b.clients:
             return path
-        server, clients = self._rates(b)
+        server, clients = self._rates(b, linked=linked)
         thin = max(1.0, (1 + len(b.clients)) / self.setting.cost.sequences)
         passes = 1 if b.stage == len(self.stages) - 1 else 2
         way_s = max(self._way_s(b, k) for k in b.clients) if linked else 0.0

@@ -21,6 +21,7 @@ from muletrain.planning.placement import Task
 from muletrain.planning.splits import parted
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.machine import stash_room
+from muletrain.sim.plan import churn
 from muletrain.sim.plan.placed import Placed
 from muletrain.sim.plan.question import Bytes, fullest, matrices, mixing, traffic, with_haste
 from muletrain.sim.plan.unequal import laid_out, unequal
@@ -46,10 +47,14 @@ STAND_IN = "nobody leaves: where a machine is lost, a spare or the others of its
 
 
 def predict(
-    question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None] = lambda share: None
+    question: Question,
+    seed: int,
+    time_limit_s: float,
+    watch: Callable[[float], None] = lambda share: None,
+    least: float = 0.0,
 ) -> list[Prediction]:
-    """Predict each schedule."""
-    counts = question.stage_counts()
+    """Predict each schedule. ``least``: tokens/s of interest: what is estimated to do fewer is not played."""
+    counts, tokens = question.stage_counts(), question.run.train.batch * question.spec.context
     best: dict[Schedule, list[tuple[float, Placed]]] = {schedule: [] for schedule in SCHEDULES}
     problem = ""
     too_full: dict[Schedule, str] = {}
@@ -61,22 +66,23 @@ def predict(
                         if isinstance(fastest, str):
                             too_full[schedule] = fastest
                             continue
-                        best[schedule].append(fastest)
+                        left = churn.kept(question, fastest[1].scene, fastest[1].serving)
+                        best[schedule].append((fastest[0] / left if left else math.inf, fastest[1]))
             except (CapacityError, ConfigError) as e:
                 problem = str(e)
         watch((n + 1) / len(counts))
     hurried = any(not placed.complete for found in best.values() for _, placed in found)
     played = {
-        schedule: [(_played_s(placed, schedule), placed) for placed in promising(found)]
+        schedule: [(_expected_s(question, placed, schedule), placed) for placed in near]
         for schedule, found in best.items()
-        if found
+        if found and (near := [placed for s, placed in promising(found) if NEARLY * s * least <= tokens])
     }
     winners = [(schedule, min(found, key=itemgetter(0))[1]) for schedule, found in played.items()]
     for winner, placed in winners:
         for schedule in (s for s in SCHEDULES if s != winner):
             other = _fastest(question, placed, [placed.scene.setting.cost.sequences]).get(schedule)
             if isinstance(other, tuple):
-                played.setdefault(schedule, []).append((_played_s(other[1], schedule), other[1]))
+                played.setdefault(schedule, []).append((_expected_s(question, other[1], schedule), other[1]))
     return [
         with_haste(told(question, min(played[schedule], key=itemgetter(0))[1], schedule), hurried=hurried)
         if schedule in played
@@ -84,7 +90,7 @@ def predict(
             strategy="pipeline",
             schedule=schedule,
             runnable=find("pipeline").runs,
-            problem=too_full.get(schedule, problem),
+            problem="others are faster by estimate" if best[schedule] else too_full.get(schedule, problem),
         )
         for schedule in SCHEDULES
     ]
@@ -96,19 +102,20 @@ def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Predicti
         return list(pipelines)
     placed = laid_out(question, swarm)
     every = _fastest(question, placed, question.microbatches())
-    found = []
+    found, tokens = [], question.run.train.batch * question.spec.context
     for p in pipelines:
         other = every.get(p.schedule) if p.schedule else None
-        if isinstance(other, tuple) and p.schedule and (p.problem or _played_s(other[1], p.schedule) < p.step_s):
-            p = told(question, other[1], p.schedule)
+        if isinstance(other, tuple) and p.schedule and other[0] * NEARLY * p.expected_per_s <= tokens:
+            q = told(question, other[1], p.schedule)
+            p = q if p.problem or q.expected_per_s > p.expected_per_s else p
         found.append(p)
     return found
 
 
-def promising(found: Sequence[tuple[float, Placed]]) -> list[Placed]:
-    """Select the layouts that may be the fastest, by estimated step times [s]."""
+def promising(found: Sequence[tuple[float, Placed]]) -> list[tuple[float, Placed]]:
+    """Select the layouts that may be the fastest, by estimated step times under churn [s]."""
     near = sorted((pair for pair in found if pair[0] * NEARLY <= min(found, key=itemgetter(0))[0]), key=itemgetter(0))
-    return [placed for _, placed in near[:SHORTLIST]]
+    return near[:SHORTLIST]
 
 
 def alike(question: Question, stages: int, microbatch: int, seed: int, time_limit_s: float) -> list[Placed]:
@@ -236,6 +243,7 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
     )
     used = {name for stage in stages for name in stage.machines}
     tokens = question.run.train.batch * question.spec.context
+    left = churn.kept(question, placed.scene, placed.serving)
     return Prediction(
         strategy="pipeline",
         schedule=schedule,
@@ -247,6 +255,7 @@ def told(question: Question, placed: Placed, schedule: Schedule) -> Prediction:
         state_device=placed.scene.run.optimizer.state_device,
         step_s=split.step_s,
         tokens_per_s=tokens / split.step_s,
+        churned_tokens_per_s=question.churning(left * tokens / split.step_s),
         split=split,
         memory=_memory(question, placed, schedule),
         traffic=traffic([k.region for k in setting.kinds], setting.links, _sent(placed, shares)),
@@ -268,6 +277,12 @@ def _played_s(placed: Placed, schedule: Schedule) -> float:
     setting, delayed = placed.scene.setting, placed.scene.run.optimizer.delayed
     step_s = play(setting, placed.cast(schedule), delayed=delayed).step_s
     return step_s if step_s > 0 else placed.roughly_s(schedule)  # so short that steps end beside each other
+
+
+def _expected_s(question: Question, placed: Placed, schedule: Schedule) -> float:
+    """Seconds of a step as it is played, longer by what churn costs."""
+    left = churn.kept(question, placed.scene, placed.serving)
+    return _played_s(placed, schedule) / left if left else math.inf
 
 
 def _sent(placed: Placed, shares: Sequence[int]) -> Bytes:

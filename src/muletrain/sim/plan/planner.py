@@ -13,6 +13,7 @@ from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.question import with_haste
 from muletrain.sim.plan.limits import improvements, limited, without_work
 from muletrain.strategies import STRATEGIES, find
 
@@ -46,41 +47,52 @@ def confirmed(question: Question, plan: Plan) -> Plan:
     return plan.model_copy(update={"strategies": strategies})
 
 
+def predict(
+    question: Question,
+    *,
+    seed: int = 0,
+    time_limit_s: float = 30.0,
+    watch: Callable[[str, float], None] = fewer.unwatched,
+) -> fewer.Predictions:
+    """Predict every strategy on all machines in question. Arguments: see ``plan``."""
+    pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
+    cuts = plan_pipeline.uneven(question, pipelines)
+    swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
+    return {
+        "swarm": [swarm],
+        "pipeline": plan_pipeline.tried_on(question, swarm, pipelines),
+        "swap": [plan_swap.predict(question)],
+        "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
+    }
+
+
 @seldom_collected()  # a third of the time would go into looking at what lasts
 def plan(
     question: Question,
     *,
     seed: int = 0,
     time_limit_s: float = 30.0,
-    watch: Callable[[str, float], None] = lambda what, share: None,
+    watch: Callable[[str, float], None] = fewer.unwatched,
 ) -> Plan:
     """Predict every strategy, on fewer machines where that is faster, and recommend one. ``time_limit_s``: of the
     searches for placements and allocations; ``watch`` hears which search runs and its share done.
 
     Raises ConfigError, and CapacityError if no strategy is possible."""
-    pipelines = plan_pipeline.predict(question, seed, time_limit_s / 2, lambda share: watch("pipeline", share))
-    cuts = plan_pipeline.uneven(question, pipelines)
-    swarm = plan_swarm.predict(question, lambda share: watch("swarm", share), cuts)
-    predicted: fewer.Predictions = {
-        "swarm": [swarm],
-        "pipeline": plan_pipeline.tried_on(question, swarm, pipelines),
-        "swap": [plan_swap.predict(question)],
-        "hub": [plan_hub.predict(question, seed, time_limit_s / 2, lambda share: watch("hub", share))],
-    }
-    several = fewer.unswapped(question, predicted)
-    whole = in_order(several)
-    if all(p.problem for p in whole):
-        whys = {p.strategy: p.problem for p in whole}
+    predicted = predict(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
+    whole = in_order(predicted)
+    few = fewer.improved(question, predicted, seed=seed, time_limit_s=time_limit_s, watch=watch)
+    several = in_order(few.predictions)
+    if all(p.problem for p in several):
+        whys = {p.strategy: p.problem for p in several}
         raise CapacityError(f"{whys['swarm']}. Strategy swap, which needs less of the device: {whys['swap']}")
-    found = [limited(question, p) for p in in_order(fewer.improved(question, several))]
+    found = [limited(question, with_haste(p, hurried=not few.complete and p.runnable)) for p in several]
     best, why = recommend(found, all_stay=all(peer.reliable for peer in question.fleet.peers()))
     chosen = None if best is None else found[best]
     others, told = [], ""
     if chosen is not None and chosen.left_out:
         able = [p for p in whole if p.runnable and not p.problem]
-        others = [limited(question, max(able, key=lambda p: p.tokens_per_s))]
-        if chosen.left_out != others[0].left_out:  # else only those stay out that would have to swap
-            told = fewer.compared(question, chosen, others[0])
+        others = [limited(question, max(able, key=lambda p: p.expected_per_s))] if able else []
+        told = fewer.compared(question, chosen, others[0]) if able else fewer.ONLY_FEWER
     run, spec = question.run, question.spec
     return Plan(
         fleet=question.fleet.name,
@@ -92,7 +104,7 @@ def plan(
         recommended=best,
         why=why,
         fewer=told,
-        swapping="" if chosen is None else fewer.worth(question, chosen, pipelines),
+        swapping="" if chosen is None else fewer.worth(question, chosen, predicted["pipeline"]),
         improvements=() if chosen is None else improvements(question, chosen, others),
         without_work=() if chosen is None else without_work(question, chosen),
         assumed=question.assumed(),

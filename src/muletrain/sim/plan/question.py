@@ -15,6 +15,7 @@ from muletrain.config.costs import Costs
 from muletrain.config.fleet_file import Fleet
 from muletrain.config.plan_file import Memory, Traffic
 from muletrain.sim.fleet.calibration import calibrated
+from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.machine import AMPLE, flops_of, offer_of
 from muletrain.sim.setting import first_of_each, mixed, once_mixed, setting, stage_needs, stages_for
 from muletrain.sim.steps.endings import ending_bytes
@@ -53,7 +54,7 @@ class Scene:
 @dataclass(frozen=True, eq=False)
 class Question:
     """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given. ``whole``: the fleet that ``fleet`` is
-    the first machines of (``fewer``)."""
+    the first machines of (``subsets``). ``weather``: of the whole fleet."""
 
     fleet: Fleet
     run: RunConfig
@@ -62,7 +63,10 @@ class Question:
     microbatch: int | None = None
     costs: Costs = field(default_factory=Costs)
     whole: Fleet | None = None
+    weather: Weather = Weather()
     _cuts: dict[int, Cut] = field(default_factory=dict)
+    churned: dict[object, float] = field(default_factory=dict)
+    """What churn leaves of layouts that were played (``churn``)."""
 
     @property
     def paced(self) -> bool:
@@ -81,6 +85,10 @@ class Question:
         peers = iter(whole.peers())
         every = {m.name: [next(peers).name for _ in range(m.count)] for m in whole.machines}
         return {entry: names[: counts[entry]] for entry, names in every.items() if entry in counts}
+
+    def churning(self, tokens_per_s: float) -> float | None:
+        """Tokens/s under churn, for a prediction; None: the fleet file has none."""
+        return None if self.weather == Weather() else tokens_per_s
 
     @cached_property
     def left_out(self) -> tuple[str, ...]:
@@ -126,7 +134,9 @@ class Question:
             self._cuts[stages] = self.spec.cut(stages)
         fleet = run.fleet.model_copy(update={"stages": stages})
         of = run.model_copy(update={"fleet": fleet})
-        return Scene(of, calibrated(setting(self.fleet, of, self.spec, cut or self._cuts[stages]), self.costs))
+        return Scene(
+            of, calibrated(setting(self.fleet, of, self.spec, cut or self._cuts[stages], self.whole), self.costs)
+        )
 
     def scene_of(self, p: Prediction) -> Scene:
         """The scene that ``p`` was predicted on."""

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from muletrain.sim.plan.question import Question
 
 
+def asked_of(question: Question) -> Question:
+    """The same question about a run whose machines have the whole model."""
+    return replace(question.asking(find("swap")), stages=1)
+
+
 def predict(question: Question, least: float = 0.0) -> Prediction:
     """Predict swap with the best microbatch, or why no machine can run it. ``least``: see ``swarm``."""
     blank = Prediction(strategy="swap", runnable=find("swap").runs)
@@ -23,7 +28,7 @@ def predict(question: Question, least: float = 0.0) -> Prediction:
         paced = next(p.name for p in question.firsts if p.forward_s)
         why = f"'{paced}' is paced (forward_ms): what it takes for a whole model is not known; give device or tflops instead"
         return blank.model_copy(update={"problem": why})
-    asked = replace(question.asking(find("swap")), stages=1)
+    asked = asked_of(question)
     found = plan_swarm.predict(asked, least=least)
     if found.problem:
         return blank.model_copy(update={"problem": found.problem})

@@ -7,7 +7,7 @@ and on those that suit pipelines. The best by rates are played (``steps``); thes
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from muletrain.sim.fleet.flow import Flow, Rules, Weather
 from muletrain.sim.fleet.pace import Pace
 from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.fleet.simulation import simulate_fleet
+from muletrain.sim.plan import churn
 from muletrain.sim.plan.question import Bytes, fullest, mixing, traffic
 from muletrain.sim.steps.wires import without_links
 from muletrain.strategies import find
@@ -60,6 +61,8 @@ class Settled:
     serving: Sequence[Counts]
     roughly_s: float
     """Seconds of a step by rates."""
+    kept: float = 1.0
+    """The part of its tokens/s that is left under churn."""
 
     @property
     def tokens(self) -> int:
@@ -67,9 +70,14 @@ class Settled:
         cost = self.scene.setting.cost
         return cost.microbatches * cost.tokens
 
+    @property
+    def roughly_per_s(self) -> float:
+        """Tokens/s by rates, under churn."""
+        return self.kept * self.tokens / self.roughly_s
+
     def may_reach(self, tokens_per_s: float) -> bool:
-        """Is a play worth its time, where another layout does so many?"""
-        return FASTER * self.tokens / self.roughly_s >= tokens_per_s
+        """Is a play worth its time, where another layout does so many under churn?"""
+        return FASTER * self.roughly_per_s >= tokens_per_s
 
     @cached_property
     def took(self) -> Took:
@@ -84,6 +92,11 @@ class Settled:
     def tokens_per_s(self) -> float:
         return self.tokens / self.step_s
 
+    @property
+    def expected_per_s(self) -> float:
+        """Tokens/s under churn."""
+        return self.kept * self.tokens_per_s
+
 
 def predict(
     question: Question,
@@ -91,24 +104,19 @@ def predict(
     cuts: Iterable[Cut] = (),
     least: float = 0.0,
 ) -> Prediction:
-    """Find the best layout, or why there is none. ``cuts``: to try beside the most even one of each number of
-    stages; ``least``: tokens/s of interest: without a layout that may reach them, none is played."""
-    found, problems = [], []
-    ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
-    for n, (stages, cut) in enumerate(ways):
-        for microbatch in question.microbatches():
-            try:
-                found.append(settled_on(question, stages, microbatch, cut))
-            except CapacityError as e:
-                problems.append(e)
-                break  # larger ones do not fit either
-        watch((n + 1) / len(ways))
+    """Find the best layout under churn, or why there is none. ``cuts``: to try beside the most even one of each number
+    of stages; ``least``: tokens/s of interest: without a layout that may reach them, none is played."""
+    return best_of(question, *rated(question, watch, cuts, least), least)
+
+
+def best_of(question: Question, found: Sequence[Settled], problem: str, least: float = 0.0) -> Prediction:
+    """Predict the best of the rated layouts, or say why there is none."""
     if not found:
         either = "; no other number of stages fits either: add machines or memory, or take a smaller model"
         return Prediction(
             strategy="swarm",
             runnable=find("swarm").runs,
-            problem=str(problems[-1]) + (either if question.stages is None else ""),
+            problem=problem + (either if question.stages is None else ""),
         )
     worth = [s for s in promising(found) if s.may_reach(least)]
     if not worth:
@@ -116,9 +124,35 @@ def predict(
     return told(question, chosen(worth))
 
 
+def rated(
+    question: Question,
+    watch: Callable[[float], None] = lambda share: None,
+    cuts: Iterable[Cut] = (),
+    least: float = 0.0,
+) -> tuple[list[Settled], str]:
+    """Rate every layout; what churn leaves of one follows from its cut. Without any, say why. Of what cannot do
+    ``least`` tokens/s churn is not played."""
+    found, problems = list[Settled](), []
+    ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
+    for n, (stages, cut) in enumerate(ways):
+        own = list[Settled]()
+        for microbatch in question.microbatches():
+            try:
+                own.append(settled_on(question, stages, microbatch, cut))
+            except CapacityError as e:
+                problems.append(str(e))
+                break  # larger ones do not fit either
+        if own and (best := min(own, key=lambda s: s.roughly_s / s.tokens)).may_reach(least):
+            left = churn.kept(question, best.scene, best.serving)
+            own = [replace(s, kept=left) for s in own]
+        found += own
+        watch((n + 1) / len(ways))
+    return found, "" if found else problems[-1]
+
+
 def promising(found: Sequence[Settled]) -> list[Settled]:
     """Select the layouts that may be the fastest."""
-    tokens = [s.tokens / s.roughly_s for s in found]
+    tokens = [s.roughly_per_s for s in found]
     order = sorted(range(len(found)), key=lambda n: -tokens[n])
     leaders = {found[n].scene.setting.cut: n for n in reversed(order)}.values()
     leading = [n for n in leaders if tokens[n] >= LEADING * max(tokens)]
@@ -129,11 +163,11 @@ def promising(found: Sequence[Settled]) -> list[Settled]:
 def chosen(found: Sequence[Settled]) -> Settled:
     """Choose the fastest layout, or one as fast with fewer stages."""
     played, best = list[Settled](), 0.0
-    for s in sorted(found, key=lambda s: s.roughly_s / s.tokens):
+    for s in sorted(found, key=lambda s: -s.roughly_per_s):
         if s.may_reach((1 - ALIKE) * best):
             played.append(s)
-            best = max(best, s.tokens_per_s)
-    near = [s for s in played if s.tokens_per_s >= (1 - ALIKE) * best]
+            best = max(best, s.expected_per_s)
+    near = [s for s in played if s.expected_per_s >= (1 - ALIKE) * best]
     return min(near, key=lambda s: (len(s.serving), -s.scene.setting.cost.sequences))
 
 
@@ -223,6 +257,7 @@ def told(question: Question, found: Settled) -> Prediction:
         state_device=scene.run.optimizer.state_device,
         step_s=found.step_s,
         tokens_per_s=found.tokens_per_s,
+        churned_tokens_per_s=question.churning(found.expected_per_s),
         split=split(found),
         memory=_memory(question, scene, found.serving),
         traffic=sent(found),

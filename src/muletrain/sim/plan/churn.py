@@ -1,0 +1,64 @@
+"""What churn leaves of a prediction: lost stages, rollbacks, states that newcomers fetch, machines that are away.
+
+A layout of stages is played as rates under the fleet file's churn (``sim.fleet.flow``), from where the plan puts its
+machines. Of a hub only clients leave, so it has their part of the time that they are there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muletrain.sim.fleet.flow import HOUR_S, Flow, Rules, Weather
+from muletrain.sim.fleet.rates import TRAINERS, Rates
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from muletrain.sim.fleet.rates import Counts
+    from muletrain.sim.plan.question import Question, Scene
+
+EVENTS, HOURS = 240.0, (6.0, 240.0)
+"""Departures that a play has about, and the least and most hours of one."""
+
+
+def rate_per_s(weather: Weather) -> float:
+    """How often each machine leaves, by itself or in a burst."""
+    return weather.leave_per_s + weather.bursts_per_s * weather.burst_share
+
+
+def kept(question: Question, scene: Scene, serving: Sequence[Counts]) -> float:
+    """The part of a layout's tokens/s that is left under churn, at most 1. ``serving``: by stage and kind."""
+    leaves = [n for n, kind in enumerate(scene.setting.kinds) if kind.leaves]
+    exposed = sum(counts[k] for counts in serving for k in leaves)
+    if question.weather == Weather() or not exposed:
+        return 1.0
+    known = tuple(map(tuple, serving))
+    key = scene.setting.cut, known, tuple(kind.name for kind in scene.setting.kinds), scene.run.swap.backing
+    if key not in question.churned:
+        question.churned[key] = _kept(question.weather, scene, known, exposed)
+    return question.churned[key]
+
+
+def _kept(weather: Weather, scene: Scene, serving: Sequence[Counts], exposed: int) -> float:
+    fleet = scene.run.fleet
+    rates = Rates(scene.setting, trainers=fleet.trainers or TRAINERS, delayed=scene.run.optimizer.delayed)
+    rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, scene.run.checkpoint.every)
+    often = rate_per_s(weather) * exposed
+    hours = min(HOURS[1], max(HOURS[0], EVENTS / (HOUR_S * often) if often else 0.0))
+    if weather.trace:
+        hours = min(hours, weather.trace[-1].time_s / HOUR_S + HOURS[0])
+    steady = rates.of(serving).throughput
+    played = Flow(rates, weather, rules, HOUR_S * hours, seed=0, serving=serving).play().outcome()
+    return min(1.0, played.throughput / steady) if steady else 1.0
+
+
+def present(weather: Weather, machines: int) -> float:
+    """The mean part of ``machines`` that churn leaves there."""
+    if weather.trace and machines:
+        there, since_s, total = machines, 0.0, 0.0
+        for change in weather.trace:
+            total += there * (change.time_s - since_s)
+            there, since_s = max(0, there + change.peers), change.time_s
+        traced = min(1.0, total / since_s / machines) if since_s else 1.0
+    else:
+        traced = 1.0
+    return traced / (1 + rate_per_s(weather) * weather.away_s)
