@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,10 +19,35 @@ from muletrain.sim.fleet.simulation import EXAMPLE, by_rates, weather
 from muletrain.sim.setting import Setting, setting
 from tests.tiny_fleets import PACED, run_of
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def advised(tmp_path: Path, text: str, *overrides: str) -> list[Suggestion]:
+
+def by_rates_too(scene: Setting, run: RunConfig) -> float:
+    """A play that finds what rates promised."""
+    return by_rates(scene, run, Weather(), hours=8.0).throughput * scene.cost.tokens
+
+
+def advised(
+    tmp_path: Path, text: str, *overrides: str, played: Callable[[Setting, RunConfig], float] = by_rates_too
+) -> list[Suggestion]:
     """As nobody comes or goes."""
-    return suggestions(lambda change: run_of(tmp_path, text, *overrides, *([change.text] if change else [])), Weather())
+    return suggestions(
+        lambda change: run_of(tmp_path, text, *overrides, *([change.text] if change else [])), Weather(), played
+    )
+
+
+def test_what_is_suggested_has_been_played_and_its_gain_is_what_came_of_it(tmp_path: Path) -> None:
+    options = ("fleet.stages=2", "train.batch=8", "fleet.rebalance=off", "wire.gradients=fp32")
+
+    def half(scene: Setting, run: RunConfig) -> float:
+        """A play in which a larger batch helps less than by rates, and nothing else does."""
+        return 100.0 * (1.1 if run.train.batch == 16 else 1.0)
+
+    promised = {s.change.field: s.gain for s in advised(tmp_path, PACED, *options)}
+    assert promised["train.batch"] > 0.15
+    (found,) = advised(tmp_path, PACED, *options, played=half)
+    assert (found.change.field, found.gain) == ("train.batch", pytest.approx(0.1))
 
 
 def test_what_would_help_by_hand(tmp_path: Path) -> None:
@@ -66,8 +92,8 @@ def test_stages_that_lose_their_last_peer_every_now_and_then_are_no_help(monkeyp
         config = load_config(None, ["model.preset=llama-7b", "train.batch=512", "train.microbatch=1", stages])
         return setting(fleet, config, ModelSpec.from_config(config.model)), config
 
-    assert [s.change.value for s in suggestions(changed, Weather())] == ["13"]
-    assert suggestions(changed, weather(fleet.churn, EXAMPLE.parent)) == []
+    assert [s.change.value for s in suggestions(changed, Weather(), by_rates_too)] == ["13"]
+    assert suggestions(changed, weather(fleet.churn, EXAMPLE.parent), by_rates_too) == []
 
 
 def test_changes_that_do_not_fit_are_not_named(tmp_path: Path) -> None:
@@ -76,4 +102,4 @@ def test_changes_that_do_not_fit_are_not_named(tmp_path: Path) -> None:
             raise MuletrainError("no room")
         return run_of(tmp_path, PACED, "fleet.stages=2", "train.batch=8", *([change.text] if change else []))
 
-    assert "train.batch" not in {s.change.field for s in suggestions(changed, Weather())}
+    assert "train.batch" not in {s.change.field for s in suggestions(changed, Weather(), by_rates_too)}

@@ -148,9 +148,9 @@ def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int
 
 
 def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tuple[int | None, str]:
-    """Of what runs today and is possible the fastest under the fleet's churn; and why. Where that leaves machines out, planned membership is
-    preferred to an equal one: its plan names the machines that work. Unless ``all_stay``, no planned pipeline is: it
-    loses most when a machine goes."""
+    """Of what runs today and is possible the fastest under the fleet's churn; and why. Where that leaves machines out,
+    planned membership is preferred to an equal one: its plan names the machines that work. Unless ``all_stay``, no
+    planned pipeline is: it loses most when a machine goes."""
     possible = [i for i, p in enumerate(predictions) if not p.problem]
     able = [i for i in possible if predictions[i].runnable]
     if not able:

@@ -229,8 +229,8 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
 def setting(
     fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None, whole: Fleet | None = None
 ) -> Setting:
-    """``cut``: if it is known already; ``whole``: the fleet file, if ``fleet`` is some of its machines. Raises ConfigError and CapacityError, whose messages begin with the field of the
-    fleet file that they are about."""
+    """``cut``: if it is known already; ``whole``: the fleet file, if ``fleet`` is some of its machines. Raises ConfigError
+    and CapacityError, whose messages begin with the field of the fleet file that they are about."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut, alone=len(fleet.peers()) == 1), run_cost(config, spec, cut)
     machines = first_of_each(fleet)

@@ -31,7 +31,7 @@ def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares:
     (one of ``CHOICES``). ``spares``: whether the run starts with the plan's spares. Raises ConfigError, also if
     plan and ``config`` contradict each other."""
     plan = read_plan(path)
-    chosen = _chosen(plan, path, choice)
+    chosen = chosen_of(plan, path, choice)
     model = config.model
     if not model.model_fields_set and plan.model in PRESETS:
         model = ModelConfig(preset=plan.model)
@@ -95,7 +95,8 @@ def read_plan(path: Path) -> Plan:
     return read_output(path, Plan, "plan FLEET.toml", VERSION, remark)
 
 
-def _chosen(plan: Plan, path: Path, choice: str | None) -> Prediction:
+def chosen_of(plan: Plan, path: Path, choice: str | None) -> Prediction:
+    """The plan's prediction for ``choice``; default: the recommended one. Raises ConfigError."""
     if choice is None and plan.recommended is None:
         raise ConfigError(f"{path}: the plan recommends no strategy: {plan.why}")
     if choice is None and plan.recommended not in range(len(plan.strategies)):

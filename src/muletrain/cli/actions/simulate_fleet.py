@@ -6,15 +6,13 @@ import dataclasses
 import json as jsonlib
 import math
 import sys
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
-from muletrain.cli.actions.hypothetical import load_run, need_matplotlib
-from muletrain.cli.actions.planned import follows
+from muletrain.cli.actions.hypothetical import need_matplotlib
+from muletrain.cli.actions.scenario import scenario
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, say_swapped, shares
 from muletrain.cli.show.playing import Playing
@@ -23,21 +21,19 @@ from muletrain.config.fleet_file import Fleet, load_located_fleet
 from muletrain.config.load import located
 from muletrain.errors import ConfigError
 from muletrain.sim.fleet.advice import suggestions, worth_of_swapping
-from muletrain.sim.fleet.calibration import calibrated, with_speeds
-from muletrain.sim.fleet.planned import as_hub
+from muletrain.sim.fleet.calibration import with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
-from muletrain.sim.setting import once_mixed, seated, setting, stages_for
-from muletrain.strategies import STRATEGIES, listed_of, strategy_of
+from muletrain.strategies import strategy_of
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from muletrain.cli.actions.scenario import Scenario
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.model.chain import Model
     from muletrain.sim.fleet.accounts import Outcome
-    from muletrain.sim.fleet.advice import Change, Suggestion
+    from muletrain.sim.fleet.advice import Suggestion
     from muletrain.sim.fleet.flow import Weather
     from muletrain.sim.fleet.simulation import Fidelity
     from muletrain.sim.setting import Setting
@@ -65,9 +61,10 @@ def what_if(
     costs: Path | None = None,
     trace: Path | None = None,
     choice: str | None = None,
+    plan: Path | None = None,
 ) -> int:
     """Print the report. Returns the exit code: 1 if peers gave up, 128 + its number after a signal. ``costs``: see
-    ``config.costs``; ``choice``: see ``follows``; default: the configuration's. Raises ConfigError, CapacityError and
+    ``config.costs``; ``choice``, ``plan``: see ``scenario``. Raises ConfigError, CapacityError and
     DataError with the place of the cause."""
     if plot is not None:
         need_matplotlib()
@@ -77,11 +74,10 @@ def what_if(
     fleet, origins = load_located_fleet(path or EXAMPLE)
     with located(origins, Fleet):
         given = [*overrides, *([f"model.preset={model}"] if model else [])]
-        question = _Question(with_speeds(fleet, measured), config, given, measured, choice)
-        scene, run = question.scene()
-        planned = as_hub(scene, strategy_of(run)) if strategy_of(run).pooled else None
-        played = _fidelity(fidelity, pooled=planned is not None, traced=trace is not None)
         churn = weather(fleet.churn, Path(path or EXAMPLE).parent)
+        asked = scenario(with_speeds(fleet, measured), churn, config, given, measured, plan=plan, choice=choice)
+        (scene, run), planned = asked.scene(), asked.planned
+        played = _fidelity(fidelity, pooled=planned is not None, traced=trace is not None)
         seen: list[Event] = []
         with Playing(WHAT[played], 3600 * hours, quiet=json) as playing:
             outcome = simulate_fleet(
@@ -93,6 +89,7 @@ def what_if(
                 fidelity=played,
                 watch=seen.append if trace is not None else None,
                 planned=planned,
+                serving=asked.serving(scene),
                 goes_on=playing,
             )
     if trace is not None:
@@ -100,12 +97,12 @@ def what_if(
     if plot is not None:
         draw(outcome, scene, plot)
     if json:
-        advice = question.advice(outcome, churn)
+        advice = _advice(asked, outcome, churn, hours, seed)
         print(jsonlib.dumps({**_as_json(outcome, scene, advice, hours), "costs": measured.model_dump()}))
     else:
         if path is None:
             say(make_console(), f"no fleet file given; this is the example {escape(str(EXAMPLE))}\n")
-        _tell(question, outcome, churn, hours, [p for p in (plot, trace) if p is not None])
+        _tell(asked, outcome, churn, hours, seed, [p for p in (plot, trace) if p is not None])
     if outcome.failure:
         print(f"error: {outcome.failure}. {FAILS}", file=sys.stderr)
     if playing.stopped_by is not None:
@@ -122,87 +119,37 @@ def _fidelity(asked: Fidelity | None, *, pooled: bool, traced: bool) -> Fidelity
     return asked or ("protocol" if pooled else "flow")
 
 
-@dataclass(frozen=True)
-class _Question:
-    fleet: Fleet
-    config: Path | None
-    given: list[str]
-    measured: Costs
-    choice: str | None
+def _advice(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, seed: int) -> list[Suggestion]:
+    """None if nothing was trained: gains are relative to what was. None for a hub: they are predicted by rates."""
 
-    @property
-    def stages_given(self) -> bool:
-        return _stages_given(self.config, self.given)
+    def tokens_per_s(scene: Setting, run: RunConfig) -> float:
+        again = simulate_fleet(scene, run, churn, hours=hours, seed=seed, serving=asked.serving(scene))
+        return again.throughput * scene.cost.tokens
 
-    @cached_property
-    def run(self) -> tuple[RunConfig, Model]:
-        return _run(self.fleet, self.config, self.given, self.choice)
-
-    def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
-        """Raises MuletrainError for a change that is not possible."""
-        run, spec = (
-            self.run if change is None else _run(self.fleet, self.config, [*self.given, change.text], self.choice)
-        )
-        return calibrated(setting(self.fleet, run, spec), self.measured), run
-
-    def advice(self, outcome: Outcome, churn: Weather) -> list[Suggestion]:
-        """None if nothing was trained: gains are relative to what was. None for a hub: they are predicted by rates."""
-        able = outcome.throughput and not outcome.gave_up and not strategy_of(self.run[0]).pooled
-        return suggestions(self.scene, churn) if able else []
+    able = outcome.throughput and not outcome.gave_up and not strategy_of(asked.run).pooled
+    return suggestions(asked.scene, churn, tokens_per_s) if able else []
 
 
-def _run(fleet: Fleet, config: Path | None, given: list[str], choice: str | None) -> tuple[RunConfig, Model]:
-    """Default number of stages: as few as memory allows. The CPU updates the weights where stages mix devices. Raises
-    ConfigError for a strategy that is not played."""
-    run, spec = load_run(config, given)
-    if not listed_of(run).simulated:
-        played = ", ".join(s.name for s in STRATEGIES if s.simulated)
-        raise ConfigError(
-            f"pipeline.seats: 'simulate fleet' plays strategies {played} only; leave the section [pipeline] out, or predict the "
-            "planned pipelines with 'muletrain plan'"
-        )
-    if not _stages_given(config, given):
-        run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
-    if choice is not None:
-        run = follows(run, choice, local=False)
-    scene = setting(fleet, run, spec)
-    if not strategy_of(run).pooled:
-        return once_mixed(scene, run, seated(scene)), spec
-    members = as_hub(scene, strategy_of(run))
-    serving = [[0] * len(scene.kinds) for _ in scene.cut]
-    for name, stage in members.stages.items():
-        serving[stage][members.kinds[name]] += 1
-    return once_mixed(scene, run, serving), spec
-
-
-def _stages_given(config: Path | None, given: Sequence[str]) -> bool:
-    return config is not None or any(text.startswith("fleet.stages") for text in given)
-
-
-def _tell(question: _Question, outcome: Outcome, churn: Weather, hours: float, written: list[Path]) -> None:
-    console, (scene, run), (_, spec) = make_console(), question.scene(), question.run
-    say_run(console, question.fleet, run, spec, scene, outcome, hours)
-    if not question.stages_given:
-        say(
-            console,
-            "stages: the fewest that all machines have room for, if any number is; 'muletrain plan' finds the fastest number "
-            "(then --set fleet.stages=N here)",
-        )
-    say_swapped(console, scene, worth_of_swapping(question.scene, churn))
+def _tell(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, seed: int, written: list[Path]) -> None:
+    console, (scene, run), spec = make_console(), asked.scene(), asked.spec
+    say_run(console, asked.question.fleet, run, spec, scene, outcome, hours)
+    for told in asked.told:
+        say(console, escape(told))
+    say_swapped(console, scene, worth_of_swapping(asked.scene, churn))
     for table in (results(scene, outcome), shares(outcome)):
         console.print()
         console.print(table)
     console.print()
     if not strategy_of(run).pooled:
         with make_console(sys.stderr).status("looking for changes that help"):
-            found = question.advice(outcome, churn)
+            found = _advice(asked, outcome, churn, hours, seed)
         say_advice(console, scene, outcome, found)
         console.print()
     console.print(links(outcome))
     for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
         console.print(f"estimated: {escape(estimate)}; to use a measured speed, add 'tflops' beside 'device'")
-    if question.measured != Costs():
-        say_costs(console, question.measured, spec, scene)
+    if asked.question.costs != Costs():
+        say_costs(console, asked.question.costs, spec, scene)
     for path in written:
         say(console, f"wrote {escape(str(path))}")
 

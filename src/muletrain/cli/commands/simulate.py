@@ -31,7 +31,7 @@ Overrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Override one field of the run, e.g. fleet.stages=8 (default: as few as memory allows), train.batch=4096 "
+        help="Override one field of the run, e.g. fleet.stages=8 (default: as 'muletrain plan' lays it out), train.batch=4096 "
         "(default: 1024), wire.activations=fp16, optimizer.delayed=true. Repeatable.",
     ),
 ]
@@ -105,7 +105,16 @@ def fleet(
         Simulated | None,
         typer.Option(
             help="'swarm'; 'hub': machines that the file calls reliable are servers, the others their clients; or 'swap': every machine "
-            "has the whole model. Default: what the configuration asks for, else 'swarm'."
+            "has the whole model. With --plan: one of its strategies. Default: what plan or configuration ask for, else the faster of "
+            "swarm and swap."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN.json",
+            help="Play what 'muletrain plan FLEET.toml --json' wrote: its strategy, machines, stages and microbatches. Default: such a "
+            "layout is made here, for the faster of swarm and swap, unless CONFIG or --set fleet.stages says how many stages there are.",
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="CONFIG.toml", help=RUN_CONFIG_HELP)] = None,
@@ -142,6 +151,7 @@ def fleet(
         json=json,
         fidelity=None if fidelity is None else fidelity.value,
         choice=str(strategy) if strategy else None,
+        plan=plan,
         costs=costs,
         trace=trace,
     )

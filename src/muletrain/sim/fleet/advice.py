@@ -1,9 +1,10 @@
-"""Suggest single changes of a run's configuration that make it faster, each played by rates under the file's churn."""
+"""Suggest single changes of a run's configuration that make it faster. Rates choose what is tried first; what is
+suggested has been played like the run itself, and the gain is what came of it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -55,9 +56,14 @@ class Suggestion:
     stages: int
 
 
-def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> list[Suggestion]:
+def suggestions(
+    changed: Callable[[Change | None], tuple[Setting, RunConfig]],
+    weather: Weather,
+    played: Callable[[Setting, RunConfig], float],
+) -> list[Suggestion]:
     """Return the best changes, at most one for each field. ``changed``: the run with a change, or (None) as it is;
-    raises MuletrainError for an impossible change, such as more stages than machines."""
+    raises MuletrainError for an impossible change, such as more stages than machines. ``played``: tokens/s of a play
+    as thorough as that of the run."""
     setting, run = changed(None)
     before, best = _tokens_per_s(setting, run, weather), dict[str, Suggestion]()
     for change in changes(run, paced=any(kind.declared for kind in setting.kinds)):
@@ -68,7 +74,13 @@ def suggestions(changed: Callable[[Change | None], tuple[Setting, RunConfig]], w
             continue
         if change.field not in best or found.gain > best[change.field].gain:
             best[change.field] = found
-    return sorted((s for s in best.values() if s.gain >= WORTH), key=lambda s: -s.gain)[:MOST]
+    promising = sorted((s for s in best.values() if s.gain >= WORTH), key=lambda s: -s.gain)
+    as_it_is, found = played(setting, run) if promising else 0.0, list[Suggestion]()
+    for s in promising:
+        if as_it_is and len(found) < MOST:
+            gain = played(*changed(s.change)) / as_it_is - 1
+            found += [replace(s, gain=gain)] if gain >= WORTH else []
+    return sorted(found, key=lambda s: -s.gain)
 
 
 def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> float | None:
@@ -111,6 +123,16 @@ def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
     for size in (2 * microbatch, microbatch // 2):
         if size and batch % size == 0:
             yield Change("train.microbatch", str(size))
+
+
+def applied(run: RunConfig, change: Change) -> RunConfig:
+    """The run with the change. Raises MuletrainError for what the configuration refuses."""
+    name, _, field = change.field.partition(".")
+    section = getattr(run, name)
+    own = {known: getattr(section, known) for known in section.model_fields_set}
+    if change.field == "fleet.stages":
+        own["layers"] = None
+    return run.model_copy(update={name: type(section).model_validate({**own, field: change.value})})
 
 
 def _tokens_per_s(setting: Setting, run: RunConfig, weather: Weather) -> float:

@@ -26,7 +26,7 @@ from muletrain.sim.setting import fetch_s, seat
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from muletrain.sim.fleet.accounts import Accounts, GoesOn
     from muletrain.sim.fleet.rates import Counts, Rates

@@ -12,13 +12,14 @@ from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from muletrain.config.fleet_sections import Churn
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.sim.fleet.accounts import GoesOn, Outcome
     from muletrain.sim.fleet.planned import Planned
+    from muletrain.sim.fleet.rates import Counts
     from muletrain.sim.setting import Setting
 
 Fidelity = Literal["flow", "protocol"]
@@ -48,9 +49,11 @@ def simulate_fleet(
     fidelity: Fidelity = "flow",
     watch: Callable[[Event], None] | None = None,
     planned: Planned | None = None,
+    serving: Sequence[Counts] | None = None,
     goes_on: GoesOn = always,
 ) -> Outcome:
     """Play strategy ``swarm`` for ``hours``, or another one with ``planned`` membership (fidelity 'protocol').
+    ``serving``: who serves at the start, by stage and kind (fidelity 'flow'); default: machines are seated as newcomers.
 
     The same seed gives the same outcome. ``watch`` hears every event of the peers and their slots (fidelity
     'protocol'). ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError
@@ -62,7 +65,7 @@ def simulate_fleet(
         actors = Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned)
         return actors.play(goes_on)
     pace = Pace(setting, trainers=trainers, delayed=config.optimizer.delayed)
-    return Flow(pace, weather, _rules(config), horizon_s, seed).play(goes_on).outcome()
+    return Flow(pace, weather, _rules(config), horizon_s, seed, serving).play(goes_on).outcome()
 
 
 def by_rates(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:

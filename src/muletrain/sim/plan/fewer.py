@@ -95,7 +95,7 @@ class _Search:
         self._small = len(question.fleet.peers()) <= SMALL
         self.found: dict[Key, Prediction] = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
         self._ends_s = time.monotonic() + time_limit_s
-        self._pooled = self.found["hub", ""].expected_per_s >= BEHIND * self.best_per_s
+        self._pooled = ("hub", "") in self.found and self.found["hub", ""].expected_per_s >= BEHIND * self.best_per_s
         """A hub is tried on fewer machines if on all of them it is not far behind."""
         self._planned = PLANNED
         if not self._small and (rate := self._rate(question)):
@@ -132,7 +132,7 @@ class _Search:
     def _least(self, *strategies: str) -> float:
         """Tokens/s of the slowest prediction of these, which is to be improved; but what is far behind is no news."""
         own = (p.expected_per_s for (name, _), p in self.found.items() if name in strategies)
-        return max(min(own), BEHIND * self.best_per_s)
+        return max(min(own, default=math.inf), BEHIND * self.best_per_s)
 
     def _may_win(self, counts: Counts) -> bool:
         bound = self._subsets.bounds.of(counts, pooled=self._pooled and self._subsets.pooled(counts))
@@ -140,8 +140,8 @@ class _Search:
 
     def _rate(self, part: Question) -> float:
         """Tokens/s of the best layout by rates, under churn."""
-        swarm = self.found["swarm", ""]
-        if not self._small and not swarm.problem:
+        swarm = self.found.get(("swarm", ""))
+        if not self._small and swarm is not None and not swarm.problem:
             part = replace(part, microbatch=swarm.microbatch)
         least, rated = self.best_per_s, list[plan_swarm.Settled]()
         for asked in (part, plan_swap.asked_of(part)):
@@ -161,9 +161,10 @@ class _Search:
                 tokens_per_s=self.found["pipeline", s].expected_per_s,
             )
             for s in plan_pipeline.SCHEDULES
+            if ("pipeline", s) in self.found
         ]
         pipelines = blank
-        if self._planned * rate > self.best_per_s < self._subsets.bounds.of(counts):
+        if blank and self._planned * rate > self.best_per_s < self._subsets.bounds.of(counts):
             least = self._least("pipeline")
             pipelines = [
                 b if p.problem else p
@@ -176,8 +177,12 @@ class _Search:
         if self._pooled and self._subsets.pooled(counts):
             found.append(plan_hub.predict(part, self._seed, limit_s / 2, least=self._least("hub")))
         for p in found:
-            known = self.found[p.strategy, p.schedule]
-            if not p.problem and (known.problem or p.expected_per_s > (1 + ALIKE) * known.expected_per_s):
+            known = self.found.get((p.strategy, p.schedule))
+            if (
+                known is not None
+                and not p.problem
+                and (known.problem or p.expected_per_s > (1 + ALIKE) * known.expected_per_s)
+            ):
                 self.found[p.strategy, p.schedule] = p.model_copy(update={"left_out": part.left_out})
 
 

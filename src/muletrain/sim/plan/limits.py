@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.config.plan_file import Improvement
 from muletrain.errors import CapacityError, MuletrainError
 from muletrain.planning.splits import ENDING_DELAYS
-from muletrain.sim.fleet.advice import MOST, WORTH, changes
+from muletrain.sim.fleet.advice import MOST, WORTH, applied, changes
 from muletrain.sim.machine import AMPLE
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from muletrain.compute.estimate import Offer
     from muletrain.config.plan_file import Prediction
-    from muletrain.config.schema import RunConfig
     from muletrain.sim.fleet.advice import Change
     from muletrain.sim.plan.question import Question, Scene
 
@@ -153,7 +152,7 @@ def improvements(question: Question, chosen: Prediction, others: Sequence[Predic
 
 def _again(question: Question, layout: Prediction, change: Change) -> float:
     """Tokens/s of a layout in the changed run. Raises MuletrainError if it is not possible there."""
-    changed = replace(question.without(layout.left_out), run=_changed(question.run, change))
+    changed = replace(question.without(layout.left_out), run=applied(question.run, change))
     cut = tuple(stage.layers for stage in layout.stages)
     if find(layout.strategy).pooled:
         return plan_hub.told(plan_hub.as_told(changed, changed.scene_of(layout), layout)).tokens_per_s
@@ -167,13 +166,6 @@ def _again(question: Question, layout: Prediction, change: Change) -> float:
     if any(m.device_needs > (m.device_has or math.inf) for m in found.memory):
         raise CapacityError("a machine lacks memory for that")
     return found.tokens_per_s
-
-
-def _changed(run: RunConfig, change: Change) -> RunConfig:
-    name, _, field = change.field.partition(".")
-    section = getattr(run, name)
-    own = {known: getattr(section, known) for known in section.model_fields_set}
-    return run.model_copy(update={name: type(section).model_validate({**own, field: change.value})})
 
 
 # Machines without work ------------------------------------------------------------------------------------------------

@@ -305,6 +305,18 @@ def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
     return [cut for cut in dict.fromkeys(both) if cut != question.spec.cut(len(cut))]
 
 
+def cuts(question: Question, time_limit_s: float) -> list[Cut]:
+    """Uneven cuts that suit the memory and the speed of the machines, whatever the strategy."""
+    counts = question.stage_counts()
+    every = [
+        placed
+        for stages in counts
+        for placed in unequal(question, stages, question.microbatches()[0], 0, time_limit_s / len(counts))
+    ]
+    found = dict.fromkeys(placed.scene.setting.cut for placed in every)
+    return [cut for cut in found if cut != question.spec.cut(len(cut))]
+
+
 def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
     """The membership that the virtual world plays: as in ``chosen``, with spares where a live run seats them."""
     schedule = chosen.schedule

@@ -13,8 +13,8 @@ from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swap as plan_swap
 from muletrain.sim.plan import swarm as plan_swarm
-from muletrain.sim.plan.question import with_haste
 from muletrain.sim.plan.limits import improvements, limited, without_work
+from muletrain.sim.plan.question import with_haste
 from muletrain.strategies import STRATEGIES, find
 
 if TYPE_CHECKING:
@@ -109,6 +109,22 @@ def plan(
         without_work=() if chosen is None else without_work(question, chosen),
         assumed=question.assumed(),
     )
+
+
+def laid_out(question: Question, strategies: Sequence[str], *, time_limit_s: float = 30.0) -> Prediction:
+    """Lay out the fastest of ``strategies`` ('swarm', 'swap') under churn, as ``plan`` does, without planned pipelines
+    beside it. Raises ConfigError, and CapacityError if none is possible."""
+    cuts = plan_pipeline.cuts(question, time_limit_s / 2) if "swarm" in strategies else []
+    predicted: fewer.Predictions = {
+        name: [plan_swarm.predict(question, cuts=cuts) if name == "swarm" else plan_swap.predict(question)]
+        for name in strategies
+    }
+    few = fewer.improved(question, predicted, time_limit_s=time_limit_s).predictions
+    found = [p for own in few.values() for p in own]
+    able = [p for p in found if not p.problem]
+    if not able:
+        raise CapacityError(found[0].problem)
+    return max(able, key=lambda p: p.expected_per_s)
 
 
 def in_order(predicted: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
