@@ -63,7 +63,7 @@ class Question:
     microbatch: int | None = None
     costs: Costs = field(default_factory=Costs)
     whole: Fleet | None = None
-    weather: Weather = Weather()
+    weather: Weather = field(default_factory=Weather)
     _cuts: dict[int, Cut] = field(default_factory=dict)
     churned: dict[object, float] = field(default_factory=dict)
     """What churn leaves of layouts that were played (``churn``)."""

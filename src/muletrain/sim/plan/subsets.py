@@ -140,10 +140,8 @@ class Subsets:
 
     def first(self) -> list[Counts]:
         """Those to look at: all of a small fleet, else those that stand to reason."""
-        if math.prod(n + 1 for n in self.whole) <= EVERY + 1:
-            every = product(*(range(n + 1) for n in self.whole))
-        else:
-            every = iter(self._usual())
+        small = math.prod(n + 1 for n in self.whole) <= EVERY + 1
+        every = product(*(range(n + 1) for n in self.whole)) if small else self._usual()
         return [counts for counts in dict.fromkeys(every) if any(counts) and counts != self.whole]
 
     def _usual(self) -> Iterator[Counts]:
