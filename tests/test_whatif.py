@@ -221,14 +221,14 @@ def test_machines_that_swap_the_whole_model_are_simulated(tmp_path: Path, capsys
         '[[machines]]\nname = "m"\ncount = 4\ndevice = "T4"\nmemory_gib = 1.5\nhost_gib = 16\n'
     )
     given = ["model.preset=gpt3-125m", "model.context=512", "train.batch=64"]
-    for strategy, stages in (("swarm", "3 stages"), ("swap", "1 stage")):
+    for strategy, stages in (("swarm", "stage"), ("swap", "in 1 stage,")):
         code = what_if(
             tmp_path / "fleet.toml", None, None, given, hours=0.5, seed=0, plot=None, json=False, choice=strategy
         )
         assert code == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert f"strategy {strategy}" in shown
-        assert f"in {stages}," in shown
+        assert stages in shown
 
 
 @pytest.mark.slow

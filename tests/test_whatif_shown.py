@@ -45,7 +45,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "fleet.toml").write_text(HOMES)
-    options = (tmp_path / "fleet.toml", None, "gpt3-350m", ["train.batch=512"])
+    options = (tmp_path / "fleet.toml", None, "gpt3-350m", ["train.batch=512", "fleet.stages=4"])
     what_if(*options, hours=2.0, seed=0, plot=None, json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["events"]["moved"] > 0
@@ -55,7 +55,6 @@ def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str],
     assert "machines none came or went" in text
     assert f"moves between stages {said['events']['moved']}" in text
     assert "not needed: no machine went away" in text
-    assert "'muletrain plan' finds the fastest number" in text
 
 
 def test_machines_without_room_are_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
