@@ -121,8 +121,8 @@ def scenario(
     if not listed_of(run).simulated:
         played = ", ".join(s.name for s in STRATEGIES if s.simulated)
         raise ConfigError(
-            f"pipeline.seats: 'simulate fleet' plays strategies {played} only; leave the section [pipeline] out, predict its pipelines with "
-            "'muletrain plan', or play that plan (--plan PLAN.json)"
+            f"pipeline.seats: 'simulate fleet' plays strategies {played} only; leave the section [pipeline] out, predict its pipelines "
+            "with 'muletrain plan', or play that plan (--plan PLAN.json)"
         )
     stated = config is not None or any(text.startswith("fleet.stages") for text in given)
     pooled = strategy_of(run).pooled or (choice is not None and find(choice).pooled)
@@ -132,8 +132,8 @@ def scenario(
     if not stated:
         run, spec = load_run(None, given, f"fleet.stages={stages_for(fleet, run, spec)}")
         told = (
-            "stages: the fewest that all machines have room for, if any number is; 'muletrain plan' finds the fastest number, and the machines to leave out, so "
-            "its figure is another (then play it: --plan PLAN.json)",
+            "stages: the fewest that all machines have room for, if any number is; 'muletrain plan' finds the fastest number, and the "
+            "machines to leave out, so its figure is another (then play it: --plan PLAN.json)",
         )
     if choice is not None:
         run = follows(run, choice, local=False)

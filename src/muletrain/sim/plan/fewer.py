@@ -208,7 +208,7 @@ def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]
 
 def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction]) -> str:
     """Tell which machines swap their stage in ``chosen``, and how much faster that is than the fastest layout where none
-    does (swap.backing = 'off'); empty: none does. ``pipelines``: those that were found, none of which swaps."""
+    does (swap.backing = 'off'); empty: none does. ``pipelines``: those that were found on all machines."""
     part = question.without(chosen.left_out)
     if not (found := swappers(part, chosen)):
         return ""
@@ -219,8 +219,14 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
         for (entry, s, has), n in rows.items()
     )
     off = replace(_off(question), weather=Weather())
-    swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, pipelines))
-    without = [swarm, *plan_pipeline.tried_on(off, swarm, pipelines)]
+    none = [
+        p.model_copy(update={"problem": "swaps", "tokens_per_s": 0.0, "churned_tokens_per_s": None})
+        if swappers(question, p)
+        else p
+        for p in pipelines
+    ]
+    swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, none))
+    without = [swarm, *plan_pipeline.tried_on(off, swarm, none)]
     best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
     if not best:
         return f"{who}: without, there is no layout"
