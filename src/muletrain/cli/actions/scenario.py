@@ -4,7 +4,7 @@ plan has them, or as ``muletrain plan`` would lay them out."""
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -98,8 +98,8 @@ class Scenario:
                 row[k] += 1
         there = [sum(column) for column in zip(*rows, strict=True)]
         spares = list(Counter({k: kind.count - there[k] for k, kind in enumerate(scene.kinds)}).elements())
-        for k, stage in zip(spares, seat(scene, spares, rows), strict=True):
-            rows[stage][k] += 1
+        for spare, target in zip(spares, seat(scene, spares, rows), strict=True):
+            rows[target][spare] += 1
         return list(map(tuple, rows))
 
 
@@ -152,15 +152,10 @@ def _servers(scene: Setting, members: Planned) -> list[list[int]]:
 def _laid_out(question: Question, given: Sequence[str], choice: str | None) -> Scenario:
     """As ``muletrain plan`` would lay it out."""
     fixed = any(text.startswith("train.microbatch") for text in given)
-    asked = question if not fixed else Question(**{**vars_of(question), "microbatch": question.run.train.microbatch})
+    asked = question if not fixed else replace(question, microbatch=question.run.train.microbatch)
     names = [choice] if choice else ["swap"] if question.run.swap.whole else ["swarm", "swap"]
     found = laid_out(asked, names)
     return _placed(question, found, f"laid out as 'muletrain plan' does: {title(found)}")
-
-
-def vars_of(question: Question) -> dict[str, object]:
-    """The arguments of a question that a user gives."""
-    return {name: getattr(question, name) for name in ("fleet", "run", "spec", "costs", "weather")}
 
 
 def _placed(question: Question, found: Prediction, source: str) -> Scenario:
@@ -178,7 +173,7 @@ def _placed(question: Question, found: Prediction, source: str) -> Scenario:
             "optimizer": run.optimizer.model_copy(update={"state_device": found.state_device}),
         }
     )
-    part = Question(**{**vars_of(question), "run": run}).without(found.left_out)  # type: ignore[arg-type]
+    part = replace(question, run=run, stages=None, microbatch=None).without(found.left_out)
     return Scenario(part, found, (source, *_figures(found)))
 
 

@@ -75,12 +75,12 @@ def suggestions(
         if change.field not in best or found.gain > best[change.field].gain:
             best[change.field] = found
     promising = sorted((s for s in best.values() if s.gain >= WORTH), key=lambda s: -s.gain)
-    as_it_is, found = played(setting, run) if promising else 0.0, list[Suggestion]()
+    as_it_is, kept = played(setting, run) if promising else 0.0, list[Suggestion]()
     for s in promising:
-        if as_it_is and len(found) < MOST:
+        if as_it_is and len(kept) < MOST:
             gain = played(*changed(s.change)) / as_it_is - 1
-            found += [replace(s, gain=gain)] if gain >= WORTH else []
-    return sorted(found, key=lambda s: -s.gain)
+            kept += [replace(s, gain=gain)] if gain >= WORTH else []
+    return sorted(kept, key=lambda s: -s.gain)
 
 
 def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> float | None:

@@ -25,7 +25,7 @@ def rate_per_s(weather: Weather) -> float:
     return weather.leave_per_s + weather.bursts_per_s * weather.burst_share
 
 
-def kept(question: Question, scene: Scene, serving: Sequence[Counts]) -> float:
+def kept(question: Question, scene: Scene, serving: Sequence[Sequence[int]]) -> float:
     """The part of a layout's tokens/s that is left under churn, at most 1. ``serving``: by stage and kind."""
     leaves = [n for n, kind in enumerate(scene.setting.kinds) if kind.leaves]
     exposed = sum(counts[k] for counts in serving for k in leaves)
