@@ -57,6 +57,8 @@ class StageWeights:
         self._direct = dtype == torch.float32 and state_device == device
         newest = self.masters if self._direct else self.masters.to(device, dtype)
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
+        masters = self.layout.views(self.masters)
+        self._exact = {} if self._direct else {name: masters[name].to(device) for name in versions[0].exact(dtype)}
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
         if updates:
             self.rule = make_rule(optimizer, total_steps, self.layout, state_device)
@@ -67,7 +69,7 @@ class StageWeights:
         """The step whose update comes next; it computes with the oldest version."""
 
     def _bound(self, stage: StageModule, working: Tensor) -> list[Tensor]:
-        stage.bind(self.layout.views(working))
+        stage.bind(self.layout.views(working) | self._exact)
         by_name = dict(stage.named_parameters())
         return [by_name[name] for name in self._trainable.names]
 
@@ -121,6 +123,7 @@ class StageWeights:
         for version in versions:
             if self._working[version] is not self.masters:
                 self._working[version].copy_(self.masters)
+        self._copy_exact()
 
     def digest(self) -> bytes:
         """BLAKE3 of the masters."""
@@ -154,6 +157,12 @@ class StageWeights:
             for name, value in sources[kind].items():
                 views[name].copy_(value)
         newest.copy_(self.masters)
+        self._copy_exact()
+
+    def _copy_exact(self) -> None:
+        masters = self.layout.views(self.masters)
+        for name, tensor in self._exact.items():
+            tensor.copy_(masters[name])
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}

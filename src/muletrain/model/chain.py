@@ -21,7 +21,7 @@ from muletrain.errors import ConfigError
 from muletrain.planning.partition import Chain, Cut, Shared, partition
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
@@ -90,9 +90,9 @@ class Model(ABC):
     """Inside a stage one block is repeated."""
 
     @property
-    def frozen(self) -> Collection[str]:
-        """Names of the parameters that are not trained."""
-        return ()
+    def frozen(self) -> Mapping[str, str]:
+        """The parameters that are not trained, each with its type ('float32', 'int64'). Runs hold all of them in fp32."""
+        return {}
 
     @property
     def own_loss(self) -> bool:

@@ -16,7 +16,7 @@ from muletrain.errors import CheckpointError
 from muletrain.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -235,3 +235,16 @@ def _header(path: Path) -> dict[str, Stored]:
         much = "its header" if table is None else f"{whole:,}"
         raise CheckpointError(f"{path} is not whole: it has {size:,} bytes of {much}; fetch it again")
     return found
+
+
+def same(a: Stored, b: Stored) -> bool:
+    """Do two tensors hold the same numbers? Raises CheckpointError."""
+    return a.shape == b.shape and bool((a.read() == b.read()).all())
+
+
+def without_place(folder: Path, names: Sequence[str]) -> str:
+    """The error for tensors of a folder that no parameter takes."""
+    return (
+        f"{folder}: {names[0]} has no place in the model that config.json describes ({plural(len(names), 'such tensor')}); correct "
+        f"config.json, or remove from the files what the model does not have"
+    )

@@ -13,6 +13,8 @@ from muletrain.optim.flat import FlatLayout
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    import torch
+
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
 
@@ -34,6 +36,10 @@ class StageModule(nn.Module):
     def frozen(self) -> Collection[str]:
         """Names of parameters that are not trained, perhaps of other stages, too."""
         return ()
+
+    def exact(self, dtype: torch.dtype) -> frozenset[str]:
+        """Frozen parameters of this stage that are bound in fp32 where the others are in ``dtype``."""
+        return frozenset()
 
     def layout(self) -> FlatLayout:
         """Of the parameters, in one flat buffer."""

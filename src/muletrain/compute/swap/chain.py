@@ -16,7 +16,7 @@ from muletrain.errors import CapacityError
 from muletrain.model.make import make_block
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -66,9 +66,10 @@ class SubModel:
         """S."""
         return self.layout.size
 
-    def bind(self, weights: Tensor) -> list[Tensor]:
-        """Compute with ``weights``, [S]. Returns the trained parameters, in the order of ``layout``."""
-        views = self.layout.views(weights)
+    def bind(self, weights: Tensor, exact: Mapping[str, Tensor]) -> list[Tensor]:
+        """Compute with ``weights``, [S], and with ``exact`` in the place of some of them. Returns the trained parameters, in
+        the order of ``layout``."""
+        views = self.layout.views(weights) | exact
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             found.update(block.bind(views).named_parameters())

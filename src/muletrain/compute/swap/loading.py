@@ -199,6 +199,11 @@ class Loader:
             self._size = self._places[k] + models[k].size
         self._buffer: Tensor | None = None
         self._held: dict[int, Tensor] = {}
+        places = dict(zip(state.layout.names, zip(state.layout.ranges(), state.layout.shapes, strict=True), strict=True))
+        names = {model.number: {name for block in model.blocks for name in block.exact(dtype)} for model in models}
+        self._exact_places = {k: {name: places[name] for name in sorted(found)} for k, found in names.items()}
+        self._exact: dict[int, dict[str, Tensor]] = {}
+        """Of each sub-model that was loaded, what it computes with in fp32."""
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
 
@@ -218,7 +223,7 @@ class Loader:
             then = next((n for n in beyond if not (n in self._held and n in self._kept)), k)
             if then not in self._held and then not in self._coming:
                 self._begin(then, {k, then})
-        return self._models[k].bind(self._held[k])
+        return self._models[k].bind(self._held[k], self._exact[k])
 
     def forget(self) -> None:
         """The weights have changed. On the CPU, where the update needs it, the memory is given back."""
@@ -241,7 +246,7 @@ class Loader:
         for k in [k for k in self._coming if k not in keep]:
             self._held[k] = self._coming.pop(k).result()
         for k in [k for k in self._held if k not in keep and not (stay and k in self._kept)]:
-            del self._held[k]
+            del self._held[k], self._exact[k]
             self._models[k].unbind()
 
     def _load(self, model: SubModel, target: Tensor) -> Tensor:
@@ -257,6 +262,10 @@ class Loader:
                 else:
                     self.lane.to_device(source.values[a:b], target[at : at + b - a], pinned=source.pinned)
                     source.release(a, b)
+            self._exact[model.number] = {
+                name: source.values[a:b].to(target.device, copy=True).view(shape)
+                for name, ((a, b), shape) in self._exact_places[model.number].items()
+            }
             self.lane.finish()
         self.traffic.loads += 1
         self.traffic.loaded_bytes += target.numel() * target.element_size()
@@ -267,6 +276,7 @@ class Loader:
         self.lane.thread.shutdown(wait=False, cancel_futures=True)
         self._buffer = None
         self._held.clear()
+        self._exact.clear()
         self._coming.clear()
 
 

@@ -50,7 +50,11 @@ class Whole(StageModule):
         for name, table in buffers_of(self.model).items():
             path, _, leaf = name.rpartition(".")
             self.model.get_submodule(path)._buffers[leaf] = table
-        first, own = first_names(self.model), {name: nn.Parameter(weights[name]) for name in self.shapes()}
+        first = first_names(self.model)
+        own = {
+            name: nn.Parameter(weights[name].to(parameter.dtype), parameter.requires_grad)
+            for name, parameter in self.model.named_parameters()
+        }
         names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         self.model.load_state_dict({name: own[first[name]] for name in names}, strict=False, assign=True)
         return self.eval()
@@ -146,7 +150,17 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
                 f"model.from: config.json does not describe a {kind!r} model: {type(e).__name__}: {first_line(e)}; correct what it "
                 f"says"
             ) from e
-    return model.train()
+    return _all_parameters(model).train()
+
+
+def _all_parameters(model: nn.Module) -> nn.Module:
+    """``model`` with each buffer that its files hold as a parameter that is not trained, so that it is loaded, carried and
+    exported like one. Other buffers follow from the configuration."""
+    for module in model.modules():
+        for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
+            if (buffer := module._buffers.pop(name)) is not None:
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+    return model
 
 
 def _built(auto: Any, hf: Any, dtype: torch.dtype) -> Any:
@@ -205,8 +219,7 @@ def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]
             full = f"{path}.{name}" if path else name
             if value.is_floating_point() and bool(value.isnan().any()):
                 raise ConfigError(
-                    f"model.from: the buffer {full} is not computed by {type(model).__name__}, but stored; models with "
-                    f"stored buffers are not supported"
+                    f"model.from: {type(model).__name__} neither computes nor stores the buffer {full}; take another model"
                 )
             found[full] = value
         for name, buffer in own.items():

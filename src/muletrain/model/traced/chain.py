@@ -155,7 +155,7 @@ class TracedModel(Described):
         return self._made.parts
 
     @property
-    def frozen(self) -> tuple[str, ...]:
+    def frozen(self) -> dict[str, str]:
         return self.outline.frozen
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +20,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from muletrain.errors import ConfigError
 from muletrain.model.traced import operators
 from muletrain.model.traced.export import path_of
+from muletrain.model.traced.ordering import by_need, in_order, inputs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from muletrain.model.traced.export import Traced
 
@@ -71,8 +73,8 @@ class Parts:
     """What goes into the first part."""
     targets: str | None
     """What goes into the last part besides."""
-    frozen: frozenset[str]
-    """Parameters that are not trained: they get gradients of zero."""
+    frozen: Mapping[str, torch.dtype]
+    """Parameters that are not trained, with the types that the parts compute with."""
 
 
 def cut(traced: Traced, module: nn.Module) -> Parts:
@@ -92,10 +94,14 @@ def cut(traced: Traced, module: nn.Module) -> Parts:
     _hoist(traced, fixed, place)
     parts: list[Part] = []
     site, functions = 0, dict[str, fx.GraphModule]()
-    passed = _passed(traced, place, count + 2)
+    in_parts: list[list[fx.Node]] = [[] for _ in range(count + 2)]
+    for node in traced.graph.nodes:
+        if node is not traced.inputs and place.get(node, -1) >= 0:
+            in_parts[place[node]].append(node)
+    ordered = by_need(in_parts, traced.output)
+    passed = _passed(traced, chain([traced.inputs], *ordered), place, count + 2)
     tables = {n for n, part in place.items() if part == -1} | traced.constants.keys()
-    for number in range(count + 2):
-        nodes = [n for n in traced.graph.nodes if place.get(n) == number and n is not traced.inputs]
+    for number, nodes in enumerate(ordered):
         made = _Function(traced, nodes, tables)
         own = tuple(n for n in passed[number] if place[n] == number and n is not traced.inputs)
         outputs = own if number <= count else (traced.output,)
@@ -225,12 +231,12 @@ def _hoist(traced: Traced, fixed: set[fx.Node], place: dict[fx.Node, int]) -> No
             place[node] = -1
 
 
-def _passed(traced: Traced, place: dict[fx.Node, int], parts: int) -> list[tuple[fx.Node, ...]]:
+def _passed(
+    traced: Traced, ordered: Iterable[fx.Node], place: dict[fx.Node, int], parts: int
+) -> list[tuple[fx.Node, ...]]:
     """Values that are alive after each part, in the order they are made."""
     alive: list[list[fx.Node]] = [[] for _ in range(parts)]
-    for node in traced.graph.nodes:
-        if place.get(node, -1) < 0:
-            continue
+    for node in ordered:
         until = max((place[u] for u in node.users if u in place), default=-1)
         for number in range(place[node], until):
             alive[number].append(node)
@@ -319,26 +325,28 @@ def _tables(
 ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...], frozenset[str]]:
     """The function that makes the tables which ``parts`` use, the constants that it takes, and its outputs' names."""
     wanted = list(dict.fromkeys(name for part in parts for name in part.tables))
+    flat = {node.name: node for node in traced.graph.nodes}
+    roots = [flat[name] for name in wanted]
+    nodes = in_order([node for node in traced.graph.nodes if place.get(node) == -1], roots)
+    constants = [node for node in dict.fromkeys([*inputs_of(nodes), *roots]) if node in traced.constants]
     graph, env = fx.Graph(), {}
-    for node in traced.constants:
-        env[node] = graph.placeholder(node.name)
+    for number, node in enumerate(constants):
+        env[node] = graph.placeholder(f"constant_{number}")
         env[node].meta.update(node.meta)
     sizes = [graph.placeholder("sequences"), graph.placeholder("tokens")]
     env[traced.device] = graph.placeholder("where")
-    for node in traced.graph.nodes:
-        if place.get(node) != -1:
-            continue
+    for node in nodes:
         if (size := traced.size_of(node)) is not None:
             env[node] = sizes[size]
         else:
-            env[node] = graph.node_copy(node, lambda n: env[n])
+            # named after its operator alone, so that the order of tracing does not show
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = graph.call_function(node.target, args, kwargs)
             env[node].meta.update(node.meta)
-    by_name = {node.name: copy for node, copy in env.items()}
-    graph.output(tuple(by_name[name] for name in wanted))
-    graph.eliminate_dead_code()
-    constants = tuple(traced.constants.values())
-    masks = frozenset(n.name for n in place if n.name in by_name and n.users and all(_masks(u, n) for u in n.users))
-    return fx.GraphModule(nn.Module(), graph), constants, tuple(wanted), masks
+    graph.output(tuple(env[node] for node in roots))
+    masks = frozenset(node.name for node in roots if node.users and all(_masks(user, node) for user in node.users))
+    names = tuple(traced.constants[node] for node in constants)
+    return fx.GraphModule(nn.Module(), graph), names, tuple(wanted), masks
 
 
 def _masks(user: fx.Node, node: fx.Node) -> bool:

@@ -57,8 +57,8 @@ class Traced:
     output: fx.Node
     parameters: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the parameter; of names for one tensor the first."""
-    frozen: frozenset[str] = frozenset()
-    """Parameters that are not trained."""
+    frozen: dict[str, torch.dtype] = field(default_factory=dict)
+    """Parameters that are not trained, with the types that the graph computes with."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the buffer or constant."""
@@ -233,7 +233,7 @@ class _Flattening:
         self._device = device
         (output,) = self._copy(self._program.graph_module, env, {})
         sizes = tuple(inputs.meta["val"].shape)[: self._lead]
-        frozen = frozenset(parameters.values()) & self._frozen
+        frozen = {name: node.meta["val"].dtype for node, name in parameters.items() if name in self._frozen}
         return Traced(
             self._graph, inputs, targets, device, output, parameters, frozen, shapes, constants, values, sizes
         )
@@ -304,9 +304,9 @@ class _Flattening:
 
     def _functional(self, node: fx.Node, env: dict[fx.Node, Any], stack: dict[str, Any]) -> Any:
         """The operator of ``node``; in a user's module one that leaves its inputs as they are. Raises ConfigError for one
-        that changes what lasts longer than a microbatch, or a tensor that others are views of."""
+        that changes what lasts longer than a microbatch, or in a user's module a tensor that others are views of."""
         target: Any = node.target
-        if not self._own or not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, torch._ops.OpOverload):
             return target
         name, schema = target._schema.name.partition("::")[2], target._schema
         kept = name in ("batch_norm", "instance_norm") and node.args[3] is not None
@@ -314,16 +314,21 @@ class _Flattening:
         if not written and not kept:
             return target
         changed: Any = node.args[3 if kept else written[0]]
+        lasting = env[changed] if isinstance(changed, fx.Node) else None
+        while isinstance(lasting, fx.Node) and _is_view(lasting):
+            lasting = lasting.args[0]
+        if isinstance(lasting, fx.Node) and lasting.op == "placeholder":
+            raise ConfigError(
+                f"{_path(stack)} changes {lasting.name} ({target}) while it computes, so a microbatch could not be "
+                f"computed twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
+            )
+        if not self._own:
+            return target
         other = (
             None
             if kept or written != [0]
             else getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
         )
-        if isinstance(changed, fx.Node) and env[changed].op == "placeholder":
-            raise ConfigError(
-                f"{_path(stack)} changes {env[changed].name} ({target}) while it computes, so a microbatch could not be "
-                f"computed twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
-            )
         if other is None or _is_view(changed) or any(_is_view(user) for user in changed.users):
             raise ConfigError(
                 f"{_path(stack)} writes into a tensor ({target}), and blocks must leave their inputs as they are; use the "

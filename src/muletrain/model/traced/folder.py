@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.hf import is_native, rope_of, spec_in
-from muletrain.model.hf_files import Stored, read_json, stored
+from muletrain.model.hf_files import Stored, read_json, same, stored, without_place
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor, nn
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """What architectures call the longest sequence."""
+_INV_FREQ = "rotary_emb.inv_freq"
 USUAL_CONTEXT = 1024
 """Tokens of a sequence, at most, where the user names no ``model.context``."""
 
@@ -28,9 +30,11 @@ def import_traced(
     folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
 ) -> TracedModel:
     """The chain of the model in ``folder``. ``context`` limits the sequence length; ``dropout`` replaces every dropout
-    probability of its configuration. Raises CheckpointError for weights that are not the architecture's, and ConfigError
-    for a model that cannot be built, traced or cut."""
+    probability of its configuration. Tensors that ``config.json`` ties and that differ are not tied. Raises CheckpointError
+    for weights that are not the architecture's, and ConfigError for a model that cannot be built, traced or cut."""
     model = traced_in(folder, context=context, dropout=dropout, untie=untie)
+    if not untie and stored(folder).keys() != model.shapes.keys() and other_heads(folder):
+        model = traced_in(folder, context=context, dropout=dropout, untie=True)
     load_traced(folder, model)
     return model
 
@@ -90,7 +94,7 @@ def _is_dropout(name: str, value: object) -> bool:
 def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
     """A loader of the fp32 weights in ``folder`` by name, one tensor at a time. Names and shapes are checked before it
     is returned. If an older version of ``transformers`` wrote the folder under other names, the whole model is read
-    through ``transformers``. Raises CheckpointError."""
+    through ``transformers``. Raises CheckpointError, also for tensors that the model does not take."""
     tensors = stored(folder)
     where = _stored_names(folder, model, tensors)
     if where is None:
@@ -100,42 +104,69 @@ def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
     return lambda name: tensors[where[name]].read()
 
 
-def _stored_names(folder: Path, model: TracedModel, stored: Mapping[str, Stored]) -> dict[str, str] | None:
-    """Name of each parameter -> its name in the files; None if some are not there under a name that we know."""
-    missing = [name for name in model.shapes if name not in stored]
-    names = {name: name for name in model.shapes}
-    if not missing:
-        return names
-    first = _tied_to(json.dumps(read_json(folder / "config.json"), sort_keys=True))
-    prefix = first.prefix + "."
-    for name in missing:
-        known = (
-            first.names.get(name, name),
-            name.removeprefix(prefix),
-            first.names.get(name, name).removeprefix(prefix),
-        )
-        found = next((candidate for candidate in known if candidate in stored), None)
-        if found is None:
-            return None
-        names[name] = found
+def other_heads(folder: Path) -> list[str]:
+    """Tensors in ``folder`` that ``config.json`` ties to another one, and that differ from it: ``transformers`` does not tie
+    them then. Raises CheckpointError."""
+    tensors, known = stored(folder), _known(folder)
+    found = []
+    for name, first in known.first.items():
+        if name != first and name in tensors and (other := known.name_in(tensors, first)) not in (None, name):
+            found += [] if same(tensors[name], tensors[other or name]) else [name]
+    return found
+
+
+def _stored_names(folder: Path, model: TracedModel, tensors: Mapping[str, Stored]) -> dict[str, str] | None:
+    """Name of each parameter -> its name in the files; None if some are not there under a name that we know. Raises
+    CheckpointError for tensors that no parameter takes."""
+    if tensors.keys() == model.shapes.keys():
+        return {name: name for name in tensors}
+    known = _known(folder)
+    found = {name: known.name_in(tensors, name) for name in model.shapes}
+    names = {name: at for name, at in found.items() if at is not None}
+    if len(names) < len(found):
+        return None
+    used = {*names.values(), *(name for name, first in known.first.items() if first in names)}
+    if unused := sorted(name for name in tensors.keys() - used if not known.ignores(name)):
+        raise CheckpointError(without_place(folder, unused))
     return names
 
 
-class _Names:
-    def __init__(self, names: dict[str, str], prefix: str) -> None:
-        self.names = names
+class _Known:
+    """What the class of a model says of its files."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from muletrain.model.traced.export import first_names
+
+        own: Any = model
+        self.first = first_names(model)
         """Each parameter's name -> the first name of the same tensor."""
-        self.prefix = prefix
-        """What the names of a model without its head begin with elsewhere."""
+        self._prefix = f"{getattr(own, 'base_model_prefix', '')}."
+        """What the names of a model without its head do not begin with elsewhere."""
+        patterns = {*(own._keys_to_ignore_on_load_unexpected or ())}
+        for ending, pattern in ((_INV_FREQ, r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+            if any(name.endswith(ending) for name, _ in model.named_buffers()):
+                patterns.add(pattern)  # as ``transformers`` does: older versions stored them
+        self._ignored = [re.compile(pattern) for pattern in sorted(patterns)]
+
+    def name_in(self, stored: Collection[str], name: str) -> str | None:
+        """The name in the files of the parameter ``name``."""
+        same = [name, *(other for other, first in self.first.items() if first == self.first.get(name, name))]
+        return next((n for full in same for n in (full, full.removeprefix(self._prefix)) if n in stored), None)
+
+    def ignores(self, name: str) -> bool:
+        """Does ``transformers`` leave a tensor of this name out, without a word?"""
+        return any(pattern.search(name) for pattern in self._ignored)
+
+
+def _known(folder: Path) -> _Known:
+    return _known_of(json.dumps(read_json(folder / "config.json"), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=4)
-def _tied_to(config: str) -> _Names:
+def _known_of(config: str) -> _Known:
     from muletrain.model.traced.architecture import build
-    from muletrain.model.traced.export import first_names
 
-    built = build(json.loads(config))
-    return _Names(first_names(built), str(getattr(built, "base_model_prefix", "")))
+    return _Known(build(json.loads(config)))
 
 
 def _converted(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
@@ -145,12 +176,18 @@ def _converted(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
         if name not in state or tuple(state[name].shape) != shape:
             what = "is missing" if name not in state else f"has shape {tuple(state[name].shape)}"
             raise CheckpointError(f"{folder}: {name} {what}; config.json describes {shape}")
-    return lambda name: state[name].detach()
+    for name, first in _known(folder).first.items():
+        if name not in model.shapes and name in state and not bool((state[name] == state[first]).all()):
+            raise CheckpointError(
+                f"{folder}: {name} differs from {first}, to which config.json ties it; set model.untie=true, or correct "
+                f"tie_word_embeddings"
+            )
+    return lambda name: state[name].detach().float()
 
 
 @functools.lru_cache(maxsize=1)
 def _whole(folder: str, architecture: str) -> dict[str, Tensor]:
-    return dict(whole_in(folder, architecture).named_parameters(remove_duplicate=False))
+    return dict(whole_in(folder, architecture).state_dict())
 
 
 def whole_in(folder: str, architecture: str) -> nn.Module:
@@ -159,10 +196,11 @@ def whole_in(folder: str, architecture: str) -> nn.Module:
 
     from muletrain.model.traced.architecture import quiet
 
-    with quiet():
+    with quiet(), torch.random.fork_rng(devices=[]):
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         config: dict[str, Any] = json.loads(architecture)
+        torch.manual_seed(0)  # for what the class lets be missing: the same on every machine
         try:
             loaded, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -179,5 +217,7 @@ def whole_in(folder: str, architecture: str) -> nn.Module:
         if info[kind]:
             name = sorted(map(str, info[kind]))[0]
             raise CheckpointError(f"{folder} has no tensor {name} of the shape that config.json describes")
+    if info["unexpected_keys"]:
+        raise CheckpointError(without_place(Path(folder), sorted(info["unexpected_keys"])))
     whole: nn.Module = loaded
     return whole

@@ -118,7 +118,7 @@ def _written(parts: Parts, constants: Mapping[str, Tensor]) -> dict[str, Any]:
         "lead": parts.lead,
         "inputs": parts.inputs,
         "targets": parts.targets,
-        "frozen": sorted(parts.frozen),
+        "frozen": {name: _of_dtype(dtype) for name, dtype in parts.frozen.items()},
     }
 
 
@@ -207,7 +207,7 @@ def _read(content: str) -> Computing:
             lead,
             about["inputs"],
             about["targets"],
-            frozenset(about["frozen"]),
+            {name: _dtype(dtype) for name, dtype in about["frozen"].items()},
         ),
         {name: _tensor_of(*each) for name, *each in about["constants"]},
     )

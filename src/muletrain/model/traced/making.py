@@ -110,7 +110,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
                 f"{unused[0]} takes no part in {'the loss' if spec.own_loss else 'predicting the next token'} ({len(unused)} "
                 f"such parameters), so it could not be trained; take a model without it"
             )
-        if used == parts.frozen:
+        if used == parts.frozen.keys():
             raise ConfigError("no parameter is trained, since all have requires_grad=False; leave it on for some")
     except ConfigError as e:
         raise ConfigError(f"model.{'factory' if spec.own_loss else 'from'}: {e}") from e
@@ -119,12 +119,12 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
     tables = Tables(parts, constants)
     if spec.own_loss:
         check_positions(parts, tables, spec.context)
-    own = [fingerprint(name, constants[name]) for name in parts.constants] if spec.own_loss else []
+    own = [fingerprint("" if name in traced.values else name, constants[name]) for name in parts.constants]
     found = Outline(
-        digest=_digest(traced.shapes, parts, own) if blocks is None else None,
+        digest=_digest(traced.shapes, parts, own if spec.own_loss else []) if blocks is None else None,
         width=width,
         shapes=traced.shapes,
-        frozen=tuple(sorted(parts.frozen)),
+        frozen={name: str(kind).removeprefix("torch.") for name, kind in sorted(parts.frozen.items())},
         parts=costs(parts, traced, spec.context, tables.causal(spec.context)),
     )
     if not spec.own_loss and precision == "float32" and blocks is None:

@@ -60,7 +60,7 @@ class Outline(Section):
     )
     width: int = Field(gt=0, description="numbers that go from one block to the next for each token")
     shapes: dict[str, tuple[int, ...]] = Field(description="shape of each parameter; tied ones once")
-    frozen: tuple[str, ...] = Field(default=(), description="parameters that are not trained")
+    frozen: dict[str, str] = Field(default={}, description="type of each parameter that is not trained")
     parts: tuple[PartOutline, ...] = Field(min_length=3, description="before the blocks, the blocks, after them")
     tables: dict[int, int] = Field(default={}, description="by microbatch [sequences], the tables' size [bytes]")
     kept_16: tuple[float, ...] = Field(

@@ -105,13 +105,19 @@ class TracedStage(StageModule):
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
         """See ``StageModule.bind``. A part without parameters computes in the precision of any other ``weights``."""
         super().bind(weights)
-        self._dtype = next((weight.dtype for weight in weights.values()), self._dtype)
+        exact = self.tables.chain.frozen
+        kinds = (weight.dtype for name, weight in weights.items() if name not in exact)
+        self._dtype = next(kinds, next((weight.dtype for weight in weights.values()), self._dtype))
         self.tables = self._tables_in(self._dtype)
         return self
 
     @property
     def frozen(self) -> Collection[str]:
         return self.tables.chain.frozen
+
+    def exact(self, dtype: torch.dtype) -> frozenset[str]:
+        kinds, own = self._tables_in(dtype).chain.frozen, self.shapes()
+        return frozenset(name for name, kind in kinds.items() if kind != dtype and name in own)
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
         return self._run_parts(inputs, None, masks)
@@ -124,7 +130,8 @@ class TracedStage(StageModule):
     def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None) -> Tensor:
         samples = self.is_first and self.tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
-        chain, weights = self.tables.chain, dict(self.named_parameters())
+        chain, weights = self.tables.chain, dict[str, Tensor](self.named_parameters())
+        weights |= {name: weights[name].to(kind) for name, kind in chain.frozen.items() if name in weights}
         tables = self.tables.of(sequences, length, inputs.device)
         first, end = self._run
         env = (
