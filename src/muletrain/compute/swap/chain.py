@@ -69,7 +69,7 @@ class SubModel:
     def bind(self, weights: Tensor, exact: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute with ``weights``, [S], and with ``exact`` in the place of some of them. Returns the trained parameters, in
         the order of ``layout``."""
-        views = self.layout.views(weights) | exact
+        views = {**self.layout.views(weights), **exact}
         found: dict[str, Tensor] = {}
         for block in self.blocks:
             found.update(block.bind(views).named_parameters())

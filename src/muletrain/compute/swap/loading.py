@@ -199,7 +199,9 @@ class Loader:
             self._size = self._places[k] + models[k].size
         self._buffer: Tensor | None = None
         self._held: dict[int, Tensor] = {}
-        places = dict(zip(state.layout.names, zip(state.layout.ranges(), state.layout.shapes, strict=True), strict=True))
+        places = dict(
+            zip(state.layout.names, zip(state.layout.ranges(), state.layout.shapes, strict=True), strict=True)
+        )
         names = {model.number: {name for block in model.blocks for name in block.exact(dtype)} for model in models}
         self._exact_places = {k: {name: places[name] for name in sorted(found)} for k, found in names.items()}
         self._exact: dict[int, dict[str, Tensor]] = {}

@@ -341,7 +341,7 @@ def _tables(
         else:
             # named after its operator alone, so that the order of tracing does not show
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            env[node] = graph.call_function(node.target, args, kwargs)
+            env[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             env[node].meta.update(node.meta)
     graph.output(tuple(env[node] for node in roots))
     masks = frozenset(node.name for node in roots if node.users and all(_masks(user, node) for user in node.users))

@@ -314,21 +314,18 @@ class _Flattening:
         if not written and not kept:
             return target
         changed: Any = node.args[3 if kept else written[0]]
-        lasting = env[changed] if isinstance(changed, fx.Node) else None
-        while isinstance(lasting, fx.Node) and _is_view(lasting):
+        lasting: Any = env[changed]
+        while _is_view(lasting):
             lasting = lasting.args[0]
-        if isinstance(lasting, fx.Node) and lasting.op == "placeholder":
+        if lasting.op == "placeholder":
             raise ConfigError(
                 f"{_path(stack)} changes {lasting.name} ({target}) while it computes, so a microbatch could not be "
                 f"computed twice; take one without running statistics (GroupNorm or LayerNorm for BatchNorm)"
             )
         if not self._own:
             return target
-        other = (
-            None
-            if kept or written != [0]
-            else getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
-        )
+        plain = None if kept or written != [0] else getattr(aten, name.removesuffix("_"), None)
+        other = getattr(plain, target._overloadname, None)
         if other is None or _is_view(changed) or any(_is_view(user) for user in changed.users):
             raise ConfigError(
                 f"{_path(stack)} writes into a tensor ({target}), and blocks must leave their inputs as they are; use the "

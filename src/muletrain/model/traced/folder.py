@@ -15,7 +15,7 @@ from muletrain.model.hf_files import Stored, read_json, same, stored, without_pl
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import Tensor, nn
 

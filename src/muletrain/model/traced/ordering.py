@@ -42,10 +42,8 @@ def in_order(nodes: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> list[fx.Nod
             runs[-1].append(node)
     after: list[fx.Node] = []
     for run in reversed(runs):
-        if len(run) == 1 and _stays(run[0]):
-            after = run + after
-        else:
-            after = _needed_of(run, chain(inputs_of(after), wanted)) + after
+        stays = len(run) == 1 and _stays(run[0])
+        after = (run if stays else _needed_of(run, chain(inputs_of(after), wanted))) + after
     return after
 
 
