@@ -121,14 +121,11 @@ def test_broken_settings_are_refused(tmp_path: Path, change: dict[str, object], 
         import_hf(tmp_path)
 
 
-def test_scaled_rope_of_transformers_4_is_refused(tmp_path: Path) -> None:
+def test_the_base_of_rotary_embeddings_of_transformers_4_is_read(tmp_path: Path) -> None:
     exported(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     del config["rope_parameters"]
-    file.write_text(json.dumps(config | {"rope_scaling": {"type": "linear", "factor": 2.0}}))
-    with pytest.raises(CheckpointError, match="type 'linear'"):
-        import_hf(tmp_path)
     file.write_text(json.dumps(config | {"rope_scaling": None, "rope_theta": 7.0}))
     assert import_hf(tmp_path)[0].rope_theta == 7.0
 

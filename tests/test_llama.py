@@ -77,11 +77,6 @@ def test_sharded_export_reads_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' model"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rotary embeddings of type 'llama3'"),
-        ({"head_dim": 16}, "head_dim"),
         ({"num_hidden_layers": 5}, "has no tensor model.layers.4"),
         ({"num_hidden_layers": 3}, "model.layers.3.* has no place"),
         ({"hidden_act": "relu"}, "'relu'"),

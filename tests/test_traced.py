@@ -15,7 +15,6 @@ from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import CheckpointError, ConfigError
 from muletrain.model.dropout import Masks
 from muletrain.model.generate import generate_ids
-from muletrain.model.hf import is_native
 from muletrain.model.make import load_model, make_model, make_stage, model_from_json
 from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
@@ -357,16 +356,6 @@ def test_another_chain_than_the_founders_is_refused() -> None:
     model = ModelConfig.model_validate({"architecture": architecture, "context": CONTEXT, "chain": "0123 (torch 1)"})
     with pytest.raises(ConfigError, match=r"blocks are 0123 \(torch 1\), and this machine makes .*install the same"):
         make_model(model)
-
-
-def test_llamas_that_the_decoder_computes_stay_native(tmp_path: Path) -> None:
-    base = {**config_of("llama-linear"), "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    changes = [{}, {"attention_bias": True}, {"attention_dropout": 0.1}, {"head_dim": 16}, {"model_type": "qwen2"}]
-    found = []
-    for change in changes:
-        (tmp_path / "config.json").write_text(json.dumps(base | change))
-        found.append(is_native(tmp_path))
-    assert found == [True, False, False, False, False]
 
 
 def test_memory_and_cuts_are_planned_from_the_chain() -> None:

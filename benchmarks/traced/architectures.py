@@ -1,19 +1,31 @@
-"""Which causal language models of the installed ``transformers`` can be traced? Tiny ones, with random weights."""
+"""Which causal language models of the installed ``transformers`` come in and go out as they are? Tiny ones, with noise in
+every parameter and every buffer that their files hold."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from muletrain.compute.arithmetic import StageSetup
+from muletrain.compute.base import Microbatch, Update
+from muletrain.compute.torch_compute import TorchCompute
+from muletrain.config.schema import OptimizerConfig
 from muletrain.errors import MuletrainError
+from muletrain.model.hf import export_hf
 from muletrain.model.make import make_stage
 from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.folder import import_traced, load_traced
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -44,6 +56,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "codegen": _N,
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {**_LATENT, "n_group": 1, "topk_group": 1},
     "gpt_neo": {"num_layers": 3, "num_heads": 4, "attention_types": [[["global", "local"], 1], [["global"], 1]]},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gptj": _N,
@@ -64,29 +77,94 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def difference(kind: str, sizes: dict[str, Any]) -> float:
-    """Of the traced model's logits from the model's own: norm of the difference over norm. Raises ConfigError for one that
-    cannot be traced."""
+KINDS = sorted([*PLAIN.split(), *OTHERS])
+CONTEXT, STEPS, RATE = 32, 3, 1e-9
+BEGIN, END = "<!-- architectures -->", "<!-- end of architectures -->"
+HERE = Path(__file__).parent
+
+
+def architecture(kind: str, **changes: Any) -> str:
+    """The configuration of a tiny model."""
+    config = CONFIG_MAPPING[kind](**{**SIZES, **OTHERS.get(kind, {}), **changes})
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def noisy(kind: str) -> Any:
+    """A tiny model in whose parameters and buffers, those that its files hold, is noise: none has its first value."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZES, **sizes})).float().eval()
-    spec = TracedModel(json.dumps(model.config.to_dict(), sort_keys=True, default=str), 32)
-    stage = make_stage(spec, None, spec.cut(1)).bind({n: p.detach() for n, p in model.named_parameters()})
-    tokens = torch.randint(3, SIZES["vocab_size"], (2, 16))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZES, **OTHERS.get(kind, {})})).float().eval()
     with torch.no_grad():
-        ours, theirs = stage(tokens), model(input_ids=tokens, use_cache=False).logits
-    return float((ours - theirs).norm() / theirs.norm())
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn_like(tensor) * 0.1)
+    return model
+
+
+async def trained(spec: TracedModel, folder: Path, tokens: Tensor) -> dict[str, Tensor]:
+    """The weights after steps so small that nothing but their way in and out shows."""
+    setup = StageSetup(OptimizerConfig(lr=RATE), 10, 0, len(tokens))
+    stage = TorchCompute(spec, spec.cut(1), 0, setup, load_traced(folder, spec))
+    for step in range(STEPS):
+        await stage.loss_backward(Microbatch(step, 0), tokens[:, :-1], tokens[:, 1:], accumulate=True)
+        await stage.apply((await stage.gradient(step)).clone(), Update(step, 1.0, skip=False))
+    state = await stage.state()
+    stage.close()
+    return {name.removeprefix("model/"): t for name, t in state.items() if name.startswith("model/")}
+
+
+def result(kind: str) -> dict[str, Any]:
+    """Differences from the logits of the model's own class, norm over norm: of the traced model that read the model's folder,
+    and of the class that reads what is exported after three steps. Or why it is refused."""
+    tokens = torch.randint(3, SIZES["vocab_size"], (2, 16), generator=torch.Generator().manual_seed(0))
+    with tempfile.TemporaryDirectory() as name, torch.no_grad():
+        source, out = Path(name) / "in", Path(name) / "out"
+        model = noisy(kind)
+        model.save_pretrained(source)
+        try:
+            spec = import_traced(source, context=CONTEXT)
+            load = load_traced(source, spec)
+            stage = make_stage(spec, None, spec.cut(1)).bind({name: load(name) for name in spec.shapes})
+            expected = model(input_ids=tokens, use_cache=False).logits
+            came_in = stage(tokens)
+            with torch.enable_grad():
+                state = asyncio.run(trained(spec, source, tokens))
+            export_hf(state, spec, None, out, source=source)
+        except MuletrainError as e:
+            return {"refused": str(e)}
+        again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+        went_out = again(input_ids=tokens, use_cache=False).logits
+        stored = sum(name in model.state_dict() for name, _ in model.named_buffers())
+    return {"in": off(came_in, expected), "out": off(went_out, expected), "stored_buffers": stored}
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    rows = ["| architecture | stored buffers | in | out |", "|---|---|---|---|"]
+    for kind, of in sorted(found.items()):
+        if "refused" in of:
+            rows.append(f"| {kind} | | refused | {of['refused'].split(';')[0].removeprefix('model.from: ')} |")
+        else:
+            rows.append(f"| {kind} | {of['stored_buffers'] or ''} | {of['in']:.0e} | {of['out']:.0e} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
+    """Measure the named architectures, or all, and write the results and the README's table."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    for kind, sizes in sorted([*((plain, {}) for plain in PLAIN.split()), *OTHERS.items()]):
+    file = HERE / "architectures.json"
+    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    for kind in sys.argv[1:] or KINDS:
         begin = time.perf_counter()
-        try:
-            found = f"{difference(kind, sizes):.0e}"
-        except MuletrainError as e:
-            found = f"refused: {e}"
-        print(f"{kind:18} {time.perf_counter() - begin:5.1f} s  {found}", flush=True)
+        found[kind] = result(kind)
+        print(f"{kind:18} {time.perf_counter() - begin:5.1f} s  {found[kind]}", flush=True)
+        file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    readme = HERE / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class ModelConfig(Section):
             "rope_theta",
             "norm_eps",
             "share_layers",
+            "tie",
             "untie",
         ]
     )
@@ -76,6 +77,7 @@ class ModelConfig(Section):
     rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary embedding [1]")
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm [1]")
     share_layers: bool = Field(default=False, description="repeat one block inside each stage (ALBERT; SWARM sec. 4.3)")
+    tie: bool = Field(default=False, description="use the embedding as output matrix, too (tied weights)")
     from_: str | None = Field(
         default=None,
         alias="from",

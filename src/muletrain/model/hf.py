@@ -1,7 +1,7 @@
 """Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``transformers`` reads and writes it.
 
-Every model can be written. What is read here is a Llama that the native decoder computes: what would change the outputs
-(biases, scaled rotary embeddings, other head widths) is refused by name. ``traced.folder`` reads everything else.
+Every model can be written. What is read here is a Llama that the native decoder computes (``native``). ``traced.folder``
+reads everything else.
 Parameter names are the same on both sides, so nothing is renamed.
 """
 
@@ -23,12 +23,13 @@ from muletrain.model.hf_files import (
     GENERATION,
     TEXT_FILES,
     TOKENIZER,
-    Stored,
     read_json,
+    same,
     stored,
+    without_place,
 )
 from muletrain.model.hf_writing import SHARD_BYTES, cast, new_folder, write_json, write_weights
-from muletrain.model.spec import ModelSpec
+from muletrain.model.spec import EMBEDDING, HEAD, ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.model.traced.chain import TracedModel
 
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 
     from muletrain.model.chain import Model
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED = "tie_word_embeddings"
+_OLD = "rotary_emb.inv_freq"
+"""End of names of tables that older versions of ``transformers`` stored, and newer ones ignore."""
 _LAYER = "model.layers."
 
 
@@ -79,8 +82,8 @@ def export_hf(
         else:
             kept = {} if source is None else _without_tokens(read_json(source / CONFIG))
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
-        # a native head was trained apart from the embedding
-        config = kept | config if isinstance(spec, TracedModel) else config | kept | {"tie_word_embeddings": False}
+        # whether the two matrices are one, the run decides
+        config = kept | config if isinstance(spec, TracedModel) else config | kept | {TIED: config[TIED]}
         config["torch_dtype"] = str(NAMES[dtype]).removeprefix("torch.")
         config.pop("dtype", None)
         write_json(out / CONFIG, config)
@@ -121,7 +124,7 @@ def _complete(state: Mapping[str, Tensor], spec: Model) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         if tuple(full[name].shape) != shape:
             raise CheckpointError(f"cannot export: {name} has shape {tuple(full[name].shape)}, the model needs {shape}")
-    return {name: full[name] for name in shapes}
+    return {name: full[name].long() if spec.frozen.get(name) == "int64" else full[name] for name in shapes}
 
 
 def _full_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -154,7 +157,7 @@ def _llama_config(spec: ModelSpec, end_id: int | None) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},  # and by transformers 5
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        TIED: spec.tie,
         "torch_dtype": "float32",
         "bos_token_id": None,
         "eos_token_id": end_id,
@@ -207,73 +210,55 @@ def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
 # In -----------------------------------------------------------------------------------------------------------------
 
 
-def import_hf(folder: str | Path, *, context: int | None = None) -> tuple[ModelSpec, Callable[[str], Tensor]]:
-    """The spec of a Llama folder, and a loader that reads one tensor by name: a stage loads its own and nothing else.
+def import_hf(
+    folder: str | Path, *, context: int | None = None, untie: bool = False
+) -> tuple[ModelSpec, Callable[[str], Tensor]]:
+    """The spec of a Llama folder (``native.is_native``), and a loader that reads one tensor by name: a stage loads its own
+    and nothing else.
 
-    Tensors come as fp32; names, shapes and files are checked here, before anything is loaded. A tied head is a copy of
-    the embedding. ``context`` limits the sequence length (rotary embeddings have no table to cut). Dropout is 0: the
-    folder does not say. Raises CheckpointError for whatever does not fit.
+    Tensors come as fp32; names, shapes and files are checked here, before anything is loaded. Where ``config.json`` ties
+    head and embedding, one stands for the other; if the files have both, and these differ, they are not tied, as in
+    ``transformers``. ``untie``: in no case. ``context`` limits the sequence length (rotary embeddings have no table to
+    cut). Dropout is 0: the folder does not say. Raises CheckpointError for whatever does not fit.
     """
     source = Path(folder)
-    config, spec = read_json(source / CONFIG), spec_in(source, context=context)
-    tensors, shapes = stored(source), _full_shapes(spec)
-    tied = bool(config.get("tie_word_embeddings")) and _HEAD not in tensors
-    _check_names(source, tensors, shapes, tied=tied)
-    for name in tensors.keys() & shapes.keys():
-        tensors[name].check(shapes[name])
+    tensors, tied = stored(source), bool(read_json(source / CONFIG).get(TIED))
+    differ = tied and not untie and {HEAD, EMBEDDING} <= tensors.keys() and not same(tensors[HEAD], tensors[EMBEDDING])
+    spec = spec_in(source, context=context, untie=untie or differ)
+    shapes = _full_shapes(spec)
+    other = {HEAD: EMBEDDING, EMBEDDING: HEAD} if tied else {}
+    places = {name: name if name in tensors else other.get(name, name) for name in shapes}
+    if missing := sorted(name for name, place in places.items() if place not in tensors):
+        raise CheckpointError(f"{source} has no tensor {missing[0]} ({len(missing)} missing)")
+    extra = sorted(name for name in tensors.keys() - shapes.keys() - other.keys() if not name.endswith(_OLD))
+    if extra:
+        raise CheckpointError(without_place(source, extra))
+    for name, place in places.items():
+        tensors[place].check(shapes[name])
 
     def load(name: str) -> Tensor:
-        tensor = _EMBEDDING if tied and name == _HEAD else name
-        if tensor not in tensors:
+        if name not in places:
             raise CheckpointError(f"{source} has no tensor {name}")
-        return tensors[tensor].read()
+        return tensors[places[name]].read()
 
     return spec, load
 
 
-def spec_in(folder: Path, *, context: int | None = None) -> ModelSpec:
+def spec_in(folder: Path, *, context: int | None = None, untie: bool = False) -> ModelSpec:
     """The spec that ``config.json`` of a Llama folder describes, whatever its weights. See ``import_hf``."""
-    config = read_json(folder / CONFIG)
-    _refuse_foreign(folder, config)
-    return _spec(folder, config, context)
+    return spec_of(read_json(folder / CONFIG), str(folder), context=context, untie=untie)
 
 
-def is_native(folder: Path) -> bool:
-    """Does the native decoder compute what the model in ``folder`` does? Others are traced. Raises CheckpointError if
-    there is no readable ``config.json``."""
-    config = read_json(folder / CONFIG)
-    if config.get("model_type") != "llama" or config.get("attention_dropout"):
-        return False
-    try:
-        _refuse_foreign(folder, config)
-        return config.get("head_dim") in (None, int(config["hidden_size"]) // int(config["num_attention_heads"]))
-    except (CheckpointError, KeyError, TypeError, ValueError, ZeroDivisionError):
-        return False
-
-
-def _refuse_foreign(source: Path, config: dict[str, Any]) -> None:
-    """Settings under which the same weights would mean something else."""
-    if config.get("model_type") != "llama":
-        raise CheckpointError(
-            f"{source} holds a {config.get('model_type')!r} model; only 'llama' checkpoints can be taken over"
-        )
-    for bias in ("attention_bias", "mlp_bias"):
-        if config.get(bias):
-            raise CheckpointError(f"{source}: config.json has {bias} = true, but this decoder has no biases")
-    kind = rope_of(config).get("rope_type", rope_of(config).get("type", "default"))
-    if kind != "default":
-        raise CheckpointError(f"{source}: rotary embeddings of type {kind!r}; only the default is supported")
-
-
-def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings of transformers 5 ('rope_parameters') or 4 ('rope_scaling')."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings, of the name that ``transformers`` looks at first."""
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(settings, dict):
         raise CheckpointError(f"config.json: rope settings {settings!r} are not a table")
     return settings
 
 
-def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpec:
+def spec_of(config: Mapping[str, Any], source: str, *, context: int | None = None, untie: bool = False) -> ModelSpec:
+    """The decoder that has the sizes of a Llama's ``config``. Raises CheckpointError, about ``source``, if there is none."""
     try:
         longest = int(config.get("max_position_embeddings", 2048))
         spec = ModelSpec(
@@ -289,15 +274,14 @@ def _spec(source: Path, config: dict[str, Any], context: int | None) -> ModelSpe
             rope_theta=float(rope_of(config).get("rope_theta", config.get("rope_theta", 10000.0))),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
             share_layers=False,
+            tie=bool(config.get(TIED)) and not untie,
         )
     except (KeyError, TypeError, ValueError, ConfigError) as e:
-        raise CheckpointError(f"{source / 'config.json'} describes no model that fits here: {e}") from e
+        raise CheckpointError(f"{source}/{CONFIG} describes no model that fits here: {e}") from e
     if spec.context > longest:
         raise CheckpointError(
             f"{source} was made for {longest} tokens; set model.context = {longest} or less, not {context}"
         )
-    if config.get("head_dim") not in (None, spec.head_width):
-        raise CheckpointError(f"{source}: head_dim = {config['head_dim']} is not hidden_size / num_attention_heads")
     return spec
 
 
@@ -308,14 +292,3 @@ def stops_in(folder: Path) -> tuple[int, ...]:
         with contextlib.suppress(CheckpointError):
             found = read_json(folder / name).get("eos_token_id", found)
     return tuple(end for end in (found if isinstance(found, list) else [found]) if isinstance(end, int))
-
-
-def _check_names(
-    source: Path, tensors: Mapping[str, Stored], shapes: dict[str, tuple[int, ...]], *, tied: bool
-) -> None:
-    wanted = shapes.keys() - ({_HEAD} if tied else set())
-    if missing := sorted(wanted - tensors.keys()):
-        raise CheckpointError(f"{source} has no tensor {missing[0]} ({len(missing)} missing)")
-    extra = sorted(name for name in tensors.keys() - shapes.keys() if not name.endswith("rotary_emb.inv_freq"))
-    if extra:
-        raise CheckpointError(f"{source}: {extra[0]} has no place in this decoder ({len(extra)} such tensors)")

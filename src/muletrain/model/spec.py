@@ -7,18 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
-from muletrain.model.chain import LOSS_BYTES, Model
+from muletrain.model.chain import LOSS_BYTES, Model, TiedParameter
 from muletrain.model.presets import preset_fields
 
 if TYPE_CHECKING:
     from muletrain.config.model_sections import ModelConfig
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the two matrices that may be one."""
 _FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
 
 
 @dataclass(frozen=True)
 class ModelSpec(Model):
-    """Everything resolved: no field is optional, no preset is left to look up."""
+    """Everything resolved: no preset is left to look up."""
 
     layers: int
     width: int
@@ -33,6 +35,8 @@ class ModelSpec(Model):
     rope_theta: float
     norm_eps: float
     share_layers: bool
+    tie: bool = False
+    """The embedding is the output matrix, too."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context"):
@@ -97,8 +101,13 @@ class ModelSpec(Model):
 
     @property
     def head_params(self) -> int:
-        """The output matrix (untied) and the final norm."""
-        return self.vocab * self.width + self.width
+        """The output matrix, unless it is the embedding, and the final norm."""
+        return self.width if self.tie else self.vocab * self.width + self.width
+
+    @property
+    def tied(self) -> dict[str, TiedParameter]:
+        parts = TiedParameter((0, self.layers + 1), self.vocab * self.width)
+        return {EMBEDDING: parts} if self.tie else {}
 
     @property
     def largest_tensor(self) -> int:

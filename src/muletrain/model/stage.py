@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muletrain.model.decoder import Block, KeyValues, Linear, RMSNorm, rope_table
@@ -36,7 +37,7 @@ class _Body(nn.Module):
     def __init__(self, spec: ModelSpec, layers: list[int], *, first: bool, last: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(layer): Block(spec) for layer in layers})
-        if first:
+        if first or (last and spec.tie):
             # not initialised: on the meta device that would import torch._dynamo, 1.4 s of CPU
             self.embed_tokens = nn.Embedding(spec.vocab, spec.width, _weight=torch.empty(spec.vocab, spec.width))
         if last:
@@ -59,7 +60,7 @@ class Stage(StageModule):
         }
         with torch.device("meta"):
             self.model = _Body(spec, sorted(set(self._owners.values())), first=self.is_first, last=self.is_last)
-            if self.is_last:
+            if self.is_last and not spec.tie:
                 self.lm_head = Linear(spec.width, spec.vocab, bias=False)
 
     def caches(self) -> dict[int, KeyValues]:
@@ -77,7 +78,8 @@ class Stage(StageModule):
             block = self.model.layers[str(owner)]
             x = block(x, layer, rope, masks, caches[layer] if caches else None)
         if self.is_last:
-            x = self.lm_head(self.model.norm(x))
+            head = self.model.embed_tokens if self.spec.tie else self.lm_head
+            x = F.linear(self.model.norm(x), head.weight)
         return x
 
     def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:

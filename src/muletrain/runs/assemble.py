@@ -32,10 +32,11 @@ from muletrain.data.tokenizer import check_own
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError
 from muletrain.model.finite import finite
-from muletrain.model.hf import import_hf, is_native, spec_in, stops_in
+from muletrain.model.hf import import_hf, spec_in, stops_in
 from muletrain.model.hf_files import TOKENIZER
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
+from muletrain.model.native import is_native
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in
@@ -324,7 +325,7 @@ def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | Non
     folder = Path(facts.config.model.from_)
     if isinstance(facts.spec, TracedModel):
         return load_traced(folder, facts.spec)
-    load = import_hf(folder)[1]
+    load = import_hf(folder, untie=True)[1]
     first, end = facts.cut[stage]
     prefix = f"model.layers.{first}."
     leaves = [n.removeprefix(prefix) for n in make_stage(facts.spec, stage, facts.cut).shapes() if n.startswith(prefix)]
@@ -337,11 +338,13 @@ def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | Non
     return load
 
 
-def resolve_start(config: RunConfig, *, weights: bool = True) -> RunConfig:
+def resolve_start(
+    config: RunConfig, *, weights: bool = True, note: Callable[[str], None] = lambda text: None
+) -> RunConfig:
     """``config`` with the sizes of the checkpoint in ``model.from``, and its tokenizer unless the user names another.
     Sequence length, dropout, layer sharing and everything else stay the user's. With ``model.factory``, the sizes of its
-    module. Without ``weights`` only ``config.json`` is read, or fetched. Raises CheckpointError, or ConfigError if the
-    user asks for other sizes."""
+    module. Without ``weights`` only ``config.json`` is read, or fetched. ``note`` gets remarks for people. Raises
+    CheckpointError, or ConfigError if the user asks for other sizes."""
     if config.model.factory is not None:
         return _resolve_factory(config)
     if config.model.from_ is None:
@@ -360,7 +363,7 @@ def resolve_start(config: RunConfig, *, weights: bool = True) -> RunConfig:
 
     try:
         folder = local_folder(config.model.from_, check, weights=weights)
-        sizes = _sizes_in(folder, given, weights=weights)
+        sizes = _sizes_in(folder, given, weights=weights, note=note)
     except CheckpointError as e:
         raise CheckpointError(f"model.from: {e}") from e
     if is_own(folder) and weights:
@@ -397,25 +400,36 @@ def _check_given(given: dict[str, Any], sizes: Mapping[str, object], beside: str
             )
 
 
+_NOT_TIED = (
+    "model.from: its output matrix differs from its embedding, although config.json ties them: both are kept and trained, as "
+    "transformers does, and what is exported is not tied"
+)
 _SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
-def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool) -> dict[str, Any]:
+def _sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callable[[str], None]) -> dict[str, Any]:
     """Fields of ``ModelConfig`` that describe the model in ``folder``, whose ``weights`` must fit if they count. Raises
     CheckpointError or ConfigError."""
     context = run_context(folder, given.get("context"))
     if is_native(folder):
-        spec = spec_in(folder, context=context)
+        untie = given.get("untie", False)
+        spec = spec_in(folder, context=context, untie=untie)
         if weights:
-            import_hf(folder, context=context)
+            tied, spec = spec.tie, import_hf(folder, context=context, untie=untie)[0]
+            if tied > spec.tie:
+                note(_NOT_TIED)
         own = {
             "dropout": given.get("dropout", 0.0),
             "share_layers": given.get("share_layers", False),
-            "untie": given.get("untie", False),
+            "untie": untie,
         }
         return {**json.loads(spec.to_json()), **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
-    model = (import_traced if weights else traced_in)(folder, context=context, **own)
+    model = traced_in(folder, context=context, **own)
+    if weights:
+        declared, model = model, import_traced(folder, context=context, **own)
+        if declared != model:
+            note(_NOT_TIED)
     chain = {"chain": model.chain_name} if weights or "chain" in given else {}
     return {**{name: getattr(model, name) for name in _SIZES}, **chain, **own}
 

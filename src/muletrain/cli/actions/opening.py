@@ -283,12 +283,12 @@ def prepare(
     from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 
     with doing("reading the model"):
+        say = make_console(sys.stderr).print
         try:
-            config = resolve_start(config)
+            config = resolve_start(config, note=lambda text: say(text, soft_wrap=True, markup=False))
         except CheckpointError as e:
             if checkpoint is None or checkpoint.config.model.given != config.model.given:
                 raise
-            say = make_console(sys.stderr).print
             say(f"{e}; its sizes are taken from {checkpoint.folder}", soft_wrap=True, markup=False)
             config = config.model_copy(update={"model": checkpoint.config.model})
         facts = RunFacts.of(config)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.hf import is_native, rope_of, spec_in
+from muletrain.model.hf import rope_of, spec_in
 from muletrain.model.hf_files import Stored, read_json, same, stored, without_place
+from muletrain.model.native import is_native
 from muletrain.model.traced.chain import TracedModel
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from muletrain.config.load import load_config
 from muletrain.config.model_sections import FACTORY, ModelConfig
 from muletrain.config.profile_file import VERSION, Profile
 from muletrain.errors import ConfigError
-from muletrain.model.hf import is_native, spec_in
+from muletrain.model.hf import spec_in
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model
+from muletrain.model.native import is_native
 from muletrain.model.presets import PRESETS
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.folder import run_context, traced_in
@@ -58,7 +59,7 @@ def model_named(name: str, *, context: int | None, untie: bool) -> Model:
     folder = local_folder(name, weights=False)
     context = run_context(folder, context)
     if is_native(folder):
-        return spec_in(folder, context=context)
+        return spec_in(folder, context=context, untie=untie)
     return traced_in(folder, context=context, untie=untie)
 
 

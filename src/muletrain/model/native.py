@@ -1,0 +1,105 @@
+"""Decides whether the native decoder computes what a Llama of ``transformers`` does: a shrunken copy of both must give the
+same logits, whatever the configuration's fields are called, and whatever new ones there will be.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from muletrain.config.cache import keep, kept
+from muletrain.config.section import Section
+from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.hf import spec_of
+from muletrain.model.hf_files import CONFIG, read_json
+
+if TYPE_CHECKING:
+    from muletrain.model.spec import ModelSpec
+
+KIND = "native"
+"""The cache's folder."""
+CLOSE = 1e-4
+"""Norm of the difference over the norm of logits that are equal."""
+_TOKENS = 24
+_ROWS = 64
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+class Verdict(Section):
+    """What comparing found."""
+
+    native: bool = Field(description="do both give the same logits?")
+
+
+def is_native(folder: Path) -> bool:
+    """Does the native decoder compute what the model in ``folder`` does? Others are traced. Raises CheckpointError if
+    there is no readable ``config.json``."""
+    config = read_json(folder / CONFIG)
+    if config.get("model_type") != "llama":
+        return False
+    try:
+        small = _shrunk(config)
+        spec = spec_of(small, str(folder))
+    except (CheckpointError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return False
+    return _computes(json.dumps(small, sort_keys=True), spec)
+
+
+def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    """The same model with two layers and few heads, of the width that its heads have."""
+    heads, head = int(config["num_attention_heads"]), int(config["hidden_size"]) // int(config["num_attention_heads"])
+    group = heads // int(config.get("num_key_value_heads") or heads)
+    few = 2 if group <= 8 else 1
+    sizes = {"num_attention_heads": few * group, "num_key_value_heads": few, "hidden_size": few * group * head}
+    sizes |= {"num_hidden_layers": 2, "intermediate_size": _ROWS, "vocab_size": _ROWS}
+    return {**config, **sizes, **{name: 0 for name in _TOKEN_IDS if config.get(name) is not None}}
+
+
+@functools.lru_cache(maxsize=16)
+def _computes(config: str, spec: ModelSpec) -> bool:
+    """From the cache, or by comparing."""
+    about: dict[str, object] = {"config": config, "muletrain": _own_text()}
+    about |= {name: version(name) for name in ("torch", "transformers")}
+    if (known := kept(KIND, about, Verdict)) is not None:
+        return known.native
+    found = _same_logits(json.loads(config), spec)
+    keep(KIND, about, Verdict(native=found))
+    return found
+
+
+def _same_logits(config: dict[str, Any], spec: ModelSpec) -> bool:
+    """In training mode, so that dropout counts. Rotary frequencies that follow from the length of a text are not the
+    decoder's, whatever logits say of a short one."""
+    import torch
+
+    from muletrain.model.stage import Stage
+    from muletrain.model.traced.architecture import Whole, build, turning
+
+    try:
+        theirs = Whole(spec, build(config))
+    except ConfigError:
+        return False
+    ours = Stage(spec, None, ((0, spec.layers),))
+    if theirs.shapes() != ours.shapes() or turning(theirs):
+        return False
+    draws = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=draws) * 0.2 + (len(shape) == 1) for name, shape in ours.shapes().items()
+    }
+    tokens = torch.randint(1, _ROWS, (2, min(_TOKENS, spec.context)), generator=draws)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        a, b = theirs.bind(weights).train()(tokens), ours.bind(weights)(tokens)
+    return bool((a - b).norm() <= CLOSE * b.norm())
+
+
+@functools.cache
+def _own_text() -> str:
+    """Digest of the files that decide."""
+    files = [Path(__file__).parent / name for name in ("decoder.py", "stage.py", "spec.py", "hf.py", "native.py")]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
