@@ -146,11 +146,8 @@ def _look_for_fixed_sizes(
         with torch.device("meta"), _Constants(), _silenced():
             torch.export.export(_Watched(module), examples, dynamic_shapes=(dynamic,), strict=False)
     except _FixedError as e:
-        remedy = (
-            "write that part for any number of them, without a loop over them (nn.LSTM has one)"
-            if own
-            else "take another model"
-        )
+        remedy = "write that part for any number of them, without a loop over them (nn.LSTM has one)"
+        remedy = remedy if own else "take another model"
         raise ConfigError(
             f"the model cannot be traced{where(e)}: {e.operator} makes the number of {e.what} a constant; {remedy}"
         ) from e
