@@ -18,6 +18,7 @@ from muletrain.errors import ConfigError
 from muletrain.model.traced.chain import TracedModel
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.join.limits import told_config
+from muletrain.runs.resuming import checked
 from tests.toml_files import message, write
 
 if TYPE_CHECKING:
@@ -121,6 +122,6 @@ def test_a_resumed_run_refuses_an_argument_of_another_type(tmp_path: Path) -> No
     )
     of_a_checkpoint(tmp_path)(before)
     checkpoint = Checkpoint.open(tmp_path)
-    checkpoint.check_same_run(before)
-    with pytest.raises(ConfigError, match=r"model\.arguments .*1.* before, .*True.* now"):
-        checkpoint.check_same_run(now)
+    checked(checkpoint, before)
+    with pytest.raises(ConfigError, match=r"model\.arguments .*1.* before, .*true.* now"):
+        checked(checkpoint, now)
