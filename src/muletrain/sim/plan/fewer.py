@@ -36,6 +36,8 @@ PLANNED = 1.25
 In a large fleet: as it is on all of them."""
 HURRY = 8
 """Each subset's searches get this part of the time limit."""
+SEARCH_S = 5.0
+"""Time to search pipelines that do not swap, to compare with."""
 ONLY_FEWER = "with all of them no strategy is possible"
 """Why machines are left out that leave nothing to compare with."""
 BEHIND = 0.5
@@ -219,12 +221,9 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
         for (entry, s, has), n in rows.items()
     )
     off = replace(_off(question), weather=Weather())
-    none = [
-        p.model_copy(update={"problem": "swaps", "tokens_per_s": 0.0, "churned_tokens_per_s": None})
-        if swappers(question, p)
-        else p
-        for p in pipelines
-    ]
+    none = pipelines
+    if any(swappers(question, p) for p in pipelines):  # on swarm's machines, which swap
+        none = plan_pipeline.predict(off, 0, SEARCH_S)
     swarm = plan_swarm.predict(off, cuts=plan_pipeline.uneven(off, none))
     without = [swarm, *plan_pipeline.tried_on(off, swarm, none)]
     best = max((p.tokens_per_s for p in without if not p.problem), default=0.0)
