@@ -123,7 +123,8 @@ def _advice(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, see
     """None if nothing was trained: gains are relative to what was. None for a hub: they are predicted by rates."""
 
     def tokens_per_s(scene: Setting, run: RunConfig) -> float:
-        again = simulate_fleet(scene, run, churn, hours=hours, seed=seed, serving=asked.serving(scene))
+        serving = asked.serving(scene)
+        again = simulate_fleet(scene, run, churn, hours=hours, seed=seed, serving=serving, budget_s=0.0)
         return again.throughput * scene.cost.tokens
 
     able = outcome.throughput and not outcome.gave_up and not strategy_of(asked.run).pooled

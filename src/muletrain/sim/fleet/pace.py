@@ -37,12 +37,12 @@ class Slower(NamedTuple):
 
 
 class Pace(Rates):
-    """Rates of one setting, corrected by played steps."""
+    """Rates of one setting, corrected by played steps. ``budget_s``: see ``BUDGET_S``."""
 
-    def __init__(self, setting: Setting, *, trainers: int, delayed: bool) -> None:
+    def __init__(self, setting: Setting, *, trainers: int, delayed: bool, budget_s: float = BUDGET_S) -> None:
         super().__init__(setting, trainers=trainers, delayed=delayed)
         self._found: dict[tuple[Counts, ...], Slower] = {}
-        self.budget_s = self._lasting_s = BUDGET_S
+        self.budget_s = self._lasting_s = budget_s
         self._playable: bool | None = None
 
     def of(self, serving: Sequence[Counts]) -> Rate:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.flow import HOUR_S, Flow, Rules, Weather
-from muletrain.sim.fleet.pace import Pace
+from muletrain.sim.fleet.pace import BUDGET_S, Pace
 from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
@@ -50,10 +50,12 @@ def simulate_fleet(
     watch: Callable[[Event], None] | None = None,
     planned: Planned | None = None,
     serving: Sequence[Counts] | None = None,
+    budget_s: float = BUDGET_S,
     goes_on: GoesOn = always,
 ) -> Outcome:
     """Play strategy ``swarm`` for ``hours``, or another one with ``planned`` membership (fidelity 'protocol').
     ``serving``: who serves at the start, by stage and kind (fidelity 'flow'); default: machines are seated as newcomers.
+    ``budget_s``: core seconds for steps that are played beside the first one; see ``pace``.
 
     The same seed gives the same outcome. ``watch`` hears every event of the peers and their slots (fidelity
     'protocol'). ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError
@@ -64,7 +66,7 @@ def simulate_fleet(
 
         actors = Actors(setting, config, weather, horizon_s, trainers=trainers, seed=seed, watch=watch, planned=planned)
         return actors.play(goes_on)
-    pace = Pace(setting, trainers=trainers, delayed=config.optimizer.delayed)
+    pace = Pace(setting, trainers=trainers, delayed=config.optimizer.delayed, budget_s=budget_s)
     return Flow(pace, weather, _rules(config), horizon_s, seed, serving).play(goes_on).outcome()
 
 
