@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from muletrain.compute.estimate import Offer
 from muletrain.config.dump import dump_toml
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SIZES = ["model.layers=4", "model.width=32", "model.heads=2", "model.context=16", "model.vocab=64"]
+TOKENIZER = Tokenizer(WordLevel({"<|endoftext|>": 0}, unk_token="<|endoftext|>")).to_str().encode()
 MACHINE = Machine(torch.device("cpu"), Precision.FP32, Offer(1 << 30))
 
 
@@ -37,7 +40,7 @@ def exported(tmp_path: Path) -> Path:
 def export(folder: Path, *overrides: str) -> Path:
     spec = ModelSpec.from_config(load_config(None, overrides).model)
     state = {name: p.detach() for name, p in build_full(spec, 0, spec.cut(2)).named_parameters()}
-    export_hf(state, spec, None, folder)
+    export_hf(state, spec, TOKENIZER, folder)
     return folder
 
 

@@ -95,9 +95,7 @@ class Checkpoint:
         foreign one."""
         folder = latest_checkpoint(path)
         try:
-            manifest = read_manifest((folder / "manifest.json").read_bytes())
-            if manifest["format"] != FORMAT:
-                raise CheckpointError(f"{folder}: written in format {manifest['format']}, this version reads {FORMAT}")
+            manifest = read_manifest((folder / "manifest.json").read_bytes(), FORMAT)
             spec = model_from_json(json.dumps(manifest["spec"]))
             config = RunConfig.model_validate_json(json.dumps(manifest["config"]), strict=True)
         except (OSError, ValueError, ConfigError) as e:

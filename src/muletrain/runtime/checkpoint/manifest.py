@@ -27,18 +27,26 @@ class Parts(BaseModel):
     parts: list[Listed]
 
 
-class Manifest(Parts):
-    """What every reader of a checkpoint needs."""
+class Versioned(BaseModel):
+    """The format of a manifest, which says what else is in it."""
 
     format: int
+
+
+class Manifest(Parts, Versioned):
+    """What every reader of a checkpoint needs."""
+
     files: list[Listed]
     spec: dict[str, Any]
     config: dict[str, Any]
 
 
-def read_manifest(text: bytes) -> dict[str, Any]:
-    """Returns the fields of a manifest. Raises ValueError for a text that is none, however deep it is nested."""
+def read_manifest(text: bytes, expected: int) -> dict[str, Any]:
+    """Returns the fields of a manifest. Raises ValueError for a text that is none, however deep it is nested, and for one
+    in another format than ``expected``."""
     try:
+        if (written := Versioned.model_validate_json(text).format) != expected:
+            raise ValueError(f"it is written in format {written}, this version reads {expected}")
         Manifest.model_validate_json(text)
     except ValidationError as e:
         first = e.errors()[0]
