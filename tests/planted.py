@@ -176,9 +176,9 @@ def no_second_opinion(patch: pytest.MonkeyPatch) -> None:
 def sums_losses(patch: pytest.MonkeyPatch) -> None:
     right = Reporting.applied
 
-    def applied(self: Reporting, record: Any, work: Any) -> None:
+    def applied(self: Reporting, record: Any, work: Any, not_finite: str) -> None:
         work.losses = {index: 1.1 * loss for index, loss in work.losses.items()}
-        right(self, record, work)
+        right(self, record, work, not_finite)
 
     patch.setattr(Reporting, "applied", applied)
 
@@ -277,9 +277,9 @@ def work_goes_on_when_it_is_over(patch: pytest.MonkeyPatch) -> None:
 def counts_what_it_gave_up(patch: pytest.MonkeyPatch) -> None:
     right = Reporting.applied
 
-    def applied(self: Reporting, record: Any, work: Any) -> None:
+    def applied(self: Reporting, record: Any, work: Any, not_finite: str) -> None:
         work.accumulated += work.recomputed
-        right(self, record, work)
+        right(self, record, work, not_finite)
 
     patch.setattr(Reporting, "applied", applied)
 
