@@ -85,7 +85,7 @@ def run_fleet(
         ticket = str(fleet.wait_for_ticket(names[0], poll))
         for index, name in enumerate(names[1:], start=1):
             stage = stages[index] if stages else None
-            spec = common | ({"client": True, "data": "none"} if name in clients else {}) | each(name)
+            spec = common | ({"client": True} if name in clients else {}) | each(name)
             fleet.begin(WorkerSpec(role="join", name=name, ticket=ticket, fleet_index=index, stage=stage, **spec))
         while fleet.alive():
             poll()

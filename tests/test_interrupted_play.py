@@ -161,7 +161,7 @@ def test_interrupted_json_says_that_it_is_partial_and_shows_no_progress(tmp_path
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, err) == (130, "")
+    assert (process.returncode, err) == (130, "preparing to play the fleet ...\n")
     said = json.loads(out)
     assert (said["partial"], said["hours_asked"]) == (True, 10)
     assert 0 < said["hours"] < 10

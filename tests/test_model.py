@@ -264,11 +264,10 @@ def test_generation_with_the_cache_equals_recomputing_every_token() -> None:
 
 def test_sampling_repeats_with_the_seed_and_keeps_to_top_k() -> None:
     class Letters:
-        def encode(self, text: str) -> Letters:
-            self.ids = [ord(c) % 61 for c in text]
-            return self
+        def prompt(self, text: str) -> list[int]:
+            return [ord(c) % 61 for c in text]
 
-        def decode(self, ids: Sequence[int]) -> str:
+        def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
             return "".join(chr(65 + i) for i in ids)
 
     model = trained(build_full(tiny(), 3))

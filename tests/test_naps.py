@@ -125,4 +125,5 @@ def test_two_replicas_that_do_not_count_on_each_other_do_not_wait_for_each_other
     world = Scenario(83512, (2, 2), 2, 6, 7, 0.01, faults, overrides=half, tolerance=2e-4, stalls=0.1)
     outcome = play(world)
     assert outcome.violations == []
-    assert outcome.virtual_s < 300.0
+    # (peer-1a, whose messages are damaged, may look for the others for ten minutes after the run has ended)
+    assert max(t for t, text in outcome.timeline if "step_applied" in text) < 300.0

@@ -197,4 +197,4 @@ def test_what_a_peer_accumulates_anew_is_progress_a_few_times() -> None:
 def _recomputed(outcome: Outcome, step: int | None = None) -> int:
     """Microbatches that were computed again in ``step``, or in all."""
     applied = f"step_applied step={'' if step is None else f'{step} '}"
-    return sum(int(text.rpartition("recomputed=")[2]) for _, text in outcome.timeline if applied in text)
+    return sum(int(text.rpartition("recomputed=")[2].split()[0]) for _, text in outcome.timeline if applied in text)

@@ -126,7 +126,7 @@ class _Room:
                 ticket="",
                 folder=str(folder),
                 threads=threads,
-                data="none" if name in self.clients else "config",
+                data="config",
                 place=config.checkpoint.place,
                 device=device,
                 sharing=self.devices.count(device),
