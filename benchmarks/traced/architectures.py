@@ -90,7 +90,7 @@ def architecture(kind: str, **changes: Any) -> str:
 
 
 def noisy(kind: str) -> Any:
-    """A tiny model in whose parameters and buffers, those that its files hold, is noise: none has its first value."""
+    """A tiny model. Every parameter and every stored buffer holds noise instead of its first value."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZES, **OTHERS.get(kind, {})})).float().eval()
     with torch.no_grad():
