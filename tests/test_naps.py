@@ -125,5 +125,5 @@ def test_two_replicas_that_do_not_count_on_each_other_do_not_wait_for_each_other
     world = Scenario(83512, (2, 2), 2, 6, 7, 0.01, faults, overrides=half, tolerance=2e-4, stalls=0.1)
     outcome = play(world)
     assert outcome.violations == []
-    # (peer-1a, whose messages are damaged, may look for the others for ten minutes after the run has ended)
+    # (peer-1a ends on a branch of its own: the others stop at step 2, and it looks for them for ten minutes)
     assert max(t for t, text in outcome.timeline if "step_applied" in text) < 300.0

@@ -35,7 +35,6 @@ def start_run(
 ) -> None:
     """Found a run, or continue one, and serve it with this machine's peers; print the report when it ends. ``plan`` and
     ``strategy``: see ``run_local``. Raises MuletrainError before anything starts."""
-
     check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
