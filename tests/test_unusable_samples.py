@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from muletrain.config.trusted import trust
-from muletrain.data.samples import SampleData, SampleSource
+from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource
 from muletrain.errors import DataError
 from tests.own_models import NOT_A_NUMBER, RAISES
 
@@ -48,6 +49,19 @@ def test_the_next_usable_sample_takes_the_place_on_every_machine(data: SampleDat
     assert {(k, other) for k, other, _ in told} == {(k, k + 1) for k in (*RAISES, *NOT_A_NUMBER)}
     assert any("sample 37" in why and "image 37 is broken" in why for *_, why in told)
     assert any("sample 41" in why and "not finite" in why for *_, why in told)
+
+
+def test_held_out_samples_that_cannot_be_used_are_left_out_and_named(data: SampleData) -> None:
+    spoiled = replace(data, heldout=data.train)
+    why: list[str] = []
+    measured = sum(len(inputs) for inputs, _ in spoiled.heldout_batches(500, 64, 3, why.append))
+    assert measured == 500 - len(why) == 500 - len({*RAISES, *NOT_A_NUMBER})
+    assert all("held-out sample" in reason for reason in why)
+    told: list[str] = []
+    source = HeldoutSamples(spoiled, 500, 100, 3)
+    source.found = lambda k, other, reason: told.append(reason)
+    assert all(np.isfinite(source.microbatch(index)[0]).all() for index in range(len(source)))
+    assert told == why
 
 
 def test_data_of_which_no_sample_can_be_used_are_refused(data: SampleData) -> None:

@@ -65,11 +65,11 @@ class SampleData:
 
     def sample(self, side: Samples, k: int) -> tuple[Array, Array]:
         """Sample ``k``, as all are. Raises DataError."""
-        found = _read(self.name, side, k)
+        found = _read(self._named(side, k), side, k)
         kinds = tuple(map(_kind, found))
         if kinds != (self.inputs, self.targets):
             raise DataError(
-                f"data.factory: sample {k} of '{self.name}' is {kinds[0]} and {kinds[1]}, others are {self.inputs} and "
+                f"data.factory: {self._named(side, k)} is {kinds[0]} and {kinds[1]}, others are {self.inputs} and "
                 f"{self.targets}; give all the same shapes and types"
             )
         return found
@@ -107,14 +107,28 @@ class SampleData:
                 if integers:
                     wrong = f"is out of range: integers from {x.min()} to {x.max()}, and model.vocab = {vocab}; "
                     wrong += f"set model.vocab = {x.max() + 1}" if x.min() >= 0 else "they must not be negative"
-                raise DataError(f"data.factory: the {what} of sample {which[fine.argmin()]} of '{self.name}' {wrong}")
+                name = self._named(side, int(which[fine.argmin()]))
+                raise DataError(f"data.factory: the {what} of {name} {wrong}")
         return both
 
-    def heldout_batches(self, most: int, batch: int, vocab: int) -> Iterator[tuple[Array, Array]]:
-        """At most ``most`` held-out samples, evenly spread."""
+    def heldout_batches(
+        self, most: int, batch: int, vocab: int, left_out: Callable[[str], None]
+    ) -> Iterator[tuple[Array, Array]]:
+        """At most ``most`` held-out samples, evenly spread, without those that cannot be used: ``left_out`` hears the reason
+        of each."""
         which = _spread(len(self.heldout), most)
         for first in range(0, len(which), batch):
-            yield _stacked(self.or_next(self.heldout, int(k), vocab) for k in which[first : first + batch])
+            usable = []
+            for k in which[first : first + batch]:
+                try:
+                    usable.append(self.usable(self.heldout, int(k), vocab))
+                except DataError as e:
+                    left_out(str(e))
+            if usable:
+                yield _stacked(usable)
+
+    def _named(self, side: Samples, k: int) -> str:
+        return _named(self.name, k, "held-out sample" if side is self.heldout else "sample")
 
 
 Data = TokenCache | SampleData
@@ -161,6 +175,8 @@ class HeldoutSamples:
             )
         self._which = _spread(len(data.heldout), size - size % samples)
         self.targets = len(self._which)
+        self.found: Callable[[int, int, str], None] | None = None
+        """See ``SampleSource``."""
 
     def __len__(self) -> int:
         return self.targets // self._samples
@@ -168,7 +184,7 @@ class HeldoutSamples:
     def microbatch(self, index: int) -> tuple[Array, Array, int]:
         """Inputs and targets [B, ...] of held-out microbatch ``index``, and how many samples they are. Raises DataError."""
         which = self._which[index * self._samples : (index + 1) * self._samples]
-        samples = _stacked(self._data.or_next(self._data.heldout, int(k), self._vocab) for k in which)
+        samples = _stacked(self._data.or_next(self._data.heldout, int(k), self._vocab, self.found) for k in which)
         return *samples, self._samples
 
 
@@ -226,8 +242,13 @@ def _first(name: str, side: Samples, *, skips: bool) -> tuple[Array, Array]:
     """The first sample; the first one that can be read, if it ``skips`` others."""
     for k in range(min(TRIED, len(side)) - 1 if skips else 0):
         with suppress(DataError):
-            return _read(name, side, k)
-    return _read(name, side, len(side) - 1 if skips else 0)
+            return _read(_named(name, k), side, k)
+    last = len(side) - 1 if skips else 0
+    return _read(_named(name, last), side, last)
+
+
+def _named(name: str, k: int, what: str = "sample") -> str:
+    return f"{what} {k} of '{name}'"
 
 
 def _bytes(data: SampleData, side: Samples, k: int, *, skips: bool) -> bytes:
@@ -244,13 +265,13 @@ def _stacked(samples: Iterable[tuple[Array, Array]]) -> tuple[Array, Array]:
     return inputs, targets
 
 
-def _read(name: str, side: Samples, k: int) -> tuple[Array, Array]:
+def _read(named: str, side: Samples, k: int) -> tuple[Array, Array]:
     try:
         given, target = side[k]
         return _array(given), _array(target)
     except (Exception, SystemExit) as e:  # whatever the user's code raises
         raise DataError(
-            f"data.factory: sample {k} of '{name}' is not (input, target), two arrays of numbers: {type(e).__name__}: {e}"
+            f"data.factory: {named} is not (input, target), two arrays of numbers: {type(e).__name__}: {e}"
         ) from e
 
 

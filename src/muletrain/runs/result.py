@@ -110,7 +110,8 @@ def _loss(spec: Model, model: StageModule, heldout: TokenArray) -> float:
 
 
 def _own_quality(spec: Model, model: StageModule, data: Data, tokens: int) -> Quality:
-    """``tokens``: at most so many are measured; a sample that is no text counts as one."""
+    """``tokens``: at most so many are measured; a sample that is no text counts as one. Raises DataError."""
+    left_out = list[str]()
     if isinstance(data, TokenCache):
         heldout = spread(data.heldout, tokens + 1)[
             : (min(tokens, len(data.heldout) - 1) // spec.context) * spec.context + 1
@@ -122,10 +123,14 @@ def _own_quality(spec: Model, model: StageModule, data: Data, tokens: int) -> Qu
         batches, sizes = heldout_batches(heldout, spec.context, BATCH), (len(data.heldout) - 1, len(data.train))
         used = len(heldout) - 1
     else:
-        batches, sizes = data.heldout_batches(tokens, BATCH, spec.vocab), (len(data.heldout), len(data.train))
-        used = min(tokens, len(data.heldout))
-    loss = evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
-    return Quality(loss, None, None, used, sizes[0], counted=0, trained=sizes[1], own_loss=True)
+        batches = data.heldout_batches(tokens, BATCH, spec.vocab, left_out.append)
+        sizes, used = (len(data.heldout), len(data.train)), min(tokens, len(data.heldout))
+    try:
+        loss = evaluate(model, ((torch.from_numpy(inputs), torch.from_numpy(targets)) for inputs, targets in batches))
+    except ValueError as e:
+        raise DataError(f"{(*left_out, e)[0]}; nor can another held-out sample be used") from e
+    used -= len(left_out)
+    return Quality(loss, None, None, used, sizes[0], 0, sizes[1], own_loss=True, left_out=tuple(left_out))
 
 
 def evaluated(step: int, q: Quality) -> Evaluated:

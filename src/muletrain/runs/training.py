@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
 from muletrain.compute.wrapped import WrappedCompute
-from muletrain.data.samples import SampleSource
+from muletrain.data.samples import HeldoutSamples, SampleSource
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
@@ -70,7 +70,7 @@ class Training:
         self.reason = "stopped by the user"
         self.skipped, self._taken, self._in_a_row = 0, 0, 0
         self._stopped = False
-        self._left_out = set[int]()
+        self._left_out = set[str]()
         """Samples of which it was reported that they cannot be used."""
         self._stops = True
         """Does such a sample end the run?"""
@@ -154,13 +154,15 @@ class Training:
             chaos=self._points,
         )
         source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
-        if isinstance(source, SampleSource):
-            source.found = self._unusable
+        heldout = None if cache is None else facts.heldout(cache)
+        for samples in (source, heldout):
+            if isinstance(samples, SampleSource | HeldoutSamples):
+                samples.found = self._unusable
         self.peer = peer = Peer(
             ctx,
             host=_Process(self, seat),
             source=source,
-            heldout=None if cache is None else facts.heldout(cache),
+            heldout=heldout,
             sharing=sharing,
             book=book,
             reports=host.spec.keeps_ticket,
@@ -177,12 +179,12 @@ class Training:
 
     def _unusable(self, sample: int, other: int, reason: str) -> None:
         """Report a sample that cannot be used, once; ``data.on_error`` says whether the run ends after the step."""
-        if self.peer is None or sample in self._left_out:
+        if self.peer is None or reason in self._left_out:
             return
-        self._left_out.add(sample)
+        self._left_out.add(reason)
         self.peer.reporting.tell(SampleReplaced(sample=sample, other=other, reason=reason, stops=self._stops))
         if self._stops:
-            self.reason = f"sample {sample} cannot be used (data.on_error)"
+            self.reason = "a sample cannot be used (data.on_error)"
             self.peer.stop()
 
     def _of_pool(self, event: Event) -> None:

@@ -67,7 +67,8 @@ def _summary(view: RunView) -> str:
 def quality_table(q: Quality) -> RenderableType:
     part = "" if q.tokens == q.heldout else f" (sampled from {q.heldout:,})"
     if q.own_loss:
-        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples or tokens{part}")
+        less = f"; left out: {plural(len(q.left_out), 'sample')}, first: {q.left_out[0]}" if q.left_out else ""
+        return Text(f"Loss {q.loss:.4g} on {q.tokens:,} held-out samples or tokens{part}{less}")
     title = f"On {q.tokens:,} held-out tokens{part}"
     table = new_table(title, ["model"], ["loss [nats/token]", "perplexity", "this model is"])
     table.add_row("this model", f"{q.loss:.3f}", _perplexity(q.loss), "")

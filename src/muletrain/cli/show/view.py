@@ -97,7 +97,7 @@ class RunView:
         """Set while machines and links are measured."""
         self.warnings: Counter[str] = Counter()
         self.rerouted = 0
-        self.replaced = set[int]()
+        self.replaced = set[str]()
         """Samples that could not be used."""
         self.faults = FaultsView(self.name_of)
         self.pace, self.skips = Pace(), SkipsView()
@@ -208,7 +208,7 @@ class RunView:
                 self._strangers.setdefault(event.remote, event)
                 return False
             case ev.SampleReplaced():
-                self.replaced.add(event.sample)
+                self.replaced.add(event.reason)
                 return len(self.replaced) == 1
             case ev.MicrobatchRerouted():
                 self.rerouted += 1

@@ -26,3 +26,5 @@ class Quality:
     """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""
     own_loss: bool = False
     """``loss`` is what a user's module computes, on samples or tokens."""
+    left_out: tuple[str, ...] = ()
+    """Why held-out samples could not be used: a reason for each of them."""
