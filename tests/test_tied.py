@@ -49,6 +49,7 @@ def test_both_stages_have_the_parameter_and_both_count_it() -> None:
     assert chain.params == alone.params - size
     assert [chain.stage_params(cut, s) for s in range(3)] == [alone.stage_params(cut, s) for s in range(3)]
     assert chain.stage_params(chain.cut(1), 0) == chain.params
+    assert chain.cut_params(cut) == chain.params, "each counts once, however the model is cut"
     found = tied_between(chain, cut)
     assert found is not None
     assert found.stages == (0, 2)

@@ -213,6 +213,10 @@ class Model(ABC):
         total += self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
         return total + self.copied_params(cut, stage)
 
+    def cut_params(self, cut: Cut) -> int:
+        """Parameters of all stages, each counted once."""
+        return sum(self.stage_params(cut, s) - self.copied_params(cut, s) for s in range(len(cut)))
+
     def trained_params(self, cut: Cut, stage: int) -> int:
         """G: those of ``stage_params`` that have a gradient, which is averaged; at least one number (``optim.flat``)."""
         return max(1, self.stage_params(cut, stage) - self.frozen_params(cut, stage))

@@ -172,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in ``path``. Raises CheckpointError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         if isinstance(e, ValueError):
             _refuse_pointer(path)
         raise CheckpointError(
@@ -229,7 +229,7 @@ def _header(path: Path) -> dict[str, Stored]:
         entries = {} if table is None else {name: about for name, about in table.items() if name != "__metadata__"}
         found = {name: Stored(path, name, about["dtype"], tuple(about["shape"])) for name, about in entries.items()}
         whole = 8 + length + max((int(about["data_offsets"][1]) for about in entries.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as e:
         raise CheckpointError(f"{path} is no safetensors file ({e}); save the model with safetensors") from e
     if table is None or size != whole:
         much = "its header" if table is None else f"{whole:,}"

@@ -8,7 +8,6 @@ placements, the first ones short, because easy tasks are done soon.
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from muletrain.cgroups import cpus
 from muletrain.planning.pipelines import Threader
 from muletrain.planning.placement import finite, link_times, lower_bound_s, slots
 from muletrain.planning.regrouping import SAME, Groups, Problem, anneal, working
@@ -74,7 +74,7 @@ def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float
     best_s, best, tried = np.inf, np.empty((0, 0), np.int64), 0
     done = rounds = agreed = 0
     complete = True
-    with ThreadPoolExecutor(min(size, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(size, cpus())) as pool:
         while done < budget and agreed < AGREED and complete and best_s > bound_s * (1 + SAME):
             length = min(FIRST_ROUND << rounds, LONGEST_ROUND) * len(task.devices)
             length = length if budget - done >= 2 * length else budget - done

@@ -22,7 +22,7 @@ def summary_of(facts: RunFacts, data: Data, first_step: int = 0) -> RunPrepared:
     t, o, whole = config.train, config.optimizer, ((0, spec.layers),)
     tokens, size = t.batch * _positions(facts), len(data.train)
     own = isinstance(data, SampleData)
-    params = sum(spec.stage_params(facts.cut, s) - spec.copied_params(facts.cut, s) for s in range(len(facts.cut)))
+    params = spec.cut_params(facts.cut)
     return RunPrepared(
         data=data.name if isinstance(data, SampleData) else config.data.path,
         documents={} if isinstance(data, SampleData) else _documents(data),

@@ -250,7 +250,7 @@ def _started(facts: RunFacts, roster: Roster) -> RunStarted:
         microbatches=config.microbatches,
         tokens_per_step=config.train.batch * facts.spec.context,
         first_step=roster.genesis.first_step,
-        params=sum(facts.spec.stage_params(facts.cut, stage) for stage in range(config.fleet.stages)),
+        params=facts.spec.cut_params(facts.cut),
         members={m.id: m.name for m in roster.genesis.members},
     )
 
