@@ -61,7 +61,7 @@ def test_what_a_start_from_a_model_became_is_found_again_on_resume(exported: Pat
     assert checked(checkpoint_of(first), again) == []
     moved = shutil.copytree(exported, tmp_path / "moved")
     found = resolve_start(load_config(tmp_path / "config.toml", [f"model.from={moved}"]))
-    assert [change.field for change in checked(checkpoint_of(first), found)] == ["model.from"]
+    assert [change.field for change in checked(checkpoint_of(first), found)] == ["model.from", "data.tokenizer"]
 
 
 @pytest.mark.parametrize(

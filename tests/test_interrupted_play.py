@@ -156,7 +156,7 @@ def test_interrupted_it_shows_what_it_has(tmp_path: Path, number: signal.Signals
 def test_interrupted_json_says_that_it_is_partial_and_shows_no_progress(tmp_path: Path) -> None:
     process = long_play(tmp_path, "--json")
     try:
-        time.sleep(8)  # nothing says how far it is
+        time.sleep(16)  # nothing says how far it is; beside other tests the first ten load the program
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:

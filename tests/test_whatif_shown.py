@@ -102,7 +102,7 @@ ONE = '[[machines]]\nname = "desk"\ncount = 4\ndevice = "RTX 3080"\n'
             ONE.replace("RTX 3080", "RTX 3080 Max"),
             [],
             "fleet.toml:4: machines[0].device: the speed of 'RTX 3080 Max' is not known; give tflops beside it, "
-            "or a device of known speed: ",
+            "plan on the machine that has it",
         ),
         (
             ONE.replace('device = "RTX 3080"\n', ""),
