@@ -113,9 +113,12 @@ def test_samples_that_cannot_be_used_say_why(data: str, message: str) -> None:
     ("settings", "message"),
     [
         (["model.factory=os"], "model.factory"),
-        (["model.arguments.width=3"], "model.arguments: they are those of model.factory"),
+        (["model.arguments.width=3"], "model.arguments: .* has no effect without model.factory"),
         (["data.factory=a.b:c"], "set model.factory too"),
-        (["model.factory=a.b:c", "data.factory=a.b:d", "data.share=true"], "data.share: only the tokens of a text"),
+        (
+            ["model.factory=a.b:c", "data.factory=a.b:d", "data.share=true"],
+            "data.share: True has no effect with data.factory",
+        ),
         (["model.factory=tests.own_models:words", "model.from=x"], "comes from model.from as well"),
         (
             ["model.factory=tests.own_models:words", "model.vocab=300", "model.layers=7"],

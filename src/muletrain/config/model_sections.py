@@ -223,12 +223,8 @@ def check_shape(m: ModelConfig) -> None:
 
 def check_factories(m: ModelConfig, d: DataConfig) -> None:
     """Where model and samples come from."""
-    if m.factory is None and m.arguments:
-        raise ValueError("model.arguments: they are those of model.factory, which is not set")
     if d.factory is not None and m.factory is None and m.architecture is None:
         raise ValueError("data.factory: its samples are for a module of yours; set model.factory too")
-    if d.factory is not None and d.share:
-        raise ValueError("data.share: only the tokens of a text are shared; leave it out with data.factory")
 
 
 def _near(width: int, heads: int) -> int | str:

@@ -172,12 +172,6 @@ def check_fleet(f: FleetConfig) -> None:
 def check_pipeline(p: PipelineConfig, stages: int, microbatches: int) -> None:
     """``microbatches``: of a step."""
     if not p.seats:
-        if p.microbatches or p.spares:
-            raise ValueError(
-                "pipeline.seats: missing beside pipeline.microbatches or spares; name the peers of each stage"
-            )
-        if p != PipelineConfig():
-            raise ValueError("pipeline.seats: missing, and without them pipeline.schedule has no effect; set them")
         return
     if len(p.seats) != stages:
         raise ValueError(f"pipeline.seats: {len(p.seats)} lists for fleet.stages = {stages}; give one per stage")
@@ -203,8 +197,6 @@ def check_pipeline(p: PipelineConfig, stages: int, microbatches: int) -> None:
 def check_hub(h: HubConfig, p: PipelineConfig, stages: int) -> None:
     names = [*h.servers, *h.helping]
     if h.clients is None:
-        if names:
-            raise ValueError("hub.clients: missing beside hub.seats or helpers; say how many clients a local fleet has")
         return
     for field, rows in (("seats", h.seats), ("helpers", h.helpers)):
         if rows and len(rows) != stages:

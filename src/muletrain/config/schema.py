@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
+from muletrain.config.effects import check_effects
 from muletrain.config.model_sections import DataConfig, ModelConfig, check_factories, check_shape
 from muletrain.config.peer_sections import (
     FleetConfig,
@@ -71,7 +72,11 @@ class TrainConfig(Section):
         description="sequence length at step 0, growing linearly to model.context (SWARM app. G) [tokens]",
         examples=[32],
     )
-    sequence_warmup: int = Field(default=0, ge=0, description="steps until the full sequence length [optimizer steps]")
+    sequence_warmup: PositiveInt | None = Field(
+        default=None,
+        description="steps from sequence_start to the full sequence length [optimizer steps]",
+        examples=[1000],
+    )
     validate_every: int = Field(
         default=0,
         ge=0,
@@ -213,18 +218,14 @@ class RunConfig(Section):
             check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
+        check_effects(self)
         _check_batch(self.train)
-        _check_warmup(self.train)
         check_factories(self.model, self.data)
         check_fleet(self.fleet)
         check_pipeline(self.pipeline, self.fleet.stages, self.microbatches)
         check_hub(self.hub, self.pipeline, self.fleet.stages)
         check_swap(self.swap, self.fleet.stages, self.pipeline, self.hub, delayed=self.optimizer.delayed)
         check_network(self.network)
-        if self.data.share and self.fleet.trainers == 1:
-            raise ValueError(
-                "data.share: has no effect with fleet.trainers = 1; let two peers build microbatches, or leave it out"
-            )
         return self
 
     def local(self) -> RunConfig:
@@ -257,13 +258,6 @@ def _check_depth(m: ModelConfig, f: FleetConfig) -> None:
 def _check_sequences(m: ModelConfig, t: TrainConfig) -> None:
     if (t.sequence_start or 0) > m.context:
         raise ValueError(f"train.sequence_start: {t.sequence_start} exceeds model.context = {m.context}; start shorter")
-
-
-def _check_warmup(t: TrainConfig) -> None:
-    if t.sequence_warmup and t.sequence_start is None:
-        raise ValueError(
-            f"train.sequence_warmup: {t.sequence_warmup} steps have no effect without train.sequence_start; set that, or leave this out"
-        )
 
 
 def _check_batch(t: TrainConfig) -> None:

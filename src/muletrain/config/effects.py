@@ -1,0 +1,91 @@
+"""Fields that other fields leave without effect: to set one of them is an error, since nobody would do what was asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from muletrain.config.schema import RunConfig
+
+
+class Idle(NamedTuple):
+    """Fields that have no effect in some configurations."""
+
+    fields: str
+    """Paths, separated by spaces."""
+    where: Callable[[RunConfig], bool]
+    why: str
+    remedy: str
+
+
+IDLE = (
+    Idle(
+        "train.sequence_warmup",
+        lambda c: c.train.sequence_start is None,
+        "without train.sequence_start",
+        "set that",
+    ),
+    Idle(
+        "train.sequence_start",
+        lambda c: not c.train.sequence_warmup,
+        "without train.sequence_warmup",
+        "set that",
+    ),
+    Idle(
+        "optimizer.final_lr",
+        lambda c: c.optimizer.schedule == "constant",
+        "with optimizer.schedule = 'constant'",
+        "take another schedule",
+    ),
+    Idle("model.arguments", lambda c: c.model.factory is None, "without model.factory", "set that"),
+    Idle("data.on_error", lambda c: c.data.factory is None, "without data.factory", "set that"),
+    Idle(
+        "data.path data.validation data.field data.tokenizer data.special_tokens data.end_token data.heldout data.deduplicate data.share",
+        lambda c: c.data.factory is not None,
+        "with data.factory, which gives samples instead of text",
+        "leave out data.factory",
+    ),
+    Idle(
+        "data.heldout",
+        lambda c: c.data.validation is not None,
+        "with data.validation, which is all that is held out",
+        "leave out data.validation",
+    ),
+    Idle(
+        "data.share",
+        lambda c: c.fleet.trainers == 1,
+        "with fleet.trainers = 1",
+        "let two peers build microbatches",
+    ),
+    Idle("fleet.rebalance_period", lambda c: c.fleet.rebalance == "off", "with fleet.rebalance = 'off'", "change that"),
+    Idle(
+        "pipeline.schedule pipeline.microbatches pipeline.spares",
+        lambda c: not c.pipeline.seats,
+        "without pipeline.seats",
+        "name the peers of each stage there",
+    ),
+    Idle(
+        "hub.seats hub.helpers hub.verify",
+        lambda c: c.hub.clients is None,
+        "without hub.clients",
+        "say there how many clients a local fleet has",
+    ),
+    Idle("swap.folder", lambda c: c.swap.backing == "ram", "with swap.backing = 'ram'", "change that"),
+    Idle("swap.folder swap.together", lambda c: c.swap.backing == "off", "with swap.backing = 'off'", "change that"),
+)
+
+
+def check_effects(config: RunConfig) -> None:
+    """Raises ValueError for a field with another value than its default that has no effect."""
+    for idle in IDLE:
+        if not idle.where(config):
+            continue
+        for path in idle.fields.split():
+            section, name = path.split(".")
+            values: Any = getattr(config, section)
+            if (value := getattr(values, name)) != type(values).model_fields[name].get_default(
+                call_default_factory=True
+            ):
+                raise ValueError(f"{path}: {value!r} has no effect {idle.why}; {idle.remedy}, or leave {name} out")
