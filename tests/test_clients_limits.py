@@ -91,6 +91,27 @@ def test_a_client_between_two_servers_hears_at_once_that_the_run_has_ended() -> 
     assert virtually(scenario()) < PATIENCE_S / 10
 
 
+def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> None:
+    async def scenario() -> float:
+        hub, tasks, clock = MemoryHub(), Tasks(), LoopClock()
+        server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
+        enlist = Enlist(name="c", config=CONFIG, stage=0, enlistment=1).pack()
+        await net.call("server", Enlist.KIND, enlist, timeout_s=1)
+        server._desk.lose("client", "it leaves for another stage")  # type: ignore[attr-defined]
+        compute: Any = SimpleNamespace(stage=1, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
+        client = Client(net, clock, Tasks(), compute, plan, CONFIG, "c", ("gone",), others=("server",))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(1.0)
+        begin = clock.now()
+        await server.end(over=True)
+        await running
+        await tasks.close()
+        return clock.now() - begin
+
+    assert virtually(scenario()) < PATIENCE_S / 10
+
+
 @pytest.mark.parametrize("usual", [2.5, 1e8])
 def test_a_clients_loss_is_believed_only_where_it_is_like_those_that_counted(usual: float) -> None:
     part = Part(Pass.LOSS, 0, 0, 0, 2)

@@ -115,6 +115,8 @@ class Helping:
         plan, links = facts.plan(), host.links(facts, help.network)
         host.close_compute()
         host.compute = compute = await host.build_client(facts, stage, machine)
+        if self._client is not None and self._client.over:  # it still heard its servers while this one was made
+            raise NoServer("a server said so while this client changed its stage")
         self._client = client = Client(
             links,
             host.clock,
@@ -124,6 +126,7 @@ class Helping:
             facts.config_digest,
             host.spec.name,
             tuple(servers.get(stage) or (p for found in servers.values() for p in found)),
+            others=[p for found in servers.values() for p in found],
         )
         host.log.emit(
             ClientBegan(

@@ -46,6 +46,8 @@ from muletrain.runtime.pool.work import Accumulator, PartWork
 from muletrain.wire.codec import Encoded, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.network.base import Frame, Network, PeerId
@@ -85,11 +87,14 @@ class Client:
         name: str,
         servers: tuple[PeerId, ...],
         speed: float = 0.0,
+        others: Collection[PeerId] = (),
     ) -> None:
-        """``servers``: of the stage, as far as known; ``speed``: forward passes of a sequence per second; 0: unknown."""
+        """``servers``: of the stage, as far as known; ``speed``: forward passes of a sequence per second; 0: unknown.
+        ``others``: servers of other stages, which may say that the run is over."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
         self._config, self._name, self._speed = config, name, speed
         self._servers = StageServers(net, clock, tasks, servers)
+        self._others = frozenset(others)
         self._home: PeerId | None = None
         self._enlistment, self._enlistments = 0, itertools.count(1)
         self._dismissed = self._ended = self._worked = self._moves = False
@@ -115,6 +120,11 @@ class Client:
         """Parts that we compute, by number."""
         net.receive(self._on_frame, tuple(FROM_SERVER), self)
         net.serve(AreYouThere.KIND, self._on_question)
+
+    @property
+    def over(self) -> bool:
+        """Has the run ended, or was this client stopped?"""
+        return self._ended
 
     def stop(self) -> None:
         """Leave in order."""
@@ -318,7 +328,8 @@ class Client:
             await self._weights.on_chunk(message, frame.tensors[0])
             return
         if sender != self._home:  # a server that we have left
-            ends = isinstance(message, Ended) and message.over and sender in self._servers.known
+            knows = sender in self._servers.known or sender in self._others
+            ends = isinstance(message, Ended) and message.over and knows
             self._ended |= ends and self._home is None
             return
         match message:
