@@ -319,6 +319,8 @@ async def main():
     {then}
 
 asyncio.run(main())
+time.sleep(6.0)
+print("goes on")
 """
 
 
@@ -338,6 +340,15 @@ def test_a_process_whose_loop_stands_still_ends(tmp_path: Path, then: str) -> No
     assert done.stdout == "alive\n", "it beats"
     assert "has stood still for 3 s while the device is at 'apply', so it ends" in (tmp_path / "log").read_text()
     assert "in wait" in done.stderr, "where it hangs"
+
+
+def test_a_process_outlives_a_peer_that_ended_in_it(tmp_path: Path) -> None:
+    """A lone peer runs in the process of its command, which measures the model afterwards."""
+    code = ENDS.replace("{then}", "beating.cancel()")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\ngoes on\n"), done.stderr
 
 
 @pytest.mark.timeout(600)

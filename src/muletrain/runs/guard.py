@@ -32,13 +32,13 @@ SAY_S = 10.0
 
 
 class Guard:
-    """A daemon thread that ends the process when ``beat`` stops: because the loop hangs, or because it does not end
-    after ``beat`` was cancelled."""
+    """A daemon thread that ends the process when ``beat`` stops: because the loop hangs, or because it is not closed
+    after ``beat`` was cancelled. Made in the loop that it watches."""
 
     def __init__(self, log: EventLog, at: Callable[[], str], limit_s: float = LIMIT_S) -> None:
         """``at`` describes what the device's threads are doing, for the error."""
         self._log, self._at, self._limit_s = log, at, limit_s
-        self._beats = 0
+        self._beats, self._loop = 0, asyncio.get_running_loop()
         threading.Thread(target=self._watch, daemon=True, name="guard").start()
 
     async def beat(self) -> None:
@@ -52,6 +52,8 @@ class Guard:
         while still_s < self._limit_s:
             before = time.monotonic()
             time.sleep(LOOK_S)
+            if self._loop.is_closed():  # a peer in the process of its command has ended, and the command goes on
+                return
             still_s += min(time.monotonic() - before, 2 * LOOK_S)
             if self._beats != seen:
                 seen, still_s = self._beats, 0.0
