@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from muletrain.config.load import load_config
 from muletrain.config.model_sections import ModelConfig
@@ -367,3 +367,13 @@ def test_memory_and_cuts_are_planned_from_the_chain() -> None:
     assert needs[2] > needs[0] == pytest.approx(needs[1] + 8), "the first one keeps the tokens, too"
     costs = chain.chain(2, 16, parameter_bytes=16, token_bytes=64).work
     assert all(a > 0 for a in costs)
+
+
+def test_infinity_in_a_configuration_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["mamba2"](
+        vocab_size=300, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=4
+    )
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert build(written).config.time_step_limit == [0.0, float("inf")]

@@ -117,7 +117,16 @@ def checked(config: Mapping[str, Any]) -> dict[str, Any]:
         "attn_implementation",
         "experts_implementation",
     )
-    return {k: v for k, v in config.items() if not k.startswith("_") and k not in dropped}
+    return {k: _decoded(v) for k, v in config.items() if not k.startswith("_") and k not in dropped}
+
+
+def _decoded(value: Any) -> Any:
+    """Infinity and NaN as ``transformers`` writes them: JSON has none."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {k: _decoded(v) for k, v in value.items()}
+    return [_decoded(v) for v in value] if isinstance(value, list) else value
 
 
 def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
