@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.config.schema import RunConfig
-
 
 class Idle(NamedTuple):
     """Fields that have no effect in some configurations."""
 
     fields: str
     """Paths, separated by spaces."""
-    where: Callable[[RunConfig], bool]
+    where: Callable[[Any], bool]
+    """Asked with a ``RunConfig``."""
     why: str
     remedy: str
 
@@ -77,8 +76,8 @@ IDLE = (
 )
 
 
-def check_effects(config: RunConfig) -> None:
-    """Raises ValueError for a field with another value than its default that has no effect."""
+def check_effects(config: Any) -> None:
+    """Raises ValueError for a field of a ``RunConfig`` with another value than its default that has no effect."""
     for idle in IDLE:
         if not idle.where(config):
             continue
