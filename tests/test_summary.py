@@ -58,6 +58,22 @@ def test_a_text_is_told_in_documents_tokens_and_epochs(text: Path) -> None:
     assert max(map(len, said.splitlines())) <= 80
 
 
+def test_what_was_left_out_is_said_with_its_number(text: Path) -> None:
+    rows = text.read_text()
+    text.write_text(rows + "".join(rows.splitlines(keepends=True)[:3]) + json.dumps({"text": " "}) + "\n")
+    said = told(summary(text, "data.deduplicate=documents"))
+    assert "3 documents left out that equal an earlier one (data.deduplicate)" in said
+    assert "1 document without text left out" in said
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    names = ["model.factory=tests.own_models:partly_frozen", "data.factory=tests.own_models:images_with_numbers"]
+    prepared = prepare(load_config(None, [*names, "train.batch=4", "train.microbatch=2", "train.steps=10"]).local())
+    found = summary_of(prepared.facts, prepared.data)
+    assert 0 < found.trained_params < found.params
+    assert "of them trained" in told(found)
+
+
 def test_growing_sequences_count_as_long_as_they_are(text: Path) -> None:
     found = summary(text, "train.steps=20", "train.sequence_start=8", "train.sequence_warmup=10")
     assert found.taken == 4 * (10 * 8 + 10 * 16)
