@@ -14,7 +14,7 @@ from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer.tokens import Sharing
-from muletrain.sim.world import reference
+from proofs import reference
 
 if TYPE_CHECKING:
     import pytest

@@ -16,10 +16,10 @@ from muletrain.policy.checkpoints import keepers, newest_complete
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
 from muletrain.runtime.recovery.messages import StepBack
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import readable
 from muletrain.strategies.swarm import SWARM
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import readable
 from tests import planted
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from muletrain.errors import DeadlineExceeded
 from muletrain.network.memory import MemoryNetwork
 from muletrain.runtime.averaging.messages import AskGradient, Reduced, Shard
 from muletrain.runtime.transfer.donor import AskBlocks
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.play import play
+from proofs.scenario import Scenario
+from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

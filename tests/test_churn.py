@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from muletrain.errors import DataError
-from muletrain.sim.fleet.churn import ADOPT_AFTER_S, HORIZON_S, HOUR_S, Throughput, courses
 from muletrain.sim.fleet.trace import TRACE_A, Change, read_trace
+from reproduction.churn import ADOPT_AFTER_S, HORIZON_S, HOUR_S, Throughput, courses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from muletrain.sim.fleet.churn import Rule
+    from reproduction.churn import Rule
 
 
 def simulate(trace: Sequence[Change], **given: Any) -> Throughput:

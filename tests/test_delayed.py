@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.compute import scaling
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import Outcome, readable
 from tests import planted
 
 if TYPE_CHECKING:

@@ -19,14 +19,17 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.policy.chaos import Bounds, parse
 from muletrain.runs.join.ticket import PREFIX
+from proofs.__main__ import app as proofs
+from reproduction.__main__ import app as reproduction
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]
 }
-COMMANDS = typer.main.get_command(app)
-QUICK = ("muletrain config", "muletrain config --fleet", "muletrain reproduce")
+PROGRAMS = {"muletrain": app, "python -m proofs": proofs, "python -m reproduction": reproduction}
+COMMANDS = {name: typer.main.get_command(program) for name, program in PROGRAMS.items()}
+QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction hybrid-table2")
 """Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
 minutes."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
@@ -50,7 +53,13 @@ def mentioned(text: str) -> list[str]:
 
 def _commands(pieces: list[str]) -> list[str]:
     parts = (part for piece in pieces for part in " ".join(piece.split()).split("&& "))
-    return [part for part in parts if part.startswith("muletrain ")]
+    return [part for part in parts if any(part.startswith(f"{name} ") or part == name for name in PROGRAMS)]
+
+
+def _split(line: str) -> tuple[Any, list[str]]:
+    """The program that a command line begins with, and its words."""
+    name = next(name for name in PROGRAMS if line.startswith(name))
+    return COMMANDS[name], shlex.split(line.removeprefix(name), comments=True)
 
 
 def _without_blocks(text: str) -> str:
@@ -59,9 +68,9 @@ def _without_blocks(text: str) -> str:
 
 def unknown(line: str) -> list[str]:
     """Words of a command line that name no command or option of ours."""
-    here: Any = COMMANDS
+    here, words = _split(line)
     wrong = list[str]()
-    for word in shlex.split(line, comments=True)[1:]:
+    for word in words:
         if word.startswith("--"):
             if word.split("=")[0] not in {"--help", *(o for p in here.params for o in (*p.opts, *p.secondary_opts))}:
                 wrong.append(word)
@@ -76,16 +85,16 @@ def parsed(line: str) -> dict[str, Any]:
     """The arguments of a whole command line, which is parsed as the shell's, and does nothing. Raises what the command
     would."""
     given = dict[str, Any]()
-    command = list(takewhile(lambda word: word != ">", shlex.split(line, comments=True)[1:]))
-    called = _called(command)
+    program, words = _split(line)
+    command = list(takewhile(lambda word: word != ">", words))
+    called = _called(program, command)
     with patch.object(called, "callback", lambda **arguments: given.update(arguments)):
-        COMMANDS.main(args=[PLACEHOLDERS.get(word, word) for word in command], standalone_mode=False)
+        program.main(args=[PLACEHOLDERS.get(word, word) for word in command], standalone_mode=False)
     return given
 
 
-def _called(words: list[str]) -> Any:
-    """The command that ``words`` begin with."""
-    here: Any = COMMANDS
+def _called(here: Any, words: list[str]) -> Any:
+    """The command of the program ``here`` that ``words`` begin with."""
     for word in words:
         here = getattr(here, "commands", {}).get(word, here)
     return here
@@ -156,7 +165,8 @@ def test_the_pages_have_commands() -> None:
 @pytest.mark.parametrize("line", QUICK)
 def test_what_is_quick_runs(line: str) -> None:
     assert any(line in text for text in PAGES.values())
-    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    program = next(name for name in PROGRAMS if line.startswith(name))
+    result = CliRunner().invoke(PROGRAMS[program], shlex.split(line.removeprefix(program)))
     assert result.exit_code == 0, result.output
 
 

@@ -29,8 +29,8 @@ from muletrain.model.traced.making import made
 from muletrain.runs.assemble import RunFacts, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.result import quality
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
 from tests import own_models
 from tests.fleet_run import checkpoint_weights, run_fleet, run_losing_a_replica
 from tests.test_traced_fleet import check_equal

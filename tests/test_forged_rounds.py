@@ -14,10 +14,10 @@ from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.step.messages import AskEntries, Entries
 from muletrain.runtime.step.record import StageEntry, StepRecord
-from muletrain.sim.world.lying import LIES
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.lying import LIES
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
+from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -257,7 +257,7 @@ def test_a_replica_that_holds_up_the_end_of_steps_is_left_out_of_many(
 
 def test_two_replicas_that_leave_each_other_out_both_have_missing_microbatches_run_again() -> None:
     """One claims to hold those of a third, which died; so a trainer sent them to nobody who lacked them, and all ended
-    after 15 minutes. Found by 'muletrain fuzz --kind lie' (seed 88008)."""
+    after 15 minutes. Found by 'python -m proofs fuzz --kind lie' (seed 88008)."""
     faults = (
         Fault(1.63, "lie", ("peer-1b",), FOR_EVER_S, how="claims"),
         Fault(3.137, "kill", ("peer-1a",), 1.0),

@@ -16,9 +16,9 @@ from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.recovery.forks import Forks, GivesWay
 from muletrain.runtime.step.exchange import Exchange
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
+from proofs.verdict import Outcome, readable
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -157,7 +157,7 @@ def test_a_side_that_lacks_a_stage_steps_back_alone_and_joins_the_longer_history
 
 def test_a_peer_that_could_not_go_over_stands_by_what_it_attested_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """It made its round again, with other bits under the same name, so that its side had two records of the step, and
-    stood still until it gave up. Found by 'muletrain fuzz' (seed 438)."""
+    stood still until it gave up. Found by 'python -m proofs fuzz' (seed 438)."""
     said: dict[tuple[str, bytes], set[tuple[bytes, ...]]] = {}
     held = []
     positions: dict[str, Position] = {}

@@ -19,12 +19,12 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Busy
 from muletrain.runtime.step.record import StepRecord
 from muletrain.runtime.step.runner import StepRunner
-from muletrain.sim.world import draws, reference
-from muletrain.sim.world.draws.basic import draw
-from muletrain.sim.world.play import play
-from muletrain.sim.world.reference import SingleProcess
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.world.verdict import readable
+from proofs import draws, reference
+from proofs.draws.basic import draw
+from proofs.play import play
+from proofs.reference import SingleProcess
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
+from proofs.verdict import readable
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(800)
@@ -56,7 +56,7 @@ FORKED = 310
 
 
 def test_ten_seeds_keep_every_promise() -> None:
-    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--first", "36", "--seeds", "10", "--json"]
+    command = [sys.executable, "-m", "proofs", "fuzz", "--first", "36", "--seeds", "10", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=760)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,9 +14,9 @@ from muletrain.errors import MuletrainError
 from muletrain.runtime.microbatch.messages import Gap
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.world.verdict import POWERLESS, Outcome, readable
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
+from proofs.verdict import POWERLESS, Outcome, readable
 from tests import planted
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_run_that_lost_power_goes_on_from_its_checkpoint() -> None:
 
 @pytest.mark.parametrize("scenario", [replace(RESUMES, steps=2, microbatches=2, resume_s=1.006), FAREWELL], ids=str)
 def test_after_the_last_checkpoint_a_power_loss_leaves_nothing_to_resume(scenario: Scenario) -> None:
-    """Found by 'muletrain fuzz' (seed 82100 with --kind lie)."""
+    """Found by 'python -m proofs fuzz' (seed 82100 with --kind lie)."""
     assert POWERLESS in kept(scenario).ends.values()
 
 
@@ -106,14 +106,14 @@ def test_what_was_kicked_ends_and_comes_again_under_its_name() -> None:
 
 def test_a_slow_store_outlives_the_memory_of_checkpoints_that_ended() -> None:
     """Their end was looked up after the disk had done its part, when later ones had pushed it out, and the coordinator
-    died of it. Found by 'muletrain fuzz' (seed 218)."""
+    died of it. Found by 'python -m proofs fuzz' (seed 218)."""
     slow = Fault(0.5, "disk", ("peer-0a",), FOR_EVER_S, how="slow")
     outcome = kept(Scenario(9, (1, 1), 1, 30, 2, 0.01, (slow,), checkpoint_every=1, disk_s=0.01, short=True))
     assert set(outcome.ends.values()) == {"finished"}
 
 
 def test_of_repairs_none_goes_on_when_one_has_failed() -> None:
-    """Found by 'muletrain fuzz' (seed 241: who is kicked gives up, and leaves tasks behind)."""
+    """Found by 'python -m proofs fuzz' (seed 241: who is kicked gives up, and leaves tasks behind)."""
 
     class Alone(Trainer):
         def __init__(self) -> None:

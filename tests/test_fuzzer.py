@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.fuzzing import _play, _processes
 from muletrain.sim.loop import Hang, VirtualLoop, run_virtually
-from muletrain.sim.world import draws
-from muletrain.sim.world.draws import large
-from muletrain.sim.world.links import Links
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.shrink import as_code, shrunk
-from muletrain.sim.world.verdict import Outcome
+from proofs import draws
+from proofs.draws import large
+from proofs.fuzzing import _play, _processes
+from proofs.links import Links
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.shrink import as_code, shrunk
+from proofs.verdict import Outcome
 from tests.test_fuzz import FALSE_GRADIENTS, FORKED, SCENARIOS
 
 
@@ -42,7 +42,7 @@ def test_what_breaks_a_promise_is_made_smaller_until_nothing_can_be_left_out() -
 
 
 def test_who_kills_it_leaves_no_process_behind() -> None:
-    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seeds", "1000", "--jobs", "1"]
+    command = [sys.executable, "-m", "proofs", "fuzz", "--seeds", "1000", "--jobs", "1"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as fuzz:
         children: list[str] = []
         for _ in range(600):
@@ -71,7 +71,7 @@ def _runs(pid: str) -> bool:
 def test_a_seed_replays_its_run_exactly() -> None:
     """In a process of its own, and after other seeds. Both sides of a partition train on here, and which of them stays
     is a matter of hashes."""
-    command = [sys.executable, "-m", "muletrain.cli.main", "fuzz", "--seed", str(FORKED), "--json"]
+    command = [sys.executable, "-m", "proofs", "fuzz", "--seed", str(FORKED), "--json"]
     alone = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
     with _processes(1) as pool:
         _, later = pool.map(_play, [4, FORKED])
@@ -117,7 +117,7 @@ def test_what_nobody_awaited_is_a_broken_promise_of_the_seed_in_which_it_failed(
         run_virtually(world(), 2.0, outcome.violations)
         return outcome
 
-    monkeypatch.setattr("muletrain.sim.world.play.play", played)
+    monkeypatch.setattr("proofs.play.play", played)
     gc.disable()
     try:
         assert len(_play(0)["violations"]) == 1

@@ -28,11 +28,11 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.members.watchdog import LOOK_S, DeviceHung, Watchdog, hung_s
-from muletrain.sim.world import reference
-from muletrain.sim.world.draws.basic import draw
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs import reference
+from proofs.draws.basic import draw
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
+from proofs.verdict import Outcome, readable
 
 from . import hanging_worker
 from .fleet_run import checkpoint_weights, run_fleet

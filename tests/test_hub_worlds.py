@@ -17,9 +17,9 @@ from muletrain.runtime.pool.clients import Clients
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.messages import Withdraw
 from muletrain.runtime.pool.work import Accumulator
-from muletrain.sim.world import draws
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs import draws
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.runtime.core.messages import Message
-    from muletrain.sim.world.verdict import Outcome
+    from proofs.verdict import Outcome
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(800)

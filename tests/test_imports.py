@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 SOURCE = Path(__file__).parents[1] / "src" / "muletrain"
+BESIDE = ("proofs", "reproduction", "tests", "benchmarks")
+"""Stands beside the package and is not installed with it."""
 
 # top to bottom; names of one row may import each other
 LAYERS: list[set[str]] = [
     {"cli", "dashboard", "__main__"},
     {"runs"},
-    {"papers"},
     {"sim"},
     {"runtime"},
     {"network", "compute", "wire"},
@@ -69,6 +70,17 @@ PURE = LAYERS[-1] | {"planning", "strategies", "policy"}
 
 def test_imports_run_downwards_only() -> None:
     assert violations(SOURCE) == []
+
+
+def test_the_package_imports_nothing_that_stands_beside_it() -> None:
+    found = {
+        (str(path.relative_to(SOURCE)), node.module if isinstance(node, ast.ImportFrom) else alias.name)
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {(path, name) for path, name in found if (name or "").split(".")[0] in BESIDE} == set()
 
 
 def test_no_module_leads_back_to_itself() -> None:

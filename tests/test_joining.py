@@ -33,11 +33,11 @@ from muletrain.runtime.step.record_builder import RecordBuilder
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer.blocks import Manifest, StateImage
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encoded_size
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import Outcome, readable
 from tests.virtual import virtually
 
 torch.set_num_threads(1)

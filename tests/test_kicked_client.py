@@ -20,8 +20,8 @@ from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.messages import GetState
 from muletrain.runtime.pool.server import PooledCompute
-from muletrain.sim.world import reference
-from muletrain.sim.world.scenario import Scenario
+from proofs import reference
+from proofs.scenario import Scenario
 from tests.daemons import OWNER, world
 from tests.polling import poll
 

@@ -11,10 +11,10 @@ from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.members.leaving import Departure
 from muletrain.runtime.members.roster import MAX_GONE, MAX_MEMBERS, Genesis, Member, Roster
 from muletrain.runtime.step.record import StageEntry, StepRecord
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import LEFT, Outcome, readable
-from muletrain.sim.world.world import World
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import LEFT, Outcome, readable
+from proofs.world import World
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -77,7 +77,7 @@ def test_who_left_says_so_in_the_directory(monkeypatch: pytest.MonkeyPatch) -> N
             super().__init__(*arguments)
             worlds.append(self)
 
-    monkeypatch.setattr("muletrain.sim.world.play.World", Kept)
+    monkeypatch.setattr("proofs.play.World", Kept)
     outcome = play(Scenario(1, (2, 2), 2, 4, 8, 0.01, (Fault(0.35, "leave", ("peer-1b",)),)))
     assert outcome.ends["peer-1b"] == LEFT
     said = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
 
 STEP_S = 16 * 0.15 * 5.8
 """Of a step in which nothing is lost."""

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario, planned
+from proofs.play import play
+from proofs.scenario import Fault, Scenario, planned
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(300)
@@ -113,7 +113,7 @@ def test_many_replicas_that_come_and_go_agree() -> None:
 
 def test_two_replicas_that_do_not_count_on_each_other_do_not_wait_for_each_others_microbatches() -> None:
     """After a partition one of them finds that the other's gradient stands out. The third one looks on, so most of the stage
-    counts on both. Found by 'muletrain fuzz'."""
+    counts on both. Found by 'python -m proofs fuzz'."""
     faults = (
         Fault(0.16941198001876995, "partition", ("peer-0a", "peer-0j1", "peer-1a"), 8.0575872265701),
         Fault(1.5709356193467683, "damage", ("peer-1a",), 19.73013221874661),

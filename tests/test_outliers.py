@@ -21,10 +21,10 @@ from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.audit import Audit, most_accuse, standing_out
 from muletrain.runtime.step.messages import Seal
-from muletrain.sim.world.play import play
-from muletrain.sim.world.reference import SingleProcess, facts_of, stage_compute
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.play import play
+from proofs.reference import SingleProcess, facts_of, stage_compute
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import Outcome, readable
 
 pytestmark = pytest.mark.timeout(480)
 EXPELLED = "does not compute what its replicas compute"

@@ -12,9 +12,9 @@ from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.messages import Finished, GiveBoth, GiveGradient, GiveInputs, Unable
 from muletrain.runtime.pool.work import Accumulator, PartWork
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world import reference
-from muletrain.sim.world.scenario import Scenario
 from muletrain.wire.codec import encode, encode_samples
+from proofs import reference
+from proofs.scenario import Scenario
 
 DELAYED = Scenario(1, (1, 1), 1, 4, 4, 0.0, (), overrides=("optimizer.delayed=true",), clients=("client-0a",))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from muletrain.errors import ConfigError
+from muletrain.planning import annealing
 from muletrain.planning.place import place
 from muletrain.planning.placement import Assignment, Task, evaluate
+from reproduction.evolutionary import evolve
 from tests.placements import network, task_of, valid
 
 # --- the cost model ----------------------------------------------------------------------------------------------------
@@ -63,8 +66,8 @@ def test_links_that_are_not_there_are_avoided() -> None:
     gbps = task.bandwidth_gbps.copy()
     for a, b in [(0, 1), (2, 3)]:  # one direction is enough
         gbps[a, b] = 0
-    for search in ("muletrain", "dtfm", "kernighan-lin"):
-        found = place(replace(task, bandwidth_gbps=gbps), search, time_limit_s=0.5)
+    for search in (annealing.search, evolve, partial(evolve, kernighan_lin=True)):
+        found = place(replace(task, bandwidth_gbps=gbps), search=search, time_limit_s=0.5)
         assert not {(0, 1), (2, 3)} & {tuple(sorted(stage)) for stage in found.assignment}
 
 

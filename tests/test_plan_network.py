@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from muletrain.cli.main import app
 from muletrain.errors import ConfigError
-from muletrain.planning.place import SEARCHES
 from muletrain.planning.placement import Task
 from tests.placements import exhaustive, link_s, network
 
@@ -61,10 +60,9 @@ def test_the_command_shows_a_table(tmp_path: Path) -> None:
     assert any(city in out for city in cities)
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-def test_one_device_is_a_plan_of_its_own(tmp_path: Path, search: str) -> None:
+def test_one_device_is_a_plan_of_its_own(tmp_path: Path) -> None:
     alone = net(tmp_path, delay_ms=[[0]], bandwidth_gbps=[[0]])
-    arguments = ("--network", alone, "--stages", "1", "--pipelines", "1", "--search", search, "--time-limit", "0.2")
+    arguments = ("--network", alone, "--stages", "1", "--pipelines", "1", "--time-limit", "0.2")
     found = json.loads(plan(*arguments, *SIZES, "--json"))
     assert (found["cost_s"], found["assignment"], found["gap"]) == (0, [[0]], 0)
 

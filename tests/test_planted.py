@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
 from tests import planted
 from tests.test_fuzz import AGREEMENT, FALSE_GRADIENTS, SCENARIOS
 

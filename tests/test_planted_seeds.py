@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from muletrain.sim.world import draws
-from muletrain.sim.world.play import play
+from proofs import draws
+from proofs.play import play
 from tests.planted import PROMISES
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.plan_file import Plan, Prediction
 from muletrain.model.spec import ModelSpec
-from muletrain.papers import atom
 from muletrain.planning.splits import (
     Member,
     averaging_s,
@@ -38,6 +37,7 @@ from muletrain.sim.plan.question import HASTE, Question
 from muletrain.sim.plan.swarm import Settled, played_step_s, promising, settled
 from muletrain.sim.setting import UPDATE_S, Setting
 from muletrain.sim.steps.steps import Took
+from reproduction import atom
 from tests.planned_fleets import FLEET, TINY
 
 ROOT = Path(__file__).parents[1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from muletrain.config.matrices import load_matrices, shipped
-from muletrain.papers import dtfm_networks
-from muletrain.papers import dtfm_searches as paper
 from muletrain.planning.place import place
 from muletrain.planning.placement import evaluate, lower_bound_s
+from reproduction import dtfm_networks
+from reproduction import dtfm_searches as paper
 
 # --- published networks ------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ import pytest
 from muletrain.config.load import load_config
 from muletrain.events import Event, MemberAdmitted, PeerDown, StepDone
 from muletrain.runtime.members.leaving import Departure
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import LEFT, readable
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import LEFT, readable
 
 from .fleet_run import run_fleet
 

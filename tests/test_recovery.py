@@ -19,9 +19,9 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.microbatch.position import Position
 from muletrain.runtime.microbatch.survey import Survey
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
-from muletrain.sim.world.verdict import readable
+from proofs.play import play
+from proofs.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
+from proofs.verdict import readable
 from tests.virtual import virtually
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
 from muletrain.runtime.step.company import left_out
 from muletrain.runtime.step.state import MAX_NUMBER
-from muletrain.sim.world.draws import basic, draw
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
-from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
+from proofs.draws import basic, draw
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
+from proofs.verdict import Outcome, readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -138,7 +138,7 @@ def test_replicas_that_lose_sight_of_each_other_for_a_while_both_come_to_the_end
 
 def test_who_waits_for_one_that_left_the_step_to_others_leaves_it_to_them_too() -> None:
     """After a partition two of four replicas go on without the other two, of which one knows it. What the other holds
-    they believed to be there, and tried 20 times to average without it. Found by 'muletrain fuzz'."""
+    they believed to be there, and tried 20 times to average without it. Found by 'python -m proofs fuzz'."""
     faults = (
         Fault(0.595, "partition", ("peer-0a", "peer-0c", "peer-1a", "peer-2a"), 1.163),
         Fault(0.654, "damage", ("peer-0a",), 15.9),
@@ -166,7 +166,7 @@ def test_a_step_that_one_of_two_replicas_did_alone_beyond_a_partition_is_taken_b
 
 
 def test_a_replica_that_holds_a_round_alone_gives_way_to_most() -> None:
-    """It has what the others miss, and no trainer runs that again while it says so. Found by 'muletrain fuzz'."""
+    """It has what the others miss, and no trainer runs that again while it says so. Found by 'python -m proofs fuzz'."""
     outcome = play(draw(400058, "naps"))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert said(outcome, "round_given_up")

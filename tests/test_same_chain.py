@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from benchmarks.traced.architectures import KINDS, architecture
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama4 import modeling_llama4
 
+from benchmarks.traced.architectures import KINDS, architecture
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.making import made
 

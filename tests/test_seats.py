@@ -15,15 +15,15 @@ from muletrain.config.load import load_config
 from muletrain.errors import ConfigError
 from muletrain.events import MicrobatchTaken, SlotWorked
 from muletrain.policy.assignment import Load, View
-from muletrain.sim.world.play import play
-from muletrain.sim.world.reference import facts_of
-from muletrain.sim.world.scenario import Fault, Scenario, planned
-from muletrain.sim.world.verdict import readable
 from muletrain.strategies.base import StandIn
 from muletrain.strategies.pipeline import Pipeline
+from proofs.play import play
+from proofs.reference import facts_of
+from proofs.scenario import Fault, Scenario, planned
+from proofs.verdict import readable
 
 if TYPE_CHECKING:
-    from muletrain.sim.world.verdict import Outcome
+    from proofs.verdict import Outcome
 
 torch.set_num_threads(1)
 SCHEDULES = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

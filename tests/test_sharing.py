@@ -36,9 +36,9 @@ from muletrain.runtime.transfer.donor import Snapshots
 from muletrain.runtime.transfer.messages import AskBlocks, AskManifest, Block, Shared
 from muletrain.runtime.transfer.tokens import FileCopy, Sharing, Store, share
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import Outcome, readable
 
 from .fleet_run import checkpoint_weights, run_fleet
 from .reference import train_plainly

@@ -20,8 +20,8 @@ from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.optim.flat import FlatLayout
 from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.step.record import StageEntry, StepRecord
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
 from tests.test_cli import SMALL, TWO
 
 if TYPE_CHECKING:

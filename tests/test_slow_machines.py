@@ -18,16 +18,16 @@ from muletrain.runtime.recovery.rollback import JOIN_S
 from muletrain.runtime.step.exchange import Exchange, Observed
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
-from muletrain.sim.world.draws import draw
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario, planned
+from proofs.draws import draw
+from proofs.play import play
+from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned
 from tests.tiny_fleets import run_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from muletrain.runtime.core.messages import Message
-    from muletrain.sim.world.verdict import Outcome
+    from proofs.verdict import Outcome
 
 MICROBATCHES, MACHINES = 32, 4
 KILL = (Fault(350.0, "kill", ("peer-0b",)),)

@@ -21,13 +21,13 @@ from muletrain.runtime.checkpoint.own_part import OwnPart
 from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.sim.loop import run_virtually
-from muletrain.sim.world import reference
-from muletrain.sim.world.injection import Injection
-from muletrain.sim.world.play import LIMIT_S
-from muletrain.sim.world.scenario import FOR_EVER_S, Fault, Scenario
-from muletrain.sim.world.verdict import LEFT, Outcome, readable
-from muletrain.sim.world.witness import Witness
-from muletrain.sim.world.world import World
+from proofs import reference
+from proofs.injection import Injection
+from proofs.play import LIMIT_S
+from proofs.scenario import FOR_EVER_S, Fault, Scenario
+from proofs.verdict import LEFT, Outcome, readable
+from proofs.witness import Witness
+from proofs.world import World
 from tests.checkpoint_stages import LINEAGE, Stages, held_up, names, play, state
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def test_a_store_that_hangs_keeps_one_copy_of_the_state_and_the_run_ends(
         await right(self, key, copied)
 
     monkeypatch.setattr(OwnPart, "write", counted)
-    monkeypatch.setattr("muletrain.sim.world.world.InlineExecutor", Hanging)
+    monkeypatch.setattr("proofs.world.InlineExecutor", Hanging)
     outcome = run(Scenario(1, (2, 2), 2, 30, 4, 0.01, (), checkpoint_every=1), tmp_path)
     assert set(outcome.ends.values()) == {"finished"}
     assert most <= 2, "one in each stage's writer"

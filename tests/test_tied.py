@@ -24,8 +24,8 @@ from muletrain.runtime.step.messages import TiedEntry
 from muletrain.runtime.step.record_builder import UNDECIDED_S
 from muletrain.runtime.step.tied import TiedSum
 from muletrain.sim.setting import run_cost
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
 from tests.test_ledger import LINEAGE, Alive, entry
 from tests.traced_models import CONTEXT, config_of, new_model
 

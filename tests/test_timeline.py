@@ -10,9 +10,9 @@ import pytest
 
 from muletrain.errors import ConfigError
 from muletrain.events import PeerDown, SlotWorked
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 from muletrain.timeline import check_trace, chrome_trace
+from proofs.play import play
+from proofs.scenario import BACKWARD_S, FORWARD_S, Fault, Scenario
 
 if TYPE_CHECKING:
     from pathlib import Path

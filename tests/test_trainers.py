@@ -12,9 +12,9 @@ import pytest
 from muletrain.policy.wiring import claimant
 from muletrain.runtime.members.detector import FailureDetector
 from muletrain.runtime.microbatch.trainer import Trainer
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import SUSPENDED, Fault, Scenario
-from muletrain.sim.world.verdict import Outcome, readable
+from proofs.play import play
+from proofs.scenario import SUSPENDED, Fault, Scenario
+from proofs.verdict import Outcome, readable
 
 pytestmark = pytest.mark.timeout(240)
 STEPS = 4

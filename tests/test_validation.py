@@ -31,11 +31,11 @@ from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.stage_server import StageServer
 from muletrain.runtime.microbatch.trainer import Trainer
 from muletrain.runtime.microbatch.validator import STALL_S, Validator
-from muletrain.sim.world import reference
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import FORWARD_S, Fault, Scenario, planned
-from muletrain.sim.world.verdict import Outcome, readable
 from muletrain.wire.codec import encode_ids
+from proofs import reference
+from proofs.play import play
+from proofs.scenario import FORWARD_S, Fault, Scenario, planned
+from proofs.verdict import Outcome, readable
 from tests.traced_models import write_folder, write_text
 
 if TYPE_CHECKING:

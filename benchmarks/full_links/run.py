@@ -40,9 +40,10 @@ from muletrain.runs.fleet import LocalFleet, failures
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+from timed import Call  # noqa: E402
+
 from tests.fleet_run import run_fleet  # noqa: E402
 from tests.namespaces import Switch, Traffic  # noqa: E402
-from timed import Call  # noqa: E402
 
 MBPS = 1e6 / 8
 SAMPLE_S = 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from muletrain.papers.dtfm_searches import ACTIVATION_BYTES, GRADIENT_BYTES
 from muletrain.planning.placement import Task
+from reproduction.dtfm_searches import ACTIVATION_BYTES, GRADIENT_BYTES
 
 # between AWS regions, measured by DT-FM: its published scheduler has two more than its paper [ms, Gbit/s]
 CITIES = ("oregon", "virginia", "ohio", "tokyo", "seoul", "singapore", "sydney", "london", "frankfurt", "ireland")

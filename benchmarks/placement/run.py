@@ -27,10 +27,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from muletrain.papers.dtfm_searches import CASES, DRAWS, SEED, task_of
-from muletrain.planning.evolutionary import TRIALS, evolve, random_placements
+from muletrain.planning import annealing
 from muletrain.planning.place import place
 from muletrain.planning.placement import Task, evaluate, link_times
+from reproduction.dtfm_searches import CASES, DRAWS, SEED, task_of
+from reproduction.evolutionary import TRIALS, evolve, random_placements
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -41,7 +42,7 @@ KERNIGHAN_LIN, OWN, RANDOM = "Kernighan-Lin", "DT-FM's search", "random, best ma
 Row = dict[str, Any]
 
 
-def timed(task: Task, search: str, limit_s: float, seed: int, reached_s: float = 0.0) -> Row:
+def timed(task: Task, search: Callable[..., annealing.Found], limit_s: float, seed: int, reached_s: float = 0.0) -> Row:
     """One search. ``first_*``: when it was at ``reached_s`` first."""
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     first: list[float] = []
@@ -50,7 +51,7 @@ def timed(task: Task, search: str, limit_s: float, seed: int, reached_s: float =
         if not first and best_s <= reached_s:
             first.extend((time.perf_counter() - started_s, time.process_time() - started_cpu_s))
 
-    found = place(task, search, seed=seed, time_limit_s=limit_s, watch=watch)
+    found = place(task, search=search, seed=seed, time_limit_s=limit_s, watch=watch)
     took = {"seconds": time.perf_counter() - started_s, "cpu_s": time.process_time() - started_cpu_s}
     if not first and found.cost.cost_s <= reached_s:
         first.extend(took.values())
@@ -88,7 +89,7 @@ def cases(seeds: int) -> list[tuple[str, str, Callable[[], Row]]]:
             f"case {n}",
             f"seed {seed}",
             lambda n=n, seed=seed: timed(
-                task_of(f"dtfm-case{n}"), "muletrain", 30.0, seed, CASES[n - 1].optimum + NEAR_S
+                task_of(f"dtfm-case{n}"), annealing.search, 30.0, seed, CASES[n - 1].optimum + NEAR_S
             ),
         )
         for n in range(1, 6)
@@ -160,16 +161,16 @@ def without_symmetry(
                 return {"cost_s": fmean(random_placements(task, seed=0))}
 
             def evolved(task: Task = task) -> Row:
-                return timed(task, "dtfm", math.inf, 0)
+                return timed(task, evolve, math.inf, 0)
 
             def equal(task: Task = task, name: str = name) -> Row:
-                return timed(task, "muletrain", known[name][PAPER]["cpu_s"], 0)
+                return timed(task, annealing.search, known[name][PAPER]["cpu_s"], 0)
 
             jobs += [
                 (name, RANDOM, random),
                 (name, PAPER, evolved),
                 (name, "muletrain, at DT-FM's time", equal),
-                (name, "muletrain, 60 s", lambda task=task: timed(task, "muletrain", 60.0, 0)),
+                (name, "muletrain, 60 s", lambda task=task: timed(task, annealing.search, 60.0, 0)),
             ]
             if len(set(task.replicas)) == 1:
                 jobs += [
@@ -189,7 +190,7 @@ def without_tuning(annealer: Annealer) -> list[tuple[str, str, Callable[[], Row]
         job
         for name, task in untuned().items()
         for job in (
-            (name, "muletrain, 60 s", lambda task=task: timed(task, "muletrain", 60.0, 0)),
+            (name, "muletrain, 60 s", lambda task=task: timed(task, annealing.search, 60.0, 0)),
             *(
                 (
                     name,
@@ -211,8 +212,8 @@ def many(long_s: float, annealer: Annealer) -> list[tuple[str, str, Callable[[],
         for name in [f"512 devices, {k} stages x {p} pipelines"]
         for job in (
             (name, RANDOM, lambda task=task: {"cost_s": fmean(random_placements(task, seed=0, draws=10))}),
-            (name, "muletrain, 50 s", lambda task=task: timed(task, "muletrain", 50.0, 0)),
-            (name, f"muletrain, {long_s:g} s", lambda task=task: timed(task, "muletrain", long_s, 1)),
+            (name, "muletrain, 50 s", lambda task=task: timed(task, annealing.search, 50.0, 0)),
+            (name, f"muletrain, {long_s:g} s", lambda task=task: timed(task, annealing.search, long_s, 1)),
             (name, f"plain annealer, {long_s:g} s", lambda task=task: annealer.search(task, long_s, 2)),
         )
     ]

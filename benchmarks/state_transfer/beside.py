@@ -17,10 +17,10 @@ from rich.table import Table
 from muletrain.network.base import Channel
 from muletrain.runtime.transfer import blocks as transfer
 from muletrain.runtime.transfer.messages import Block
-from muletrain.sim.world import world
-from muletrain.sim.world.play import play
-from muletrain.sim.world.scenario import Fault, Scenario
-from muletrain.sim.world.verdict import Outcome
+from proofs import world
+from proofs.play import play
+from proofs.scenario import Fault, Scenario
+from proofs.verdict import Outcome
 
 HERE = Path(__file__).parent
 CASES = [(1e3, rate, 0.15) for rate in (30e6, 40e6, 60e6, 80e6, 100e6)]

@@ -30,8 +30,8 @@ from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan.question import Question, Scene
 from muletrain.sim.plan.swarm import played_step_s, settled
 from muletrain.sim.setting import setting
-from muletrain.sim.world.play import Outcome, play
-from muletrain.sim.world.scenario import Fault, Scenario
+from proofs.play import Outcome, play
+from proofs.scenario import Fault, Scenario
 
 HERE = Path(__file__).parent
 MBPS = (400, 800, None)

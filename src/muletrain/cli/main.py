@@ -16,8 +16,7 @@ import typer
 from muletrain import __version__
 from muletrain.cli.commands.plan_command import plan
 from muletrain.cli.commands.prepare import config, doctor, profile, trace
-from muletrain.cli.commands.proofs import fuzz, reproduce
-from muletrain.cli.commands.simulate import calibrate, fleet, rebalance
+from muletrain.cli.commands.simulate import calibrate, fleet
 from muletrain.cli.commands.steer import kick, status, stop, ticket
 from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
@@ -32,7 +31,6 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Watch and steer a run on several machines": {"status": status, "stop": stop, "kick": kick, "ticket": ticket},
     "Prepare": {"config": config, "doctor": doctor, "plan": plan, "trace": trace, "profile": profile},
     "Use a trained model": {"eval": evaluate, "generate": generate, "export": export},
-    "Check muletrain itself": {"fuzz": fuzz, "reproduce": reproduce},
 }
 """Commands by the headings of the help."""
 
@@ -63,7 +61,7 @@ def _add(to: typer.Typer, name: str, command: Callable[..., None], panel: str | 
 for _panel, _commands in PANELS.items():
     for _name, _command in _commands.items():
         _add(app, _name, _command, _panel)
-for _command in (fleet, rebalance, calibrate):
+for _command in (fleet, calibrate):
     _add(simulate, _command.__name__, _command)
 app.add_typer(simulate, name="simulate", rich_help_panel="Prepare")
 

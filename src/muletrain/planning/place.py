@@ -1,32 +1,24 @@
-"""Find a placement by one of several searches, and check it with the independent evaluator."""
+"""Find a placement, and check it with the independent evaluator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from muletrain.errors import ConfigError
-from muletrain.planning import annealing, evolutionary
+from muletrain.planning import annealing
 from muletrain.planning.placement import Cost, evaluate, link_times, lower_bound_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from muletrain.planning.annealing import Found
     from muletrain.planning.placement import Assignment, Task
 
     Search = Callable[..., Found]
-
-SEARCHES: Mapping[str, Search] = {
-    "muletrain": annealing.search,
-    "dtfm": evolutionary.evolve,
-    "kernighan-lin": partial(evolutionary.evolve, kernighan_lin=True),
-    "random": evolutionary.random_search,
-}
-"""Searches; each takes a task, ``seed``, ``time_limit_s`` and ``watch``."""
+    """Takes a task, ``seed``, ``time_limit_s`` and ``watch``."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +47,8 @@ class Placement:
 
 def place(
     task: Task,
-    search: str = "muletrain",
     *,
+    search: Search = annealing.search,
     seed: int = 0,
     time_limit_s: float = 30.0,
     watch: Callable[[float, float], None] = lambda share, best_s: None,
@@ -64,12 +56,12 @@ def place(
     """Place a task. ``watch`` hears the share of the work done and the best cost [s]. Raises ConfigError if nothing
     can be placed."""
     check(task)
-    found = SEARCHES[search](task, seed=seed, time_limit_s=time_limit_s, watch=watch)
+    found = search(task, seed=seed, time_limit_s=time_limit_s, watch=watch)
     cost = evaluate(task, found.assignment)
     if not np.isfinite(cost.cost_s):
         raise ConfigError(
-            f"the {search} search found no placement without missing links (bandwidth 0 in one or both directions), and all devices of a "
-            f"stage need links to each other: change stages and pipelines, leave devices out, or search longer"
+            "no placement was found without missing links (bandwidth 0 in one or both directions), and all devices of a "
+            "stage need links to each other: change stages and pipelines, leave devices out, or search longer"
         )
     used = {d for stage in found.assignment for d in stage}
     spares = tuple(d for d in range(len(task.delay_ms)) if d not in used)

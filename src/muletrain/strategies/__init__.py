@@ -13,7 +13,7 @@ To add a fifth strategy:
 4. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``; without one, ``muletrain plan`` says
    that it is missing. ``planner.confirmed`` plays the recommended plan: as strategy swarm, unless it has a schedule. New
    schedules and fields belong into ``config.plan_file.Prediction``.
-5. Have the fuzzer draw it (``sim/world/draws/``).
+5. Have the fuzzer draw it (``proofs/draws/``).
 6. Describe it in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
 """
 

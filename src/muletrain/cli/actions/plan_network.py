@@ -31,7 +31,6 @@ def plan_network(
     pipelines: int,
     activation_bytes: int,
     gradient_bytes: int,
-    search: str,
     seed: int,
     limit_s: float,
     *,
@@ -46,20 +45,19 @@ def plan_network(
     with doing("searching (the first time, compilation takes some seconds)") as tell:
         placement = place(
             task,
-            search,
             seed=seed,
             time_limit_s=limit_s,
             watch=lambda share, best_s: tell(share, f"searching: {best_s:.4g} s"),
         )
     took_s = time.monotonic() - started
     if json:
-        print(jsonlib.dumps({**_as_json(placement), "search": search, "seed": seed, "seconds": round(took_s, 3)}))
+        print(jsonlib.dumps({**_as_json(placement), "seed": seed, "seconds": round(took_s, 3)}))
         return
     cost = placement.cost
     ended = "" if placement.complete else " (ended by the time limit)"
     for line in (
         f"[bold]{matrices.name}[/bold]: {plural(len(task.delay_ms), 'device')}, {plural(stages, 'stage')} x "
-        f"{plural(pipelines, 'pipeline')}; search {search}, seed {seed}, {took_s:.1f} s{ended}",
+        f"{plural(pipelines, 'pipeline')}; seed {seed}, {took_s:.1f} s{ended}",
         f"cost [bold]{cost.cost_s:.4g} s[/bold] per step = {cost.data_parallel_s:.4g} s data-parallel + 2 x {cost.pipeline_s:.4g} s "
         f"pipeline; no placement costs less than {placement.lower_bound_s:.4g} s (a simple bound, seldom reached)",
     ):

@@ -1,6 +1,5 @@
 """``muletrain plan``: choose a strategy for a fleet, or place stages on a network."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -9,16 +8,6 @@ import typer
 from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject
 from muletrain.errors import ConfigError
 from muletrain.units import parse_bytes, parse_duration
-
-
-class Search(StrEnum):
-    """A search for a placement."""
-
-    MULETRAIN = "muletrain"
-    DTFM = "dtfm"
-    KERNIGHAN_LIN = "kernighan-lin"
-    RANDOM = "random"
-
 
 FLEETS, NETWORKS = "With a fleet file", "With --network, where only links count"
 """Headings of the options in the help."""
@@ -102,14 +91,6 @@ GradientBytes = Annotated[
     str | None,
     typer.Option(metavar="BYTES", help="Gradient of one stage, e.g. '0.65e9' or '650 MB'.", rich_help_panel=NETWORKS),
 ]
-SearchBy = Annotated[
-    Search,
-    typer.Option(
-        help="'muletrain' (annealing), 'dtfm' (its evolutionary search), 'kernighan-lin' (its baseline), or 'random' "
-        "(one draw).",
-        rich_help_panel=NETWORKS,
-    ),
-]
 Spares = Annotated[
     bool,
     typer.Option(
@@ -148,7 +129,6 @@ def plan(
     pipelines: Pipelines = None,
     activation_bytes: ActivationBytes = None,
     gradient_bytes: GradientBytes = None,
-    search: SearchBy = Search.MULETRAIN,
     spares: Spares = False,
     stages: Stages = None,
     seed: Seed = 0,
@@ -173,8 +153,7 @@ def plan(
     limit_s = _seconds(time_limit)
     sizes = {"--pipelines": pipelines, "--activation-bytes": activation_bytes, "--gradient-bytes": gradient_bytes}
     if network is None:
-        searched = {"--spares": spares, "--search": search is not Search.MULETRAIN}
-        if given := [name for name, value in {**sizes, **searched}.items() if value]:
+        if given := [name for name, value in {**sizes, "--spares": spares}.items() if value]:
             raise ConfigError(f"{given[0]} belongs to --network; with a fleet file it follows from the model")
         from muletrain.cli.actions.plan_fleet import Wish, plan_fleet
 
@@ -202,7 +181,7 @@ def plan(
     from muletrain.cli.actions.plan_network import plan_network
 
     shape = stages, pipelines, _bytes("activation", activation_bytes), _bytes("gradient", gradient_bytes)
-    plan_network(network, *shape, search.value, seed, limit_s, spares=spares, json=json)
+    plan_network(network, *shape, seed, limit_s, spares=spares, json=json)
 
 
 def _bytes(what: str, text: str) -> int:

@@ -11,14 +11,6 @@ import typer
 from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject, Simulated
 
 
-class Policy(StrEnum):
-    """A rule that moves peers between stages."""
-
-    NONE = "none"
-    SWARM = "swarm"
-    MULETRAIN = "muletrain"
-
-
 class Fidelity(StrEnum):
     """How closely a fleet is simulated."""
 
@@ -46,48 +38,6 @@ Trace = Annotated[
         help="Write a timeline of each peer's slots for https://ui.perfetto.dev; needs --fidelity protocol.",
     ),
 ]
-
-
-def rebalance(
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.csv",
-            help="Columns time_s (seconds) and change (peers that come; negative: that go). Default: a trace fitted to "
-            "SWARM's table 5.",
-        ),
-    ] = None,
-    peers: Annotated[int, typer.Option(min=1, help="Peers at the start, spread evenly.")] = 340,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages, all with the same work.")] = 4,
-    policy: Annotated[
-        list[Policy] | None,
-        typer.Option(help="'none', 'swarm' (its algorithm 2) or 'muletrain' (by marginal throughput). Default: all."),
-    ] = None,
-    period: Annotated[float, typer.Option(min=1.0, help="Seconds between two decisions.")] = 60.0,
-    downtime: Annotated[float, typer.Option(min=0.0, help="Seconds without work for a peer that moves.")] = 0.0,
-    runs: Annotated[
-        int, typer.Option(min=1, help="Number of runs; each draws the stages of peers that come or go.")
-    ] = 100,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per policy, one per line.")] = False,
-) -> None:
-    """Compare rebalancing rules: the share of the best possible throughput that each keeps while peers come and go.
-
-    The throughput is that of the smallest stage; the optimum spreads all peers evenly. Figures are means over the
-    runs, which last 32 hours."""
-    from muletrain.cli.actions.compare_rules import compare_rules
-
-    compare_rules(
-        trace,
-        [rule.value for rule in policy or Policy],
-        peers=peers,
-        stages=stages,
-        period_s=period,
-        downtime_s=downtime,
-        runs=runs,
-        seed=seed,
-        json=json,
-    )
 
 
 def fleet(

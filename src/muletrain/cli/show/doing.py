@@ -28,10 +28,7 @@ BEGINS = {
     "eval": "reading the trained model",
     "generate": "reading the trained model",
     "export": "reading the trained model",
-    "fuzz": "preparing virtual runs",
-    "reproduce": "reading the papers' tables",
     "fleet": "preparing to play the fleet",
-    "rebalance": "playing the machines' churn",
     "calibrate": "reading the runs' events",
 }
 """The first line of each command that loads torch, computes or asks other machines."""

@@ -1,0 +1,50 @@
+"""``python -m proofs``: virtual worlds of the production code, with every promise checked after each."""
+
+from typing import Annotated
+
+import typer
+
+from muletrain.cli.options import Command, JsonLines, Trace
+from muletrain.errors import ConfigError, MuletrainError
+from proofs.fuzzing import check_kind, play_many, play_one
+
+app = typer.Typer(
+    help="Prove that muletrain keeps its promises, whatever dies.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+@app.callback()  # one command keeps its name
+def _main() -> None:
+    pass
+
+
+@app.command(cls=Command)
+def fuzz(
+    seeds: Annotated[int, typer.Option(min=1, help="How many scenarios to play, starting at --first.")] = 100,
+    first: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Play only this seed, and print its timeline.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Play only worlds with this kind of event, e.g. 'hub' or 'resume'.")
+    ] = None,
+    trace: Trace = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes. Default: one per core.")] = None,
+    json: JsonLines = False,
+) -> None:
+    """Play whole runs with random faults in a virtual world, and check every promise after each.
+
+    The code under test is the code that trains. A seed replays its scenario exactly on this machine; another version of
+    torch or another kind of processor may round differently, which can decide between two equally long histories of a
+    run. Exits with 1 if a promise was broken."""
+    check_kind(kind)
+    if trace is not None and seed is None:
+        raise ConfigError("--trace shows one world; choose it with --seed N")
+    many = range(first, first + seeds)
+    broken = play_many(many, kind, jobs, json=json) if seed is None else play_one(seed, kind, json=json, trace=trace)
+    raise typer.Exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except MuletrainError as e:
+        raise SystemExit(f"error: {e}") from None

@@ -1,0 +1,40 @@
+"""Runs with strategy ``hub``: clients that come, go, stand still, and answer late."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from proofs.draws.common import Kind, span, with_faults
+from proofs.scenario import Fault, Scenario
+
+if TYPE_CHECKING:
+    import random
+
+ALONE = ("pipeline.seats", "compute.precision")
+"""Settings of worlds that have no clients."""
+
+
+def _hub(s: Scenario, rng: random.Random) -> Scenario | None:
+    if s.share or s.swapped or any(o.startswith(ALONE) for o in s.overrides):
+        return None
+    stages = range(len(s.stages))
+    clients = tuple(f"client-{stage}{chr(97 + k)}" for stage in stages for k in range(rng.randint(0, 4)))
+    clients = clients or ("client-0a",)
+    s = replace(s, clients=clients, sequences=rng.choice([1, 2, 3, 5]))
+    return with_faults(s, [_fault(s, rng) for _ in range(rng.randint(0, 5))])
+
+
+def _fault(s: Scenario, rng: random.Random) -> Fault:
+    """Of one client; or another one comes."""
+    at_s, for_s, who = rng.uniform(0.0, span(s)), rng.choice([0.3, 2.0, 15.0, 60.0]), rng.choice(s.clients)
+    kind = rng.choice(["kill", "kill", "freeze", "cut", "slow", "damage", "hang", "join", "exactly"])
+    if kind == "join":
+        return Fault(at_s, "join", (f"client-{rng.randrange(len(s.stages))}j{rng.randrange(1000)}",))
+    if kind == "exactly":
+        frame = rng.choice(["hub.output", "hub.finished", "hub.contents", "hub.accumulator", "hub.ready"])
+        return Fault(at_s, rng.choice(["kill", "damage"]), (who,), on=frame, nth=rng.randint(1, 3))
+    return Fault(at_s, kind, (who,), 0.0 if kind == "kill" else for_s)
+
+
+KINDS: dict[str, Kind] = {"hub": _hub}

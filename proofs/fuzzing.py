@@ -1,0 +1,162 @@
+"""``python -m proofs fuzz``: plays virtual worlds on all cores, and prints the timelines of broken promises."""
+
+from __future__ import annotations
+
+import gc
+import json as jsonlib
+import multiprocessing
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from muletrain.cgroups import cpus
+from muletrain.cli.show.console import make_console
+from muletrain.errors import ConfigError
+from muletrain.timeline import check_trace, write_trace
+from muletrain.units import plural
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SHOWN_FAILURES = 3
+"""Most timelines printed; further failures are listed by seed."""
+
+
+def check_kind(kind: str | None) -> None:
+    """Raises ConfigError for a kind that is never drawn."""
+    if kind is not None:
+        from proofs.draws import KINDS
+
+        if kind not in KINDS:
+            raise ConfigError(f"--kind {kind}: no such kind; there are {', '.join(sorted(KINDS))}")
+
+
+def play_one(seed: int, kind: str | None, *, json: bool, trace: Path | None = None) -> int:
+    """Play one seed and print its timeline. ``trace``: where to write a timeline of all slots. Returns the number of
+    broken promises."""
+    if trace is not None:
+        check_trace(trace)
+    with _processes(1) as pool:
+        result = pool.submit(_play, seed, kind, trace).result()
+        if result["violations"]:
+            result["smallest"] = pool.submit(_smallest, seed, kind).result()
+    _show(result, json=json)
+    return len(result["violations"])
+
+
+def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -> int:
+    """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
+    console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
+    longest = (0.0, seeds.start)  # a step, in medians of its run; and the seed
+    columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with _processes(jobs or cpus()) as pool, Progress(*columns, transient=True, disable=json) as progress:
+        task = progress.add_task("", total=len(seeds))
+        for future in as_completed([pool.submit(_play, seed, kind) for seed in seeds]):
+            result = future.result()
+            faults += result["faults"]
+            kinds.update(result["kinds"])
+            longest = max(longest, (result["longest"], result["seed"]))
+            progress.advance(task)
+            if result["violations"]:
+                failed.append(result["seed"])
+                if len(failed) <= SHOWN_FAILURES:
+                    _show(result, json=json)
+    seconds = time.monotonic() - begin
+    if json:
+        summary = {"seeds": len(seeds), "faults": faults, "failed": sorted(failed), "seconds": seconds}
+        print(jsonlib.dumps({**summary, "kinds": dict(sorted(kinds.items())), "longest": longest}))
+        return len(failed)
+    console.print(
+        f"{plural(len(seeds), 'world')} with {plural(faults, 'fault')} in {seconds:.0f} s: {len(failed)} broke a promise"
+    )
+    console.print(f"the longest step took {longest[0]:.0f} times the median of its run (seed {longest[1]})")
+    if failed:
+        console.print(
+            f"failed seeds: {sorted(failed)}; replay one with: python -m proofs fuzz --seed {min(failed)}"
+            f"{f' --kind {kind}' if kind else ''}",
+            soft_wrap=True,
+        )
+    return len(failed)
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh interpreters with one thread each, and a fixed hash seed, so that a seed also replays the order of sets."""
+    fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+    before = {name: os.environ.get(name) for name in fixed}
+    os.environ.update(fixed)
+    try:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin) as pool:
+            yield pool
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _begin() -> None:
+    """Import the world once, and exclude it from garbage collection."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import proofs.play  # noqa: F401  # takes seconds: in the background processes only
+
+    gc.freeze()
+
+
+def _end_with_parent() -> None:
+    """Exit with the parent, which cannot stop us if it is killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _play(seed: int, kind: str | None = None, trace: Path | None = None) -> dict[str, Any]:
+    from muletrain.events import FaultInjected
+    from proofs.draws import draw
+    from proofs.play import play
+    from proofs.verdict import readable
+
+    outcome = play(replace(draw(seed, kind), trace=trace is not None))
+    gc.collect()  # a failed task that was not awaited warns when it is collected: now, not during a later seed
+    if trace is not None:
+        faults = [
+            FaultInjected(t=t, peer="faults", what=text, who=[], for_s=0.0, planned=text, step=0)
+            for t, text in outcome.timeline
+            if text.startswith("FAULT")
+        ]
+        write_trace(trace, [*outcome.events, *faults])
+    return {
+        "seed": seed,
+        "faults": len(outcome.scenario.faults),
+        "kinds": list(outcome.scenario.kinds),
+        "longest": outcome.longest,
+        "violations": outcome.violations,
+        "timeline": list(readable(outcome)),
+    }
+
+
+def _smallest(seed: int, kind: str | None) -> str:
+    """The smallest scenario that breaks the same promise, as code for a test."""
+    from proofs.draws import draw
+    from proofs.play import play
+    from proofs.shrink import as_code, shrunk, sorts
+
+    drawn = draw(seed, kind)
+    broken = sorts(play(drawn).violations)
+    return as_code(shrunk(drawn, lambda scenario: bool(broken & sorts(play(scenario).violations))))
+
+
+def _show(result: dict[str, Any], *, json: bool) -> None:
+    if json:
+        print(jsonlib.dumps(result))
+    else:
+        print("\n".join(result["timeline"]))
+        if "smallest" in result:
+            print(f"smallest scenario that still breaks it: {result['smallest']}")

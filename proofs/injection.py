@@ -1,0 +1,124 @@
+"""Carry out a scenario's faults on the peers of a virtual world."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from proofs.scenario import stage_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proofs.scenario import Fault
+    from proofs.world import World
+
+
+class Injection:
+    """Carries out faults, some of which wait for a frame."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
+        world.links.observe(self)
+
+    async def inject(self, fault: Fault) -> None:
+        """Begin a fault at its time, and end it."""
+        world, name = self._world, fault.who[0] if fault.who else ""
+        await world.clock.sleep(fault.at_s)
+        if fault.kind == "join":
+            world.say(f"FAULT {fault}")
+            world.join(name, fault.how or name)
+            return
+        if (
+            len(fault.who) == 1 and fault.kind != "disk" and (name not in world.tasks or world.tasks[name].done())
+        ):  # has not come yet, or is gone
+            return
+        if fault.on:
+            self._doomed.append((fault, Counter()))
+            return
+        world.say(f"FAULT {fault}")
+        if fault.kind == "kill":
+            world.kill(name)
+        elif fault.kind == "move":
+            stages = len(world.scenario.stages)
+            world.peers[name].move((stage_of(name) + 1) % stages if fault.to is None else fault.to)
+        elif fault.kind == "leave":
+            world.peers[name].leave()
+        elif fault.kind == "stop":
+            world.peers[name].stop()
+        elif fault.kind == "kick":
+            _each(world.hub.barriers.cut, [(name, other) for other in world.scenario.names if other != name])
+        else:
+            begin, end = self._switch(fault)
+            begin()
+            try:
+                await world.clock.sleep(fault.for_s)
+            finally:
+                end()
+                world.say(f"over: {fault}")
+
+    def _switch(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The actions that begin and end a lasting fault."""
+        world, barriers, name = self._world, self._world.hub.barriers, fault.who[0] if fault.who else ""
+        pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
+        sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
+        switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "freeze": (lambda: world.freeze(name, fault.how), lambda: world.thaw(name)),
+            "cut": (lambda: _each(barriers.cut, pairs), lambda: _each(barriers.mend, pairs)),
+            "partition": (lambda: _each(barriers.cut, sides), lambda: _each(barriers.mend, sides)),
+            "blackhole": (lambda: _each(barriers.hold_up, sides), lambda: _each(barriers.let_pass, sides)),
+            "slow": (lambda: self._slow(name, 5.0), lambda: self._slow(name, 0.2)),
+            "corrupt": (lambda: self._corrupt(name, fault.how), lambda: self._corrupt(name, "")),
+            "hang": (lambda: world.stages[name].hang(), lambda: world.stages[name].recover()),
+            "one way": (lambda: barriers.cut_way(*fault.who), lambda: barriers.mend_way(*fault.who)),
+            "small": (
+                lambda: barriers.pass_small(fault.who, fault.limit),
+                lambda: barriers.pass_small(fault.who, None),
+            ),
+            "disk": (lambda: self._disk(name, fault.how, True), lambda: self._disk(name, fault.how, False)),
+            "directory": (lambda: self._directory(down=True), lambda: self._directory(down=False)),
+            "lie": (lambda: self._lie(name, fault.how), lambda: self._lie(name, "")),
+            "damage": (lambda: world.links.damaging.add(name), lambda: world.links.damaging.discard(name)),
+        }
+        return switches[fault.kind]
+
+    def sending(self, sender: str, kind: str) -> None:
+        """Apply a fault that waits for a peer's nth frame of some kind."""
+        world = self._world
+        world.look_at(sender)
+        for fault, sent in self._doomed:
+            if fault.who[0] == sender and not world.tasks[sender].cancelling():
+                sent[sender, kind] += 1
+                if sent[sender, fault.on] == fault.nth and kind == fault.on:
+                    world.say(f"FAULT {fault}")
+                    world.kill(sender) if fault.kind == "kill" else world.links.damaging.add(sender)
+
+    def _slow(self, name: str, factor: float) -> None:
+        compute = self._world.computes[name]
+        compute.forward_s *= factor
+        compute.backward_s *= factor
+
+    def _corrupt(self, name: str, how: str) -> None:
+        self._world.stages[name].how = how
+
+    def _lie(self, name: str, how: str) -> None:
+        self._world.liars[name].how = how
+
+    def _directory(self, *, down: bool) -> None:
+        self._world.hub.directory.down = down
+
+    def _disk(self, name: str, how: str, broken: bool) -> None:
+        disk = self._world.disks.of(name)
+        match how:
+            case "slow":
+                disk.slow = broken
+            case "full":
+                disk.full = broken
+            case "hangs":
+                disk.hang() if broken else disk.recover()
+
+
+def _each(switch: Callable[[str, str], None], pairs: list[tuple[str, str]]) -> None:
+    for a, b in pairs:
+        switch(a, b)
