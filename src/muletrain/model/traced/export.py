@@ -349,6 +349,14 @@ def path_of(node: fx.Node) -> str:
     return _path(node.meta.get("nn_module_stack") or {})
 
 
+def operator_of(node: fx.Node) -> str:
+    """The name of the operator that a node calls, such as ``linear``."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2]
+    return str(getattr(target, "__name__", ""))
+
+
 def _path(stack: dict[str, Any]) -> str:
     """The innermost of the modules around a node."""
     entries = list(stack.values())

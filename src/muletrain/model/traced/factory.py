@@ -18,8 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from muletrain.config.trusted import imported
 from muletrain.errors import ConfigError
 from muletrain.model.module import StageModule
-from muletrain.model.traced.export import first_line, first_names, path_of, where
-from muletrain.model.traced.statements import operator_of
+from muletrain.model.traced.export import first_line, first_names, operator_of, path_of, where
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
