@@ -10,7 +10,8 @@ from muletrain.wire.frame import frame_size
 from proofs.scenario import STALL_S
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Channel, Frame, PeerId
+    from muletrain.network.base import Channel, PeerId
+    from muletrain.wire.frame import Frame
     from proofs.scenario import Scenario
 
 

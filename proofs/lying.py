@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Collection
 
-    from muletrain.network.base import CallHandler, Frame, FrameHandler, PeerId
+    from muletrain.network.base import CallHandler, FrameHandler, PeerId
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.core.messages import Message
     from muletrain.wire.codec import Encoded
+    from muletrain.wire.frame import Frame
 
 LIES = (
     "entries",

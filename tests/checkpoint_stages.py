@@ -18,7 +18,6 @@ from muletrain.config.load import load_config
 from muletrain.events import (
     Event,
 )
-from muletrain.network.base import Frame
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
 from muletrain.runtime.checkpoint.actors import Checkpointing
@@ -31,6 +30,7 @@ from muletrain.runtime.members.messages import GetProgress, Progress
 from muletrain.runtime.members.roster import Genesis, Member, Roster
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.runtime.transfer.messages import Block
+from muletrain.wire.frame import Frame
 
 FACTS = RunFacts.of(load_config(None, ["model.width=64", "model.heads=2", "train.steps=1000", "fleet.peers=3"]))
 LINEAGE = bytes(32)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from muletrain.errors import (
     ProtocolError,
 )
-from muletrain.network.base import Frame, Network
+from muletrain.network.base import Network
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.wire.frame import Frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -8,10 +8,11 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
+from muletrain.wire.frame import Frame
 
 MBPS = 1e6 / 8
 WIDE = Road()

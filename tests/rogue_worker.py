@@ -12,7 +12,6 @@ from hivemind.p2p import PeerID
 
 from muletrain.config.schema import Codec
 from muletrain.errors import NetworkError
-from muletrain.network.base import Frame
 from muletrain.network.streams import FRAMES, HELLO
 from muletrain.runs import worker
 from muletrain.runtime.checkpoint.messages import PartReady
@@ -21,7 +20,7 @@ from muletrain.runtime.microbatch.messages import Forward
 from muletrain.runtime.microbatch.microbatches import Microbatches
 from muletrain.runtime.peer.messages import Report
 from muletrain.wire.codec import encode, encode_ids
-from muletrain.wire.frame import PREFIX, pack
+from muletrain.wire.frame import PREFIX, Frame, pack
 
 if TYPE_CHECKING:
     from muletrain.runtime.microbatch.inflight import InFlightStep

@@ -23,7 +23,7 @@ from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.load import load_config
 from muletrain.config.schema import Codec
 from muletrain.events import Event, FrameRefused
-from muletrain.network.base import Frame, PeerId
+from muletrain.network.base import PeerId
 from muletrain.network.conditions import Conditions
 from muletrain.network.delivery import Delivery
 from muletrain.network.memory import MemoryHub, MemoryNetwork
@@ -43,6 +43,7 @@ from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
+from muletrain.wire.frame import Frame
 
 from .mutations import mutated
 

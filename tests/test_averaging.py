@@ -15,7 +15,7 @@ from muletrain.clock import LoopClock
 from muletrain.compute.jobs import Jobs
 from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.fork_choice import Chain
@@ -32,6 +32,7 @@ from muletrain.runtime.transfer.blocks import Downloader
 from muletrain.runtime.transfer.messages import AskBlocks, Block
 from muletrain.sim.loop import run_virtually
 from muletrain.strategies.swarm import SWARM
+from muletrain.wire.frame import Frame
 from tests.runners import runner_of
 from tests.virtual import virtually
 

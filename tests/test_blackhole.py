@@ -19,7 +19,7 @@ from proofs.verdict import Outcome, readable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.network.base import Frame
+    from muletrain.wire.frame import Frame
 
 pytestmark = pytest.mark.timeout(240)
 STEPS = 3

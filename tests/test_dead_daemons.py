@@ -19,8 +19,9 @@ from muletrain.errors import (
     NetworkError,
     PeerUnreachable,
 )
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.wire.codec import encode_raw
+from muletrain.wire.frame import Frame
 from tests.daemons import child, world
 from tests.polling import poll, repeat
 

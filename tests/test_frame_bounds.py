@@ -27,7 +27,7 @@ from muletrain.wire.frame import MAX_HEADER, MAX_PAYLOAD, PREFIX, read_frame
 from .targets import PLAN, Target, delivery, ended, frames, ready, resident_bytes, run
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Frame
+    from muletrain.wire.frame import Frame
 
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ import torch
 
 from muletrain.compute.base import Microbatch
 from muletrain.config.schema import Codec
-from muletrain.network.base import Frame, PeerId
+from muletrain.network.base import PeerId
 from muletrain.runtime.averaging.messages import Shard
 from muletrain.runtime.core.lifecycle import State
 from muletrain.runtime.members.messages import GetProgress, Progress
@@ -21,6 +21,7 @@ from muletrain.runtime.microbatch.messages import Backward, Done, Gap, Lost
 from muletrain.runtime.peer.messages import Back
 from muletrain.runtime.recovery.messages import AskStanding, StandsAt
 from muletrain.wire.codec import decode, encode, encode_ids, encode_raw
+from muletrain.wire.frame import Frame
 
 from .targets import (
     GENESIS,

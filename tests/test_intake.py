@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from muletrain.config.schema import Codec
-from muletrain.network.base import Frame
 from muletrain.network.intake import AHEAD, Intake
 from muletrain.wire.codec import decode, encode
-from muletrain.wire.frame import pack, read_frame
+from muletrain.wire.frame import Frame, pack, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -18,7 +18,7 @@ from muletrain.compute.estimate import Offer
 from muletrain.config.schema import Precision
 from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import EventLog
-from muletrain.network.base import Frame, Network
+from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.host import Host
 from muletrain.runs.join.client import JoinClient
@@ -27,6 +27,7 @@ from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.spec import WorkerSpec
 from muletrain.wire.codec import encode_raw
+from muletrain.wire.frame import Frame
 from tests.newcomers import GIB, introduction
 from tests.virtual import virtually
 

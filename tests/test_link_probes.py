@@ -16,7 +16,7 @@ from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import Malformed, Refused
 from muletrain.events import Event, FleetMeasured, Note, ProbeProgress
 from muletrain.model.spec import ModelSpec
-from muletrain.network.base import Frame, Network
+from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runs.join.messages import Ready
@@ -32,6 +32,7 @@ from muletrain.runs.measure.probing import (
     identity_of,
 )
 from muletrain.wire.codec import encode_raw
+from muletrain.wire.frame import Frame
 from tests.newcomers import introduction, rendezvous_of
 from tests.virtual import virtually
 

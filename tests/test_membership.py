@@ -19,7 +19,7 @@ from muletrain.cli.actions.visit import as_member, kick_peer
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.events import Event, MemberRemoved, Note, StepDone
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.calls import CALL, FAILED, STRANGER
 from muletrain.network.gate import MALFORMED, OTHER_SECRET
 from muletrain.network.gated import ADMIT
@@ -36,7 +36,7 @@ from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import OWNER_FILE, PROTOCOL, TICKET_FILE, write_secret
 from muletrain.runtime.members.messages import Member
 from muletrain.runtime.members.roster import Genesis
-from muletrain.wire.frame import pack
+from muletrain.wire.frame import Frame, pack
 from tests.daemons import OWNER, SECRET, World, world
 from tests.fleet_run import run_fleet
 from tests.polling import poll

@@ -10,11 +10,12 @@ from muletrain.errors import (
     DeadlineExceeded,
     PeerUnreachable,
 )
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.conditions import Conditions
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.sim.loop import VirtualLoop, context_of
+from muletrain.wire.frame import Frame
 from tests.daemons import number
 from tests.polling import repeat
 from tests.virtual import virtually

@@ -11,14 +11,13 @@ import pytest
 from pydantic import ValidationError
 
 from muletrain.errors import ProtocolError
-from muletrain.network.base import Frame
 from muletrain.network.intake import Intake
 from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS
 from muletrain.runtime.recovery.messages import HeldPart
 from muletrain.wire.codec import RAW, decode, encoded_size
-from muletrain.wire.frame import pack, read_frame, unpack
+from muletrain.wire.frame import Frame, pack, read_frame, unpack
 
 from .mutations import mutated
 from .targets import frames

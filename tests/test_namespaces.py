@@ -101,7 +101,8 @@ def test_a_shaped_link_has_its_rates_and_its_queue() -> None:
 PEER = """
 import asyncio, os, sys, time
 from pathlib import Path
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
+from muletrain.wire.frame import Frame
 from muletrain.network.identity import Key
 from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.wire.codec import encode_raw

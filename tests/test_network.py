@@ -22,14 +22,14 @@ from muletrain.errors import (
     ProtocolError,
     Refused,
 )
-from muletrain.network.base import Channel, Frame, Network
+from muletrain.network.base import Channel, Network
 from muletrain.network.calls import CALL
 from muletrain.network.daemon import check_socket_folder
 from muletrain.network.gate import NO_SECRET, OTHER_SECRET
 from muletrain.network.identity import Key
 from muletrain.network.streams import FRAMES
 from muletrain.wire.codec import decode, encode, encode_raw
-from muletrain.wire.frame import pack, size
+from muletrain.wire.frame import Frame, pack, size
 from tests.daemons import number, world
 from tests.polling import poll
 

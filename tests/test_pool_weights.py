@@ -21,7 +21,7 @@ from .test_fidelities import HUB, staged
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from muletrain.network.base import Frame
+    from muletrain.wire.frame import Frame
 
 
 def test_weights_come_while_the_server_enlists_a_client(tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from hivemind.p2p import P2P, PeerID
 from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.events import Note, StepApplied, StepDone
-from muletrain.network.base import Frame
 from muletrain.network.pipes import ACCEPTED, RELAY, WORKS
 from muletrain.network.ways import Failures
 from muletrain.wire.codec import decode, encode
-from muletrain.wire.frame import pack
+from muletrain.wire.frame import Frame, pack
 from tests.daemons import OWNER, World, child, number, world
 from tests.fleet_run import checkpoint_weights, run_fleet
 from tests.polling import poll

@@ -13,7 +13,6 @@ import torch
 
 from muletrain.clock import LoopClock
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.network.base import Frame
 from muletrain.network.memory import MemoryNetwork
 from muletrain.policy.views import GroupView, counted_on, yields
 from muletrain.runtime.averaging.averager import Averager
@@ -30,6 +29,7 @@ from muletrain.runtime.step.company import left_out
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
+from muletrain.wire.frame import Frame
 from proofs.draws import basic, draw
 from proofs.play import play
 from proofs.scenario import FOR_EVER_S, Fault, Scenario, planned

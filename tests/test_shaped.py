@@ -16,12 +16,12 @@ from muletrain.errors import (
     PeerUnreachable,
     Refused,
 )
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.memory import MemoryHub
 from muletrain.network.pacing import TARGET_S
 from muletrain.network.shaped import ShapedNetwork, Stalls
 from muletrain.wire.codec import encode_raw
-from muletrain.wire.frame import pack, size
+from muletrain.wire.frame import Frame, pack, size
 from tests.daemons import number
 from tests.polling import repeat
 from tests.virtual import virtually

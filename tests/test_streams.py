@@ -10,11 +10,11 @@ import pytest
 from hivemind.p2p import PeerID
 
 from muletrain.errors import PeerUnreachable
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.pacing import LANES, Pacer
 from muletrain.network.streams import ACCEPTED, Outgoing
 from muletrain.wire.codec import encode_raw
-from muletrain.wire.frame import pack
+from muletrain.wire.frame import Frame, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
-from muletrain.network.base import Frame
 from muletrain.wire.codec import BLOCK, Encoded, decode, decode_raw, encode, encode_ids, encode_raw, encoded_size
-from muletrain.wire.frame import MAX_HEADER, MAX_TENSORS, PREFIX, pack, read_frame, reread
+from muletrain.wire.frame import MAX_HEADER, MAX_TENSORS, PREFIX, Frame, pack, read_frame, reread
 
 TOLERANCE = {Codec.FP32: 0.0, Codec.FP16: 2.0**-11, Codec.BF16: 2.0**-8}
 SHAPES = [(), (0,), (1,), (3, 0, 2), (BLOCK,), (BLOCK - 1,), (BLOCK + 1,), (3, BLOCK), (7, 5, 11), (130, BLOCK + 3)]

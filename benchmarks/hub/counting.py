@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from muletrain.events import StepApplied
-    from muletrain.network.base import Frame
+    from muletrain.wire.frame import Frame
 
 
 class Counts:

@@ -15,7 +15,7 @@ from plays import MODEL, Draw, played, write
 from muletrain.sim.fleet.links import FleetLinks
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Frame
+    from muletrain.wire.frame import Frame
 
 WAYS = {
     "from server to server": ("forward", "backward"),

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from muletrain.wire.codec import Encoded
+from muletrain.wire.frame import Frame
 
 PeerId = str
 
@@ -26,39 +25,6 @@ class Channel(StrEnum):
     PIPE = "pipe"
     AVERAGE = "average"
     BULK = "bulk"
-
-
-class Header(Protocol):
-    """A message that becomes a frame's header."""
-
-    def model_dump(self) -> dict[str, Any]: ...
-
-
-class Frame:
-    """One message on a stream: a kind, a msgpack-able header (validated by the actor that handles ``kind``), tensors or
-    raw blobs."""
-
-    __slots__ = ("_header", "kind", "message", "nbytes", "tensors")
-
-    def __init__(
-        self,
-        kind: str,
-        header: dict[str, Any] | None,
-        tensors: list[Encoded] | None = None,
-        message: Header | None = None,
-    ) -> None:
-        """``header`` None: ``message`` makes it when it is needed."""
-        self.kind, self._header, self.message = kind, header, message
-        self.tensors = tensors if tensors is not None else []
-        self.nbytes: int | None = None
-        """Bytes of the packed frame, once ``wire.frame.frame_size`` has counted them."""
-
-    @property
-    def header(self) -> dict[str, Any]:
-        if self._header is None:
-            assert self.message is not None  # one of the two is there
-            self._header = self.message.model_dump()
-        return self._header
 
 
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]

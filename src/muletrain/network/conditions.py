@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from muletrain.wire.frame import frame_size
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Channel, Frame, PeerId
+    from muletrain.network.base import Channel, PeerId
+    from muletrain.wire.frame import Frame
 
 
 class Conditions:

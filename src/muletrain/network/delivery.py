@@ -12,8 +12,9 @@ from muletrain.errors import Malformed, ProtocolError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from muletrain.network.base import Bounds, Frame, FrameHandler, PeerId, RefusalHandler
+    from muletrain.network.base import Bounds, FrameHandler, PeerId, RefusalHandler
     from muletrain.network.offences import Reports
+    from muletrain.wire.frame import Frame
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from muletrain.network.base import Channel, Frame, PeerId
+    from muletrain.network.base import Channel, PeerId
+    from muletrain.wire.frame import Frame
 
 QUEUE = 64
 """Frames of one sender on one channel that wait for the handler."""

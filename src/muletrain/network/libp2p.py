@@ -7,19 +7,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from muletrain.errors import MuletrainError, PeerUnreachable
-from muletrain.network.base import (
-    Bounds,
-    CallHandler,
-    Channel,
-    Frame,
-    FrameHandler,
-    LossHandler,
-    PeerId,
-    RefusalHandler,
-)
+from muletrain.network.base import Bounds, CallHandler, Channel, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.delivery import Delivery
 from muletrain.network.entry import enter
-from muletrain.wire.frame import MAX_PAYLOAD
+from muletrain.wire.frame import MAX_PAYLOAD, Frame
 
 try:
     from hivemind.p2p import PeerID

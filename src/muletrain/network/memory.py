@@ -18,16 +18,7 @@ from muletrain.clock import loop_time_s
 from muletrain.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.answers import Answers
 from muletrain.network.barriers import DIRECT, Barriers
-from muletrain.network.base import (
-    Bounds,
-    CallHandler,
-    Channel,
-    Frame,
-    FrameHandler,
-    LossHandler,
-    PeerId,
-    RefusalHandler,
-)
+from muletrain.network.base import Bounds, CallHandler, Channel, FrameHandler, LossHandler, PeerId, RefusalHandler
 from muletrain.network.conditions import Conditions
 from muletrain.network.delivery import Counters, Delivery
 from muletrain.network.inbox import Arrival, Inbox
@@ -36,7 +27,7 @@ from muletrain.network.memory_streams import MemoryStreams
 from muletrain.network.paced import CALL_OVERHEAD, Parcel
 from muletrain.network.roads import Roads
 from muletrain.policy.recent import Recent
-from muletrain.wire.frame import pack, reread, unpack
+from muletrain.wire.frame import Frame, pack, reread, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
     from typing import Any
 
-    from muletrain.network.base import Frame, PeerId
+    from muletrain.network.base import PeerId
     from muletrain.network.roads import Route
+    from muletrain.wire.frame import Frame
 
 
 CALL_OVERHEAD = 128

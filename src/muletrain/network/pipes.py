@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
-from muletrain.network.base import Frame
-from muletrain.wire.frame import pack
+from muletrain.wire.frame import Frame, pack
 
 if TYPE_CHECKING:
     from muletrain.network.gated import GatedP2P

@@ -31,10 +31,10 @@ from muletrain.wire.frame import read_frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.network.base import Frame
     from muletrain.network.delivery import Delivery
     from muletrain.network.gated import GatedP2P
     from muletrain.network.pipes import Ends
+    from muletrain.wire.frame import Frame
 
 DIAL_S = 1.5
 """Longest direct dial before a pipe is taken [s]."""

@@ -24,7 +24,6 @@ from muletrain.network.base import (
     Bounds,
     CallHandler,
     Channel,
-    Frame,
     FrameHandler,
     LossHandler,
     Network,
@@ -34,7 +33,7 @@ from muletrain.network.base import (
 from muletrain.network.jobs import Jobs
 from muletrain.network.paced import CALL_OVERHEAD, PacedStreams, Parcel, Stream
 from muletrain.network.roads import Road, Roads, at
-from muletrain.wire.frame import frame_size
+from muletrain.wire.frame import Frame, frame_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine

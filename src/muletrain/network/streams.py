@@ -20,11 +20,11 @@ from hivemind.p2p import PeerID
 
 from muletrain.clock import loop_time_s
 from muletrain.errors import DeadlineExceeded, Malformed, PeerUnreachable
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.network.gated import GatedP2P, reaching
 from muletrain.network.intake import Intake
 from muletrain.policy.recent import Recent
-from muletrain.wire.frame import pack, read_frame
+from muletrain.wire.frame import Frame, pack, read_frame
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence

@@ -16,10 +16,10 @@ from muletrain.network.streams import FRAMES, Incoming, Outgoing, greet
 from muletrain.wire.frame import pack, reread, size
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Channel, Frame, LossHandler, PeerId
+    from muletrain.network.base import Channel, LossHandler, PeerId
     from muletrain.network.delivery import Delivery
     from muletrain.network.gated import GatedP2P
-    from muletrain.wire.frame import Buffer
+    from muletrain.wire.frame import Buffer, Frame
 
 SELF_QUEUE = 1024
 """Most frames to ourselves that wait for the handler."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgpack
 
 from muletrain.errors import Malformed, ProtocolError
-from muletrain.network.base import Frame
 from muletrain.wire.encoded import MAX_DIMENSIONS, Encoded, encoded_size
 
 if TYPE_CHECKING:
@@ -34,6 +33,39 @@ _KIND_BYTES = 3 + 4 * MAX_KIND
 """Bytes of a header that hold its whole kind."""
 MAX_DEPTH = 8
 """Deepest nesting of a header."""
+
+
+class Header(Protocol):
+    """A message that becomes a frame's header."""
+
+    def model_dump(self) -> dict[str, Any]: ...
+
+
+class Frame:
+    """One message on a stream: a kind, a msgpack-able header (validated by the actor that handles ``kind``), tensors or
+    raw blobs."""
+
+    __slots__ = ("_header", "kind", "message", "nbytes", "tensors")
+
+    def __init__(
+        self,
+        kind: str,
+        header: dict[str, Any] | None,
+        tensors: list[Encoded] | None = None,
+        message: Header | None = None,
+    ) -> None:
+        """``header`` None: ``message`` makes it when it is needed."""
+        self.kind, self._header, self.message = kind, header, message
+        self.tensors = tensors if tensors is not None else []
+        self.nbytes: int | None = None
+        """Bytes of the packed frame, once ``frame_size`` has counted them."""
+
+    @property
+    def header(self) -> dict[str, Any]:
+        if self._header is None:
+            assert self.message is not None  # one of the two is there
+            self._header = self.message.model_dump()
+        return self._header
 
 
 def pack(frame: Frame) -> list[Buffer]:

@@ -31,7 +31,7 @@ from pydantic import Field
 from muletrain.compute.block import block_times
 from muletrain.compute.probe import chip
 from muletrain.errors import AdmissionError, Malformed, NetworkError
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
 from muletrain.wire.codec import RAW, encode_raw
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from muletrain.model.chain import Model
     from muletrain.network.base import Network, PeerId
     from muletrain.runs.measure.machine import Machine
+    from muletrain.wire.frame import Frame
 
 TRIPS = 9
 """Number of round trips; the first opens the stream and is ignored."""

@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from muletrain.config.schema import MAX_MICROBATCHES
 from muletrain.errors import Malformed
-from muletrain.network.base import Channel, Frame
+from muletrain.network.base import Channel
 from muletrain.policy.fork_choice import MEMORY
 from muletrain.runtime.core.sizes import packed_size
+from muletrain.wire.frame import Frame
 
 Digest = Annotated[bytes, Field(min_length=32, max_length=32)]
 Natural = Annotated[int, Field(ge=0, lt=2**48)]

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.events import Event, TrafficClass
-    from muletrain.network.base import Channel, Frame, Network, PeerId
+    from muletrain.network.base import Channel, Network, PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.members.roster import Roster
+    from muletrain.wire.frame import Frame
 
 R = TypeVar("R")
 TRAFFIC: dict[str, TrafficClass] = {

@@ -18,7 +18,7 @@ from muletrain.runtime.microbatch.validator import Validator, validator_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from muletrain.network.base import Frame, PeerId
+    from muletrain.network.base import PeerId
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.messages import Backward, Busy, Done, Forward, Gap, Lost, TrainerDone
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.trainer import Source
     from muletrain.runtime.microbatch.validator import Heldout
     from muletrain.wire.codec import Encoded
+    from muletrain.wire.frame import Frame
 
 
 class Microbatches:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from muletrain.compute.results import Result
-    from muletrain.network.base import Frame, PeerId
+    from muletrain.network.base import PeerId
     from muletrain.policy.chaos import Phase
     from muletrain.runtime.core.messages import Request
     from muletrain.runtime.members.context import Context
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.pending import Answer
     from muletrain.runtime.microbatch.position import Position
     from muletrain.wire.codec import Encoded
+    from muletrain.wire.frame import Frame
 
 BACKWARD, FORWARD = 0, 1
 """Priorities on the compute slot; the strategy may swap them."""

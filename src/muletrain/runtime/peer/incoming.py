@@ -20,7 +20,7 @@ from muletrain.runtime.step.messages import Abstain, Seal, TiedEntry
 from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
-    from muletrain.network.base import Channel, Frame, PeerId
+    from muletrain.network.base import Channel, PeerId
     from muletrain.runtime.checkpoint.coordinator import Coordinator
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.runner import StepRunner
     from muletrain.runtime.transfer.blocks import Downloader
     from muletrain.wire.codec import Encoded
+    from muletrain.wire.frame import Frame
 
 
 Check = Callable[["PeerId", Any, "list[Encoded]"], None]

@@ -50,10 +50,11 @@ if TYPE_CHECKING:
 
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
-    from muletrain.network.base import Frame, Network, PeerId
+    from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
+    from muletrain.wire.frame import Frame
 
 ROOM = 2
 """Parts that a client takes at once: one to compute, one on its way."""

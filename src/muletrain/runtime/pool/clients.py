@@ -49,13 +49,14 @@ if TYPE_CHECKING:
     from muletrain.clock import Clock
     from muletrain.compute.base import Compute
     from muletrain.events import Event
-    from muletrain.network.base import Channel, Frame, Network, PeerId
+    from muletrain.network.base import Channel, Network, PeerId
     from muletrain.policy.pool import Pool
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.core.plan import Plan
     from muletrain.runtime.core.tasks import Tasks
     from muletrain.runtime.pool.accumulators import Accumulators
     from muletrain.wire.codec import Encoded
+    from muletrain.wire.frame import Frame
 
 MAX_CLIENTS = 4096
 ENLISTS, ENLISTS_PER_S = 20, 0.2

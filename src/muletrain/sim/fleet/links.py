@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.config.fleet_file import Link
-    from muletrain.network.base import Frame
     from muletrain.planning.cost import StageCost
     from muletrain.sim.setting import Setting
+    from muletrain.wire.frame import Frame
 
 
 class FleetLinks(Conditions):
