@@ -9,7 +9,11 @@ from muletrain.errors import ConfigError, MuletrainError
 from proofs.fuzzing import check_kind, play_many, play_one
 
 app = typer.Typer(
-    help="Prove that muletrain keeps its promises, whatever dies.", no_args_is_help=True, pretty_exceptions_enable=False
+    help="Prove that muletrain keeps its promises, whatever dies.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
 )
 
 

@@ -28,6 +28,8 @@ app = typer.Typer(
     help="Compare the papers' tables and figures with ours, side by side. Without a command: all of them.\n\n"
     "Tells calibration from prediction, and names what cannot be reproduced. Everything is computed again in seconds, "
     "fits included; nothing is trained. Exits with 1 if a result misses its bar.",
+    add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 

@@ -29,7 +29,7 @@ PAGES = {
 }
 PROGRAMS = {"muletrain": app, "python -m proofs": proofs, "python -m reproduction": reproduction}
 COMMANDS = {name: typer.main.get_command(program) for name, program in PROGRAMS.items()}
-QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction hybrid-table2")
+QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction swarm-table2")
 """Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
 minutes."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
