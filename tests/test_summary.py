@@ -66,6 +66,15 @@ def test_what_was_left_out_is_said_with_its_number(text: Path) -> None:
     assert "1 document without text left out" in said
 
 
+def test_documents_that_are_trained_and_held_out_are_counted(text: Path, tmp_path: Path) -> None:
+    rows = text.read_text().splitlines(keepends=True)
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text("".join(rows[:4]) + json.dumps({"text": "Another row, that nobody trains."}) + "\n")
+    said = told(summary(text, f"data.validation={validation}"))
+    assert "4 documents to train on in data.validation, too: held-out loss is too low" in said
+    assert "in data.validation, too" not in told(summary(text))
+
+
 def test_frozen_parameters_are_not_trained() -> None:
     names = ["model.factory=tests.own_models:partly_frozen", "data.factory=tests.own_models:images_with_numbers"]
     prepared = prepare(load_config(None, [*names, "train.batch=4", "train.microbatch=2", "train.steps=10"]).local())

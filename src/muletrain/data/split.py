@@ -68,14 +68,16 @@ class Split:
 
     def __init__(self, corpus: Corpus, validation: Corpus | None, rule: Rule, *, unique: bool) -> None:
         self._corpus, self._validation, self._rule, self._unique = corpus, validation, rule, unique
-        self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = 0
+        self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = self.both = 0
         """Documents that are trained, held out whole, held out by their end, and left out as duplicates or for lack of text;
-        characters that were replaced."""
+        characters that were replaced; trained documents that ``validation`` has, too."""
 
     def parts(self) -> Iterator[Part]:
         """All text in order. Raises DataError."""
-        self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = 0
+        self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = self.both = 0
         seen: set[int] = set()
+        validation = () if self._validation is None else self._validation.documents()
+        known = {_weighed(document)[0] for document in validation}
         for document in self._corpus.documents():
             digest, length = _weighed(document)
             if not length:
@@ -84,6 +86,7 @@ class Split:
                 self.duplicates += 1
             else:
                 self.replaced += document.replaced
+                self.both += digest in known
                 yield from self._divided(document, digest >> 64, length)
             if self._unique:
                 seen.add(digest)

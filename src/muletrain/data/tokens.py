@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[float], None]
 
-FORMAT = 2  # goes up when the same text would give other tokens or files
+FORMAT = 3  # goes up when the same text would give other tokens or files
 
 _PIECE = 1 << 14  # characters from which a tokenizer learns at once
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB
@@ -62,6 +62,8 @@ class TokenStats:
     """Documents left out because an earlier one is equal (``data.deduplicate``)."""
     empty: int
     """Documents left out because they have no text."""
+    both: int
+    """Documents that are trained, and in ``data.validation``, too."""
     replaced: int
     """Half surrogate pairs in the text, which no UTF-8 can hold: each became U+FFFD."""
     special: int
@@ -84,6 +86,7 @@ class TokenStats:
         lines = [
             (self.empty, "{} without text left out", "document"),
             (self.duplicates, "{} left out that equal an earlier one (data.deduplicate)", "document"),
+            (self.both, "{} to train on in data.validation, too: held-out loss is too low", "document"),
             (self.replaced, "{} replaced: half a surrogate pair is no text", "character"),
             (self.unknown, "{} of text that the tokenizer does not know: it is lost", "token"),
             (self.special, "{} in the text count as such (data.special_tokens)", "special token"),
@@ -203,6 +206,7 @@ class _Builder:
             ends=split.ends,
             duplicates=split.duplicates,
             empty=split.empty,
+            both=split.both,
             replaced=split.replaced,
             special=train.special + heldout.special,
             unknown=train.unknown + heldout.unknown,
