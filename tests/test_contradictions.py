@@ -31,6 +31,7 @@ def test_swap_with_several_stages_is_refused_and_one_stage_is_not() -> None:
         ("data.end_token=x model.factory=a.b:c data.factory=a.b:d", "with data.factory"),
         ("data.share=true model.factory=a.b:c data.factory=a.b:d", "with data.factory"),
         ("data.heldout=0.1 data.validation=x", "with data.validation"),
+        ("train.validate_every=5 data.heldout=0", "with data.heldout = 0 and no data.validation"),
         ("data.share=true fleet.trainers=1", "with fleet.trainers = 1"),
         ("fleet.rebalance_period=9 fleet.rebalance=off", "with fleet.rebalance = 'off'"),
         ("pipeline.schedule=gpipe", "without pipeline.seats"),

@@ -163,7 +163,7 @@ def write_bad_files() -> None:
         ("field.parquet", r"data\.path: field\.parquet: no 'text'; set data\.field to one of: body, id"),
         ("number.jsonl", r"data\.path: number\.jsonl:1: 'text' is int, not text"),
         ("list.jsonl", r"data\.path: list\.jsonl:1: a JSON list"),
-        ("broken.jsonl", r"data\.path: broken\.jsonl:3: not JSON: Expecting value; give"),
+        ("broken.jsonl", r"data\.path: broken\.jsonl:3: not JSON: Expecting value at column \d+; give"),
         ("half.jsonl.gz", r"data\.path: cannot read half\.jsonl\.gz.*complete\?"),
         ("chat.jsonl", r"chat\.jsonl:1: no 'text', but 'messages': conversations .*`tokenizer\.apply_chat_template`"),
         ("chat.json", r"chat\.json:1: no 'text', but 'messages': conversations"),

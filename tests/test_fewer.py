@@ -58,7 +58,7 @@ def test_one_machine_is_planned_where_averaging_costs_more_than_others_bring(tmp
     assert chosen.spares == ()
     assert chosen.limit == "computing on desk"
     assert found.fewer.startswith("desk-0 alone is faster than several machines: ")
-    assert "which averaging over the upload of desk (100 Mb/s) limits" in found.fewer
+    assert "limited by averaging over the upload of desk (100 Mb/s)" in found.fewer
     memory, slower = found.without_work
     assert memory.startswith(
         "2 x laptop: the run is faster without; do not let them join, for it would have to swap a stage: "

@@ -53,6 +53,12 @@ IDLE = (
         "leave out data.validation",
     ),
     Idle(
+        "train.validate_every",
+        lambda c: not c.data.heldout and c.data.validation is None and c.data.factory is None,
+        "with data.heldout = 0 and no data.validation",
+        "hold some text out",
+    ),
+    Idle(
         "data.share",
         lambda c: c.fleet.trainers == 1,
         "with fleet.trainers = 1",

@@ -267,7 +267,9 @@ def _parsed(line: str, place: str) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # (ten thousand brackets)
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise DataError(f"data.path: {place}: not JSON: {reason}; give one object per line") from error
 
 

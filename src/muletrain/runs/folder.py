@@ -145,8 +145,8 @@ def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Pa
     if found:
         return found[0][1]  # there is nothing better, so it begins again
     raise MuletrainError(
-        f"{path}: no run folder (which has a config.toml or checkpoints/), and none lies in it; give a folder from {ROOT}/, or call "
-        f"'--resume' alone where 'muletrain run' or 'start' was called: it takes the newest run"
+        f"{path}: no run folder (with a config.toml or checkpoints/), nor does it contain one; give a run's folder, or call '--resume' "
+        f"alone where 'muletrain run' or 'start' was called: it takes the newest run of {ROOT}/"
     )
 
 
@@ -184,5 +184,7 @@ def latest_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise MuletrainError(f"{path}: no such folder; give that of a run ({ROOT}/...) or of a checkpoint")
     if not (found := _manifests(path)):
-        raise MuletrainError(f"{path}: no checkpoint here; give a run folder or a folder with a manifest.json")
+        raise MuletrainError(
+            f"{path}: no checkpoint here (manifest.json), nor a model of Hugging Face (config.json); give a run folder"
+        )
     return found[-1].parent

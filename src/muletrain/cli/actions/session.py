@@ -174,7 +174,9 @@ class Session:
         self._asked = time.monotonic()
         training = self.view.started is not None
         what = "after this step; checkpoint and report follow" if training else "before the first step"
-        self.say(f"\nstopping {what} (Ctrl-C again ends at once)")
+        number = self.asked.number or signal.SIGINT
+        why = "" if number == signal.SIGINT else f"{signal.Signals(number).name}: "
+        self.say(f"\n{why}stopping {what} (Ctrl-C again ends at once)")
         self.fleet.stop()
 
     @property
@@ -330,7 +332,7 @@ class Session:
         if self.json:
             return
         make_console().print(final_report(self.view, evaluation, texts, paths))
-        if self.checkpoint is not None:
+        if self.checkpoint is not None and EXIT_SKIPPED not in self.fleet.exit_codes().values():
             if evaluation is not None and evaluation.before is not None:
                 self.say(f"\n{improvement(evaluation)}")
             if evaluation is not None and evaluation.own_loss:

@@ -74,12 +74,12 @@ def quality_table(q: Quality) -> RenderableType:
     table.add_row("this model", f"{q.loss:.3f}", _perplexity(q.loss), "")
     if q.before is not None:
         table.add_row("before training", f"{q.before:.3f}", _perplexity(q.before), _compared(q.before - q.loss))
-    for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)):
+    for name, loss in (("interpolated bigram", q.bigram), ("unigram", q.unigram)) if q.trained else ():
         if loss is None:
             table.add_row(name, "-", "-", "-")
         else:
             table.add_row(name, f"{loss:.3f}", _perplexity(loss), _compared(loss - q.loss))
-    if q.bigram is None:
+    if q.bigram is None and q.trained:
         return Group(table, Text(f"too few training tokens for a unigram or bigram: {q.trained:,}", style="dim"))
     if q.counted < q.trained:
         return Group(

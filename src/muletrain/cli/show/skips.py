@@ -53,6 +53,6 @@ class SkipsView:
             f"the run learned nothing at its end: the last {row} were skipped, because gradients were not finite{where}. "
             f"Try a lower optimizer.lr, or a longer optimizer.warmup; if the first steps fail, look for huge or missing "
             f"numbers in the data and in the first weights, or set compute.precision = 'fp32'. Then start the run again, or "
-            f"go on from a checkpoint of a step before {first}. train.max_skipped says how many skipped updates in a row "
+            f"go on from a checkpoint of a step before {first}, if there is one. train.max_skipped says how many skipped updates in a row "
             f"end a run"
         )

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from muletrain.config.plan_file import Memory
     from muletrain.sim.plan.question import Question
 
+STEADY = 0.9
+"""Share of its speed that a layout keeps under churn if machines that leave cost it little."""
 SMALL = 12
 """Machines up to which a subset is rated with every size of a microbatch; of more, with the whole fleet's."""
 PLANNED = 1.25
@@ -236,10 +238,13 @@ def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
     """Tell how much ``chosen``, which leaves machines out, does under churn against ``whole``, and when that changes."""
     few, many = (len({name for s in p.stages for name in s.machines}) for p in (chosen, whole))
     who = f"{few} machines" if few > 1 else f"{chosen.stages[0].machines[0]} alone"
+    stays = ""
+    if whole.expected_per_s < STEADY * whole.tokens_per_s:
+        stays = f"{format_count(whole.tokens_per_s)} while nobody leaves, "
     told = (
         f"{who} {'are' if few > 1 else 'is'} faster than {'more' if few > 1 else 'several'} machines: "
-        f"{format_count(chosen.expected_per_s)} tokens/s against {format_count(whole.expected_per_s)} on {many} ({title(whole)}), "
-        f"which {whole.limit} limits"
+        f"{format_count(chosen.expected_per_s)} tokens/s against {format_count(whole.expected_per_s)} on {many} ({title(whole)}, "
+        f"{stays}limited by {whole.limit})"
     )
     batches = [_pays_from(question, chosen, p) for p in (whole, *_of_larger_steps(_off(question)))]
     batch = min((b for b in batches if b is not None), default=None)
