@@ -13,7 +13,7 @@ from muletrain.cli.show.tables import new_table
 from muletrain.planning.splits import title
 from muletrain.sim.fleet.advice import WORTH
 from muletrain.strategies import find
-from muletrain.units import format_bytes, format_count, format_duration, format_memory
+from muletrain.units import format_bytes, format_count, format_duration, format_memory, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -135,7 +135,7 @@ def _table(plan: Plan) -> Table:
     row("runs today", lambda p: "yes" if p.runnable else "no clients" if find(p.strategy).pooled else "not yet")
     row(
         "stages",
-        lambda p: f"1 ({len(p.swapped)} parts)" if p.swapped else str(len(p.stages)),
+        lambda p: f"1 ({plural(len(p.swapped), 'part')})" if p.swapped else str(len(p.stages)),
     )
     row("machines", lambda p: str(sum(len(set(s.machines)) for s in p.stages)))
     row("microbatches x sequences", lambda p: f"{sum(p.microbatches)} x {p.microbatch}", end=True)

@@ -219,7 +219,8 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
     rows = Counter((memory.machine, s, memory.device_has) for s, memory in found.values())
     needs = part.needs(part.scene_of(chosen))
     who = ", ".join(
-        f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s}, with {format_memory(has or 0)} of {needs[s].need(part.offer(entry))})"
+        f"{f'{n} x ' if n > 1 else ''}{entry} (stage {s} needs {format_memory(needs[s].of_device(part.offer(entry)))} of a device, "
+        f"which has {format_memory(has or 0)})"
         for (entry, s, has), n in rows.items()
     )
     off = replace(_off(question), weather=Weather())

@@ -189,6 +189,7 @@ def without_work(question: Question, chosen: Prediction) -> tuple[str, ...]:
         who = entry if len(names) == 1 else f"{len(idle)} x {entry}"
         if not any(need.fits(offer) for need in needs):
             why = f"too little memory for a stage of this plan, which needs {least.need(offer)}; it has {_has(offer)}"
+            why += least.swapping(offer)
         elif any(name in chosen.left_out for name in idle):
             why = "the run is faster without; do not let them join" if len(idle) > 1 else "the run is faster without it"
             if not any(need.resident(offer) for need in needs):

@@ -289,7 +289,7 @@ def _swapped(entry: str, stage: int, need: StageMemory, swapped: SwapMemory, off
     return Memory(
         machine=entry,
         stage=stage,
-        weights=need.weights,
+        weights=swapped.state - need.moments,
         optimizer=need.moments,
         gradients=swapped.gradients,
         activations=swapped.between,
