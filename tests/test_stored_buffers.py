@@ -20,6 +20,7 @@ from muletrain.model.hf import export_hf
 from muletrain.model.make import load_model
 from muletrain.model.traced.export import trace
 from muletrain.model.traced.folder import import_traced, load_traced
+from tests.traced_models import write_folder, write_text
 
 from .traced_models import CONTEXT, VOCAB, new_model, off
 
@@ -135,6 +136,21 @@ def test_what_transformers_ignores_is_ignored(source: tuple[Path, Any], tmp_path
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
     changed(source[0], tmp_path, more)
     assert BIAS in import_traced(tmp_path, context=CONTEXT).frozen
+
+
+def test_files_with_the_models_own_names_are_held_to_them(tmp_path: Path) -> None:
+    """DeepSeek's experts are stacked as they are read; GPT-2's tensors are read as they lie there."""
+    write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), "gpt2")
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    mask = {"transformer.h.0.attn.bias": torch.ones(3)}  # older versions of transformers stored it
+    changed(tmp_path / "hf", tmp_path / "old", mask)
+    import_traced(tmp_path / "old", context=CONTEXT)
+    changed(tmp_path / "hf", tmp_path / "new", mask | {"transformer.h.0.mlp.gate": torch.ones(3)})
+    with pytest.raises(
+        CheckpointError, match=r"transformer.h.0.mlp.gate has no place in the model .* \(1 such tensor\)"
+    ):
+        import_traced(tmp_path / "new", context=CONTEXT)
 
 
 def test_a_missing_buffer_is_refused(source: tuple[Path, Any], tmp_path: Path) -> None:
