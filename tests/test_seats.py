@@ -94,7 +94,7 @@ def test_a_peer_may_serve_several_pipelines_of_its_stage() -> None:
         ('pipeline.seats=[["a","b"],["c"]]', "pipeline.seats: lists of unequal length"),
         ('pipeline.seats=[["a"],["a"]]', "'a' is named twice"),
         ('pipeline.seats=[["a","a"],["b","a"]]', "'a' is named twice"),
-        ("pipeline.microbatches=[4]", "pipeline.seats: .*pipeline.microbatches"),
+        ("pipeline.microbatches=[4]", "pipeline.microbatches: .*without pipeline.seats"),
         ("fleet.layers=[4]", "fleet.layers: 1 numbers for fleet.stages = 2"),
         ("fleet.layers=[1, 2]", "fleet.layers: 3 .*model.layers = 4"),
     ],
