@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
+from muletrain.cli.main import main
 from muletrain.cli.options import Command, JsonLines, Trace
-from muletrain.errors import ConfigError, MuletrainError
+from muletrain.errors import ConfigError
 from proofs.fuzzing import check_kind, play_many, play_one
 
 app = typer.Typer(
@@ -48,7 +49,4 @@ def fuzz(
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except MuletrainError as e:
-        raise SystemExit(f"error: {e}") from None
+    main(app)

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from muletrain.cgroups import cpus
 from muletrain.cli.show.console import make_console
+from muletrain.cli.show.doing import doing
 from muletrain.errors import ConfigError
 from muletrain.timeline import check_trace, write_trace
 from muletrain.units import plural
@@ -56,15 +55,13 @@ def play_many(seeds: range, kind: str | None, jobs: int | None, *, json: bool) -
     """Play all seeds and print the first failures. Returns the number of seeds that broke a promise."""
     console, begin, failed, faults, kinds = make_console(), time.monotonic(), [], 0, Counter[str]()
     longest = (0.0, seeds.start)  # a step, in medians of its run; and the seed
-    columns = (TextColumn("virtual worlds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with _processes(jobs or cpus()) as pool, Progress(*columns, transient=True, disable=json) as progress:
-        task = progress.add_task("", total=len(seeds))
-        for future in as_completed([pool.submit(_play, seed, kind) for seed in seeds]):
+    with _processes(jobs or cpus()) as pool, doing("playing virtual worlds") as tell:
+        for done, future in enumerate(as_completed([pool.submit(_play, seed, kind) for seed in seeds]), 1):
             result = future.result()
             faults += result["faults"]
             kinds.update(result["kinds"])
             longest = max(longest, (result["longest"], result["seed"]))
-            progress.advance(task)
+            tell(done / len(seeds), f"virtual worlds, {done} of {len(seeds)}")
             if result["violations"]:
                 failed.append(result["seed"])
                 if len(failed) <= SHOWN_FAILURES:

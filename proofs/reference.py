@@ -98,7 +98,7 @@ class Corpus(Tokens):
             train.microbatch,
             facts.spec.context,
             train.sequence_start,
-            train.sequence_warmup or 0,
+            train.sequence_warmup,
             train.data_offset,
         )
 
@@ -170,7 +170,7 @@ def facts_of(scenario: Scenario) -> Facts:
             sequence_length,
             context=spec.context,
             start=config.train.sequence_start,
-            warmup=config.train.sequence_warmup or 0,
+            warmup=config.train.sequence_warmup,
         ),
         activations=config.wire.activations,
         gradients=config.wire.gradients,

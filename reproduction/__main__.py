@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from muletrain.cli.main import main
 from muletrain.cli.options import Command, JsonObject
-from muletrain.errors import MuletrainError
 from reproduction import INDEX
 
 REPORT = Path("docs") / "reproduction"
@@ -106,7 +106,4 @@ def rebalance(
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except MuletrainError as e:
-        raise SystemExit(f"error: {e}") from None
+    main(app)

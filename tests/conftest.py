@@ -43,22 +43,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The user's cache stays as it is."""
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables that each test begins with. The user's cache stays as it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        yield {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
 @pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    """A command that runs in this process sets variables for its peers; later tests start processes without them."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+def _own_environment(environment: dict[str, str]) -> None:
+    """A command that ran in this process, for a test or a module's fixture, set variables for its peers."""
+    for name in os.environ.keys() - environment.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    os.environ.update(environment)
 
 
 @pytest.fixture(autouse=True)

@@ -125,10 +125,14 @@ def test_the_printed_fleet_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "without"),
-    [(RunConfig, {"data.factory"}), (RunConfig, {"data.validation", "data.end_token"}), (Fleet, set[str]())],
+    [
+        (RunConfig, {"train.sequence_start", "data.factory"}),
+        (RunConfig, {"train.sequence_start", "data.validation", "data.end_token"}),
+        (Fleet, set[str]()),
+    ],
 )
 def test_the_commented_out_examples_load(tmp_path: Path, kind: type[BaseModel], without: set[str]) -> None:
-    """All that are no alternatives to each other."""
+    """All but alternatives to each other, and a field that needs another one."""
     section, lines = "", list[str]()
     for line in describe(kind).splitlines():
         section = line.strip("[]") if line.startswith("[") else section

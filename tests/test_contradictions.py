@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from muletrain.cli.actions.planned import follows
 from muletrain.config.effects import IDLE
-from muletrain.config.load import load_config
+from muletrain.config.load import load_config, load_located
 from muletrain.config.schema import RunConfig
 from muletrain.errors import ConfigError
 
@@ -53,3 +54,30 @@ def test_fields_without_effect_are_fields() -> None:
         section, name = path.split(".")
         annotation: Any = RunConfig.model_fields[section].annotation
         assert name in annotation.model_fields, path
+
+
+# what that commit wrote into a run's folder and its checkpoints, with fields that had no effect already
+EARLIER = sorted((Path(__file__).parent / "configurations").glob("*.toml"))
+
+
+@pytest.mark.parametrize("file", EARLIER, ids=lambda file: file.stem)
+def test_configurations_of_earlier_versions_are_read(file: Path) -> None:
+    """Nobody asks anew for what they say; a field that the user sets at a resume has to have an effect."""
+    config, _ = load_located(file, kept=True)
+    assert RunConfig.model_validate_json(file.with_suffix(".json").read_text()) == config
+    assert (config.fleet.rebalance_period, config.hub.verify, config.train.sequence_warmup) == (9, 0.5, 7)
+    with pytest.raises(ConfigError, match="no effect"):
+        load_config(file)
+    assert load_located(file, ["train.steps=400"], kept=True)[0].train.steps == 400
+    for load in (
+        lambda asked: load_located(file, [asked], kept=True),
+        lambda asked: load_located(None, [asked], config),
+    ):
+        with pytest.raises(ConfigError, match=r"swap.together: 2 has no effect with swap.backing = 'off'"):
+            load("swap.together=2")
+        with pytest.raises(ConfigError, match=r"model.arguments: .* has no effect without model.factory"):
+            load("model.arguments.x=1")
+
+
+def test_there_are_configurations_of_earlier_versions() -> None:
+    assert EARLIER

@@ -81,8 +81,8 @@ def _main(
     pass
 
 
-def main() -> None:
-    """Run the program. An error prints its message without a traceback and exits with code 2."""
+def main(program: typer.Typer = app) -> None:
+    """Run ``program``. An error prints its message without a traceback and exits with code 2."""
     if sys.platform == "win32":
         sys.exit("muletrain runs on Linux and macOS; on Windows, install WSL2 (wsl --install) and run it there")
     os.environ.update(COMMON | os.environ)
@@ -90,7 +90,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks (LANG=C) is a '?', no traceback
     try:
-        _run()
+        _run(program)
     except SystemExit as e:
         if _hangs() and isinstance(e.code, int):
             sys.stdout.flush()
@@ -106,9 +106,9 @@ def _hangs() -> bool:
     return any(thread.is_alive() for thread in threads)
 
 
-def _run() -> None:
+def _run(program: typer.Typer) -> None:
     try:
-        app(obj=begins)
+        program(obj=begins)
     except MuletrainError as e:
         print(f"error: {printable(str(e), lines=True)}", file=sys.stderr)
         sys.exit(2)

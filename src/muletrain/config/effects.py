@@ -1,11 +1,16 @@
-"""Fields that other fields leave without effect: to set one of them is an error, since nobody would do what was asked."""
+"""Fields that other fields leave without effect. A user who sets one gets an error. What a checkpoint or another member says
+is read all the same: a version before this one may have written it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from muletrain.errors import ConfigError
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
+
+    from muletrain.config.schema import RunConfig
 
 
 class Idle(NamedTuple):
@@ -13,8 +18,7 @@ class Idle(NamedTuple):
 
     fields: str
     """Paths, separated by spaces."""
-    where: Callable[[Any], bool]
-    """Asked with a ``RunConfig``."""
+    where: Callable[[RunConfig], bool]
     why: str
     remedy: str
 
@@ -82,15 +86,17 @@ IDLE = (
 )
 
 
-def check_effects(config: Any) -> None:
-    """Raises ValueError for a field of a ``RunConfig`` with another value than its default that has no effect."""
+def check_effects(config: RunConfig, among: Collection[str] | None = None) -> None:
+    """Raises ConfigError for a field that has another value than its default and no effect. ``among``: paths of the only
+    fields that are looked at, and of values inside them; None: all fields."""
     for idle in IDLE:
         if not idle.where(config):
             continue
         for path in idle.fields.split():
+            if among is not None and not any(f"{asked}.".startswith(f"{path}.") for asked in among):
+                continue
             section, name = path.split(".")
             values: Any = getattr(config, section)
-            if (value := getattr(values, name)) != type(values).model_fields[name].get_default(
-                call_default_factory=True
-            ):
-                raise ValueError(f"{path}: {value!r} has no effect {idle.why}; {idle.remedy}, or leave {name} out")
+            default = type(values).model_fields[name].get_default(call_default_factory=True)
+            if (value := getattr(values, name)) != default:
+                raise ConfigError(f"{path}: {value!r} has no effect {idle.why}; {idle.remedy}, or leave {name} out")

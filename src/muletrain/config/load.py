@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from muletrain.config.dump import describe, dump_toml
+from muletrain.config.effects import check_effects
 from muletrain.config.locate import KeyPath, Origins, key_lines
 from muletrain.config.problems import dotted, explain, field_at, keys_of, located, submodel
 from muletrain.config.schema import FINE_TUNING_LR, RunConfig
@@ -48,11 +49,15 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
 
 
 def load_located(
-    path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None
+    path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None, *, kept: bool = False
 ) -> tuple[RunConfig, Origins]:
     """Like ``load_config``, with the origins of the values, for later errors (``located``). ``base``: what stands in for a
-    file. The factories that the user names are trusted (``trusted``), but not those of ``base``."""
+    file. ``kept``: the file is that of an earlier run; its fields, as those of ``base``, need not have an effect. The
+    factories that the user names are trusted (``trusted``), but not those of ``base``."""
     config, origins = _load(RunConfig, path, overrides, "" if base is None else dump_toml(base))
+    with located(origins):
+        named = [text.partition("=")[0].strip() for text in overrides]
+        check_effects(config, named if kept or base is not None else None)
     for section in ("model", "data"):
         if base is None or any(text.partition("=")[0].strip() == f"{section}.factory" for text in overrides):
             trust(getattr(config, section).factory)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from muletrain.config.effects import check_effects
 from muletrain.config.model_sections import DataConfig, ModelConfig, check_factories, check_shape
 from muletrain.config.peer_sections import (
     FleetConfig,
@@ -72,10 +71,8 @@ class TrainConfig(Section):
         description="sequence length at step 0, growing linearly to model.context (SWARM app. G) [tokens]",
         examples=[32],
     )
-    sequence_warmup: PositiveInt | None = Field(
-        default=None,
-        description="steps from sequence_start to the full sequence length [optimizer steps]",
-        examples=[1000],
+    sequence_warmup: int = Field(
+        default=0, ge=0, description="steps from sequence_start to the full sequence length [optimizer steps]"
     )
     validate_every: int = Field(
         default=0,
@@ -218,7 +215,6 @@ class RunConfig(Section):
             check_shape(self.model)
             _check_depth(self.model, self.fleet)
             _check_sequences(self.model, self.train)
-        check_effects(self)
         _check_batch(self.train)
         check_factories(self.model, self.data)
         check_fleet(self.fleet)

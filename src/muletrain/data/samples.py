@@ -114,8 +114,8 @@ class SampleData:
     def heldout_batches(
         self, most: int, batch: int, vocab: int, left_out: Callable[[str], None]
     ) -> Iterator[tuple[Array, Array]]:
-        """At most ``most`` held-out samples, evenly spread, without those that cannot be used: ``left_out`` hears the reason
-        of each."""
+        """Batches of at most ``most`` held-out samples, evenly spread. Samples that cannot be used are left out, and
+        ``left_out`` is called with the reason for each."""
         which = _spread(len(self.heldout), most)
         for first in range(0, len(which), batch):
             usable = []

@@ -86,7 +86,7 @@ class TokenStats:
         lines = [
             (self.empty, "{} without text left out", "document"),
             (self.duplicates, "{} left out that equal an earlier one (data.deduplicate)", "document"),
-            (self.both, "{} to train on in data.validation, too: held-out loss is too low", "document"),
+            (self.both, "{} to train on, also in data.validation: the held-out loss is too low", "document"),
             (self.replaced, "{} replaced: half a surrogate pair is no text", "character"),
             (self.unknown, "{} of text that the tokenizer does not know: it is lost", "token"),
             (self.special, "{} in the text count as such (data.special_tokens)", "special token"),

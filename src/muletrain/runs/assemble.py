@@ -114,7 +114,7 @@ class RunFacts:
             inputs=self.spec.inputs,
             targets=self.spec.targets,
             sequence_length=functools.partial(
-                sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup or 0
+                sequence_length, context=self.spec.context, start=t.sequence_start, warmup=t.sequence_warmup
             ),
             activations=c.wire.activations,
             gradients=c.wire.gradients,
@@ -172,7 +172,7 @@ class RunFacts:
     def source_of(self, tokens: TokenArray) -> MicrobatchSource:
         """Microbatches of the training tokens. Raises DataError if they are shorter than one sequence."""
         t = self.config.train
-        sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup or 0, t.data_offset)
+        sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
         return MicrobatchSource(tokens, t.seed, *sequences)
 
     def needs(self) -> list[StageMemory]:

@@ -115,8 +115,8 @@ class Helping:
         plan, links = facts.plan(), host.links(facts, help.network)
         host.close_compute()
         host.compute = compute = await host.build_client(facts, stage, machine)
-        if self._client is not None and self._client.over:  # it still heard its servers while this one was made
-            raise NoServer("a server said so while this client changed its stage")
+        if self._client is not None and self._client.over and not self._stopped.is_set():
+            raise NoServer("a server of its former stage takes leave")  # heard while this client was made
         self._client = client = Client(
             links,
             host.clock,

@@ -56,9 +56,8 @@ def summary_of(facts: RunFacts, data: Data, first_step: int = 0) -> RunPrepared:
 def _positions(facts: RunFacts) -> int:
     """Tokens of one row of the batch, over all steps."""
     t, context = facts.config.train, facts.spec.context
-    steps = t.sequence_warmup or 0
-    short = min(t.steps, steps)
-    warming = sum(sequence_length(s, context, t.sequence_start, steps) for s in range(short))
+    short = min(t.steps, t.sequence_warmup)
+    warming = sum(sequence_length(s, context, t.sequence_start, t.sequence_warmup) for s in range(short))
     return warming + (t.steps - short) * context
 
 

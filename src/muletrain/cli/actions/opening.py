@@ -85,7 +85,9 @@ def opened(
 def _given(path: Path | None, overrides: Sequence[str], resume: Path | None) -> tuple[RunConfig, Origins]:
     """What the user asks for. Raises ConfigError or CheckpointError."""
     if path is not None or resume is None or (resume / "config.toml").is_file():
-        return load_located(path or (resume and resume / "config.toml"), overrides)
+        return load_located(
+            path or (resume and resume / "config.toml"), overrides, kept=path is None and resume is not None
+        )
     from muletrain.runs.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.open(resume)  # the folder of a member that the founder left the run to

@@ -56,7 +56,7 @@ def source_of(model: TracedModel) -> str:
 
 
 def _function(name: str, says: list[str], module: fx.GraphModule, imports: dict[str, None]) -> str:
-    """A function's text. What it needs is added to ``imports``."""
+    """The text of a function. Its imports are added to ``imports``."""
     code = module.graph.python_code("self")
     for known, value in code.globals.items():
         imports[_import(known, value)] = None

@@ -24,7 +24,7 @@ from muletrain import events as ev
 from muletrain.config.costs import Costs, DeviceSpeed
 from muletrain.config.fleet_file import Fleet, load_fleet
 from muletrain.config.fleet_sections import Machine
-from muletrain.config.load import load_config
+from muletrain.config.load import load_located
 from muletrain.errors import MuletrainError
 from muletrain.model.make import make_model
 from muletrain.planning.cost import service_s
@@ -180,7 +180,7 @@ def observe(folder: Path) -> Sample:
     """Read a run's events. Raises MuletrainError if ``folder`` is no run's or has too little to learn from."""
     if not (folder / "config.toml").is_file():
         raise MuletrainError(f"{folder}: not a run folder (it has no config.toml); give one from runs/")
-    config = load_config(folder / "config.toml")
+    config, _ = load_located(folder / "config.toml", kept=True)
     if config.model.given is not None:
         raise MuletrainError(f"{folder}: it began with {config.model.given}; give a run that states its model's sizes")
     events = ev.EventTail(folder).poll()
