@@ -39,7 +39,7 @@ def test_wiring_shares_follow_speed() -> None:
 
 def test_wiring_slow_start_does_not_flood_rarely_chosen_peers() -> None:
     """Without correction the slow peer's average, being younger, would look better than it is."""
-    assert routed({"fast": 1.0, "slow": 10.0}, 44)["slow"] <= 6
+    assert routed({"fast": 1.0, "slow": 10.0}, 44)["slow"] <= 7
 
 
 def test_wiring_newcomer_joins_at_the_floor() -> None:
@@ -219,9 +219,27 @@ def test_wiring_gives_a_slow_peer_nothing_that_the_step_would_wait_for() -> None
     assert wiring.choose(step=200, now_s=now_s) == "slow", "nobody else is there"
 
 
+@pytest.mark.parametrize("long", [0, 1, 50])
+def test_wiring_takes_one_long_time_for_no_slow_peer(long: int) -> None:
+    """A first call that compiled, or a device that somebody else used for a moment: the peer got 3 of 2,940 microbatches."""
+    wiring, counts, now_s = Wiring(random.Random(0)), Counter[str](), 0.0
+    for peer in ("a", "b"):
+        wiring.add(peer)
+    for step in range(300):
+        free_s = {"a": now_s, "b": now_s}
+        for _ in range(4):
+            peer = wiring.choose(under_way={p: round((s - now_s) / 0.05) for p, s in free_s.items()}, step=step, now_s=now_s)
+            assert peer is not None
+            free_s[peer] += 10.0 if (peer, counts[peer]) == ("b", long) else 0.05
+            counts[peer] += 1
+            wiring.measured(peer, 10.0 if (peer, counts[peer]) == ("b", long + 1) else 0.05, now_s=free_s[peer])
+        now_s = max(free_s.values())
+    assert counts["b"] > 450, "of 600"
+
+
 def test_wiring_waits_for_a_fast_peer_that_is_full_but_not_longer_than_a_slow_one_takes() -> None:
     wiring = Wiring(random.Random(0))
-    for peer, seconds in (("fast", 0.01), ("slow", 5.0)):
+    for peer, seconds in (("fast", 0.01), ("slow", 5.0), ("slow", 5.0)):
         wiring.add(peer)
         wiring.measured(peer, seconds)
     assert wiring.choose(full={"fast"}) == "slow", "nobody knows yet how long a step is"
@@ -249,7 +267,7 @@ def test_wiring_does_not_take_a_full_link_for_a_slow_peer() -> None:
 
 def test_wiring_tries_a_slow_peer_again_now_and_then() -> None:
     wiring = Wiring(random.Random(0))
-    for peer, seconds in (("fast", 0.01), ("slow", 1.0)):
+    for peer, seconds in (("fast", 0.01), *(WAYS * [("slow", 1.0)])):
         wiring.add(peer)
         wiring.measured(peer, seconds)
     wiring.choose()

@@ -25,6 +25,8 @@ WAYS = 32
 MOST = 0.9
 """Share of a sender's microbatches after whose return the usual length of a step is taken. The last ones may have
 waited for a slow peer, and the next step should not."""
+OUTLIER = 4.0
+"""Times what was expected that a measurement counts at most, unless the one before was as long."""
 PROMPT = 2.0
 """At the end of a step, peers that take at most this multiple of the fastest time still count as fast enough."""
 TRY = 0.005
@@ -41,14 +43,22 @@ class _Entry:
     banned: bool = False
     device_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.last_s = deque([self.device_s], maxlen=2)
+
     @property
     def measured_s(self) -> float | None:
         return max(self.mean_s / self.weight, min(self.ways_s)) if self.weight else None
 
+    def at_best_s(self, expected_s: float) -> float:
+        """Returns the shorter of the last two times, if that is less than ``expected_s``. Before the first one counts what
+        its device takes."""
+        return min(expected_s, max(min(self.last_s), min(self.ways_s, default=0.0)))
+
 
 class Wiring:
     """One sender's view of the peers of one stage. Measurements are the sender's own, so peers behind slow links look
-    slow (sec. 3.2). It departs from algorithm 1 in five ways:
+    slow (sec. 3.2). It departs from algorithm 1 in six ways:
 
     - The average is corrected for its start at zero, as Adam's moments are: otherwise a rarely chosen peer looks fast.
     - A newcomer starts at the smallest running total, not at epsilon: otherwise it is flooded until it has caught up.
@@ -62,6 +72,9 @@ class Wiring:
     - A peer that takes longer for a microbatch than is left of the usual length of a step gets none, if others take
       less, since a step ends with its last microbatch. A CPU among GPUs would get one in a hundred steps, and make that
       step five times as long.
+    - One long time is no slow peer: a first call allocates and compiles, and somebody else may use a device for a
+      moment. Until the next one is long, too, it counts at most ``OUTLIER`` times what was expected, and the peer gets
+      microbatches however little of the step is left.
     """
 
     def __init__(self, rng: random.Random, gamma: float = GAMMA) -> None:
@@ -127,7 +140,9 @@ class Wiring:
         }
         soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
         left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s, waited_s)
-        in_time = {p: s for p, s in expected_s.items() if s <= left_s and p not in full}
+        in_time = {
+            p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s and p not in full
+        }
         if not in_time:
             return None
         prompt = _prompt(in_time, under_way)
@@ -155,10 +170,13 @@ class Wiring:
         for links. It came back at ``now_s``."""
         self._back_s.append(now_s)
         entry = self._entries.get(peer)
-        if entry is not None:
-            entry.mean_s += self._gamma * (busy_s - entry.mean_s)
-            entry.weight += self._gamma * (1 - entry.weight)
-            entry.ways_s.append(way_s)
+        if entry is None:
+            return
+        entry.last_s.append(busy_s)
+        counted_s = min(busy_s, OUTLIER * max(min(entry.last_s), self.expected_s(peer)))
+        entry.mean_s += self._gamma * (counted_s - entry.mean_s)
+        entry.weight += self._gamma * (1 - entry.weight)
+        entry.ways_s.append(way_s)
 
     def takes_at_least(self, peer: str, seconds: float) -> None:
         """``peer`` has had a microbatch for so long: it is given fewer, as if it had answered now."""

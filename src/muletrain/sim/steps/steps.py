@@ -227,10 +227,11 @@ class _Play:
     def _wired(self, sender: int, stage: int) -> Wiring:
         """A wiring in which each receiver was tried once, alone."""
         wiring, cost = Wiring(random.Random(f"steps/{sender}/{stage}")), self._cost
-        for p in self._at[stage]:
+        takes_s = {p: max(self._peers[p].forward_s + self._peers[p].backward_s, 1e-6) for p in self._at[stage]}
+        wiring.serve({str(p): seconds for p, seconds in takes_s.items()})
+        for p, seconds in takes_s.items():
             way_s = self._wires.alone_s(sender, p, cost.forward_bytes[stage], cost.backward_bytes[stage])
-            wiring.add(str(p))
-            wiring.measured(str(p), max(self._peers[p].forward_s + self._peers[p].backward_s, 1e-6), way_s)
+            wiring.measured(str(p), seconds, way_s)
         return wiring
 
     # Receivers --------------------------------------------------------------------------------------------------------
