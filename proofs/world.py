@@ -49,8 +49,6 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
 from muletrain.sim.loop import MachineClock, context_of, virtual_loop
 from proofs import reference
@@ -71,7 +69,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from muletrain.compute.base import Compute
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Folder, Key
@@ -302,15 +299,8 @@ class World:
             if self._start is not None and not joins:
                 await self._start.load(stage, roster.own.stage)
             compute = self.computes[name] = self._paced(stage, clock)
-            note, tasks, plan = partial(self._note, name), Tasks(InlineExecutor()), self._facts.plan
-            served: Compute = compute
-            if plan.strategy.pooled:
-                served = PooledCompute(
-                    PartsDesk(
-                        compute, network, clock, tasks, plan, roster, self._genesis.config, note, random.Random(name)
-                    )
-                )
-            ctx = Context(network, clock, served, roster, plan, note, tasks=tasks)
+            note, tasks, draw = partial(self._note, name), Tasks(InlineExecutor()), random.Random(name)
+            ctx = Context.at_stage(network, clock, compute, roster, self._facts.plan, note, tasks, draw)
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
             self.peers[name] = Peer(
                 ctx,

@@ -37,8 +37,6 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.pool.servers import Roaming
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
@@ -53,7 +51,6 @@ from muletrain.strategies.swarm import SWARM
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from muletrain.compute.base import Compute
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
@@ -309,23 +306,9 @@ class Actors:
                 await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
             ending_s = self._setting.ending_s(stage, (k,)) + exchange_s(self._setting, self._serving(), stage)
             hollow = HollowCompute(stage, self.plan.stages, self._clock, ending_s, delayed=self.plan.delayed)
-            compute: Compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
-            tasks, note = Tasks(InlineExecutor()), partial(self.note, name)
-            if self._strategy.pooled:
-                compute = PooledCompute(
-                    PartsDesk(
-                        compute,
-                        network,
-                        self._clock,
-                        tasks,
-                        self.plan,
-                        roster,
-                        self.genesis.config,
-                        note,
-                        random.Random(name),
-                    )
-                )
-            ctx = Context(network, self._clock, compute, roster, self.plan, note, tasks=tasks)
+            compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
+            note, tasks, draw = partial(self.note, name), Tasks(InlineExecutor()), random.Random(name)
+            ctx = Context.at_stage(network, self._clock, compute, roster, self.plan, note, tasks, draw)
             source = HollowTokens(self.plan.sequences)
             return Peer(ctx, host=_Machine(kind), source=source, book=Book(place), joining=joins, back=back)
 
