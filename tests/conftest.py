@@ -21,10 +21,11 @@ NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
 
 
 def pytest_configure() -> None:
-    """What is started in the background (``nohup``, ``&`` in a script) ignores Ctrl-C, and so would all that tests
-    start."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A process that is started in the background ignores Ctrl-C (``&`` in a script) or the end of its terminal
+    (``nohup``), and so would all that tests start."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
