@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 settings.register_profile("no deadline", deadline=None)  # a busy machine is slow now and then; pytest ends what hangs
 settings.load_profile("no deadline")
 
+FULL = {line for line in (Path(__file__).parent / "full.txt").read_text().splitlines() if not line.startswith("#")}
+"""Files, tests and single cases, for ``scripts/check --full``."""
 NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
 
 
@@ -29,6 +32,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if FULL & {name, name.partition("[")[0], name.partition("::")[0]}:
+            item.add_marker("full")
     if torch.cuda.is_available():
         return
     without = [item for item in items if item.get_closest_marker("cuda")]
