@@ -238,11 +238,16 @@ def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remarks that ``transformers`` makes on its own behalf."""
-    logger = logging.getLogger("transformers")
+    """Without the remarks and progress bars that ``transformers`` shows on its own behalf."""
+    from transformers.utils import logging as theirs
+
+    logger, bars = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
     before = logger.level
     logger.setLevel(logging.ERROR)
+    theirs.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(before)
+        if bars:
+            theirs.enable_progress_bar()
