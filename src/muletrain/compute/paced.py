@@ -1,7 +1,7 @@
 """``PacedCompute`` is a real stage with a declared speed, for fleets emulated on one machine.
 
 On shared cores one peer's sleep is another's speed-up (ENGINE.md), so slowing real peers does not emulate unequal
-machines. Here tensors are real, but each call takes a declared time on the clock, most of it asleep.
+machines. Here tensors are real, but each call takes a declared time on the clock, mostly asleep.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class PacedCompute(WrappedCompute):
     """Paces ``inner``: one call at a time, a forward takes ``forward_s``, a backward ``backward_s``, the last stage's
     loss both.
 
-    The real computation comes at the *end* of the declared time, so a call cancelled in its sleep leaves nothing in the
-    accumulator. It starts early by its own usual duration, and the next call's time begins where this one's should have
-    ended, so deviations do not add up. Other calls, ``apply`` included, take their real time.
+    The real computation comes at the *end* of the declared time, so a call cancelled while asleep leaves nothing in the
+    accumulator. The computation starts early by the usual duration, and the next call's time begins at this call's
+    nominal end, so deviations do not add up. All remaining calls, ``apply`` included, take real time.
     """
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
