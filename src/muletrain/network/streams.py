@@ -40,7 +40,7 @@ HELLO_TIMEOUT_S = 30.0
 MAX_HELLO = 128
 """Most bytes of a hello's header."""
 RECEIPT = struct.Struct(">Qd")
-"""Bytes that came on the stream since the hello, and when the last of them came, by the receiver's clock."""
+"""Bytes that came on the stream since the hello, and when the last byte came, by the receiver's clock."""
 RECEIPT_BYTES, RECEIPT_S = 1 << 13, 0.003
 """Bytes after which a receipt is sent, and the time between two receipts and after the last bytes [s]."""
 
@@ -81,7 +81,7 @@ class Outgoing:
 
     async def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         """Send one frame. A broken stream is opened anew, once, unless the whole frame may have gone through. A sender
-        that gives up does not break the stream: a frame that was begun is sent to its end.
+        that gives up does not break the stream: a frame that was begun is sent completely.
 
         Raises PeerUnreachable, DeadlineExceeded (nothing was taken for ``timeout_s``), AdmissionError."""
         self._p2p.check_daemon()
@@ -280,8 +280,8 @@ class Incoming:
     async def frames(
         self, sender: str, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door
     ) -> AsyncGenerator[Frame, None]:
-        """Yield each frame after the hello until the stream ends. Raises Malformed for bytes that are no frame, and
-        what ``door`` raises."""
+        """Yield each frame after the hello until the stream ends. Raises Malformed for bytes that are no frame, and the
+        errors of ``door``."""
         done, key, paced = asyncio.Event(), (sender, channel), channel is not Channel.CONTROL
         previous = self._open.get(key)
         self._open[key] = writer, done
@@ -303,7 +303,7 @@ class Incoming:
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-    """Read and accept the hello, and return its channel. Raises Malformed; IncompleteReadError and ConnectionError if
+    """Read and accept the hello, and return the channel. Raises Malformed; IncompleteReadError and ConnectionError if
     the stream ends before."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
