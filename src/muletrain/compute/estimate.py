@@ -254,7 +254,7 @@ def stage_memory(
     computing = accumulator + second + gradients + activations
     if state_on_cpu:
         on_device = params * size + older + computing
-        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as it came, and scaled
+        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as received, and scaled
     else:
         on_device = masters + copy + moments + computing
         on_host = accumulator + reduced + kept + copies + tied

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muletrain.compute.results import Result
 
 R = TypeVar("R")
-_SMOOTHING = 0.3  # weight of the newest measurement of what the real computation takes
+_SMOOTHING = 0.3  # weight of the newest measurement of the real computation
 
 
 class PacedCompute(WrappedCompute):
@@ -60,7 +60,7 @@ class PacedCompute(WrappedCompute):
     async def _paced(self, turn: Turn, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
         """Do ``work`` on this ``share`` of a microbatch."""
         async with self._slot(turn):
-            # how long a part takes says nothing of others
+            # the time of a part predicts nothing
             with self.jobs.at(f"paced {kind}") if share == 1.0 else nullcontext():
                 return await self._at_pace(kind, share, work)
 
@@ -73,7 +73,7 @@ class PacedCompute(WrappedCompute):
         begin = self._clock.now()
         result = await work()
         took_s = self._clock.now() - begin
-        # the first call is a cold one, and says nothing of the others
+        # the first call is cold, and predicts nothing
         known = kind in self._real_s
         self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
         return result

@@ -97,7 +97,7 @@ def free_memory(device: torch.device) -> int:
 def _system_memory() -> int:
     try:
         meminfo = Path("/proc/meminfo").read_text()
-    except OSError:  # macOS: what is installed is all it tells cheaply
+    except OSError:  # macOS: only the installed memory is cheap to find out
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fields = dict(line.split(":", 1) for line in meminfo.splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024

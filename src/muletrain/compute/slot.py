@@ -64,6 +64,6 @@ class Slot:
         while self._waiting:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():
-                turn.set_result(None)  # stays held: it passes straight to the next
+                turn.set_result(None)  # stays held: the slot passes straight to the next call
                 return
         self._held = False

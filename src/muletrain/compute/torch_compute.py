@@ -3,10 +3,10 @@
 ``StageArithmetic`` computes, on the compute thread, in the order of the slot. Delayed updates, ``offload`` and copies
 from the device to the host have separate threads.
 
-A cancelled call that has not started never starts. A started call completes, but the result is dropped: the gradients
-of a microbatch are temporaries until the caller's coroutine resumes, and are sent to the accumulator only then, without
-another await. So a microbatch is in the accumulator exactly when the call returned. Shapes: B sequences, T tokens, D
-width, P parameters.
+A cancelled call that has not started never starts. A cancelled call that has started completes, but the result is
+dropped: the gradients of a microbatch are temporaries until the caller's coroutine resumes, and are sent to the
+accumulator only then, without another await. So a microbatch is in the accumulator exactly when the call returned.
+Shapes: B sequences, T tokens, D width, P parameters.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class TorchCompute(ThreadedCompute):
         checks.check_gradient_shape(gradient, (self.n_trained,))
         async with self._slot(turn, brief=self.delayed):
             if self.delayed:
-                await self._compute(passed)  # a ``clear`` that waits would empty what the update computes in
+                await self._compute(passed)  # a waiting ``clear`` would empty the update's buffer
             await self.threads.run(self.threads.updates, self.arithmetic.apply, gradient, update)
 
     # The state ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Costs of real runs that no fleet file states, as TOML. Written by ``simulate calibrate``, read by
-``simulate fleet --costs``."""
+"""Costs of real runs that no fleet file states, as TOML. ``simulate calibrate`` writes this file,
+``simulate fleet --costs`` reads the costs."""
 
 from __future__ import annotations
 

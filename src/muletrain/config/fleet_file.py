@@ -1,7 +1,7 @@
 """A fleet file: machines, links between regions, churn, stalls and pacing.
 
-Read by emulation, simulation and planning. The file has bandwidths in Mb/s (10^6 bits per second, as providers do) and
-round trips in ms (as ``ping`` does); methods return SI units.
+Emulation, simulation and planning read this file. Bandwidths are in Mb/s (10^6 bits per second, as stated by providers)
+and round trips in ms (as in ``ping``); methods return SI units.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _check_names(fleet: Fleet) -> None:
         for name in {machine.name, *_names(machine)}:
             if name in seen:
                 raise ValueError(f"machines[{n}].name: '{name}' names two machines; give each its own name")
-        # alone in a region of its own name, both mean the same
+        # alone in a region of the same name, both mean the same
         if also := next((m for m in fleet.machines if m is not machine and m.region == machine.name), None):
             raise ValueError(
                 f"machines[{n}].name: '{machine.name}' is also the region of '{also.name}', so links would be ambiguous; rename "

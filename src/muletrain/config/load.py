@@ -120,7 +120,8 @@ def _fine_tune(raw: dict[str, Any]) -> None:
 
 
 def digest(config: RunConfig) -> str:
-    """SHA-256 (hex) of the fields that define the run's numbers, without places and times of saving."""
+    """SHA-256 (hex) of the fields that define the run's numbers, except the place of the run and the times of
+    saving."""
     parts = config.model_dump(
         mode="json",
         by_alias=True,

@@ -22,7 +22,7 @@ def _as_typed(value: object) -> object:
 
 
 Argument = Annotated[bool | int | float | str, PlainValidator(_as_typed)]
-"""A value of ``model.arguments``, which keeps the type."""
+"""A value of ``model.arguments``, with the type preserved."""
 ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")]
 
 
@@ -202,7 +202,7 @@ class DataConfig(Section):
     )
 
 
-# See ``schema`` for what checks raise.
+# See ``schema`` for the errors of checks.
 
 
 def check_shape(m: ModelConfig) -> None:

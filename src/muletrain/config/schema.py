@@ -211,7 +211,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        # with a preset or a checkpoint the sizes are known only once they are filled in
+        # with a preset or a checkpoint the sizes are known only once filled in
         if not self.model.sized_elsewhere:
             check_shape(self.model)
             _check_depth(self.model, self.fleet)

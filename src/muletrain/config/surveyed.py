@@ -114,5 +114,5 @@ def _rows(matrix: Sequence[Sequence[float]]) -> Iterator[str]:
 
 
 def _digits(value: float) -> float:
-    """Four: no measurement has more. More than nothing."""
+    """Rounds to four digits: no measurement has more. More than nothing."""
     return max(1e-9, float(f"{value:.4g}"))

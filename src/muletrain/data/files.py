@@ -227,7 +227,7 @@ class _Listed:
         while True:
             try:
                 value, self._at = _DECODE(self._held, self._at)
-            except (ValueError, RecursionError) as error:  # perhaps its end has not been read
+            except (ValueError, RecursionError) as error:  # perhaps the end has not been read
                 if len(self._held) - self._at > ROW or not self._more():
                     raise self._broken(error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from None
             else:

@@ -22,7 +22,7 @@ UintArray = npt.NDArray[np.uint64]
 
 IGNORE = -100  # target that no loss counts (torch's default ignore_index)
 
-_LENGTH_MULTIPLE = 8  # lengths are rounded to it, for the sake of tensor cores
+_LENGTH_MULTIPLE = 8  # lengths are rounded to multiples, for the sake of tensor cores
 ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
 
 

@@ -349,7 +349,7 @@ def _publish(work: Path, folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    # Renamed before it is deleted, so that nobody meets a half-deleted cache under its own name.
+    # Renamed before deletion, so that nobody meets a half-deleted cache under the final name.
     grave = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
     try:
         os.replace(folder, grave / "cache")

@@ -139,7 +139,7 @@ def events_in(folder: Path, *kinds: type[Event]) -> list[Event]:
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file:
-                if line.startswith(begins):  # most are of other kinds, and parsing takes long
+                if line.startswith(begins):  # most are of different kinds, and parsing takes long
                     with suppress(EventError):
                         found.append(parse(line))
     return sorted(found, key=lambda e: e.t)

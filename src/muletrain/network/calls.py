@@ -60,7 +60,7 @@ class Calls:
         request = bytes([len(name)]) + name + payload
         await self._p2p.enter(target)
         answer = await self._p2p.exchange(target, CALL, request)
-        if answer[:1] == STRANGER[:1]:  # it was restarted and does not know us any more
+        if answer[:1] == STRANGER[:1]:  # the peer was restarted and does not know us any more
             self._p2p.gate.forget_entry(peer)
             await self._p2p.enter(target)
             answer = await self._p2p.exchange(target, CALL, request)

@@ -123,6 +123,6 @@ async def end_daemon(p2p: GatedP2P) -> None:
         async with asyncio.timeout(5.0):
             await p2p.shutdown()
         return
-    with suppress(Exception):  # it does not end when asked
+    with suppress(Exception):  # the daemon does not end when asked
         p2p.daemon.kill()
         await p2p.daemon.wait()

@@ -28,7 +28,7 @@ _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 
 def rules(arch: int, call: int) -> bytes:
     """The filter as ``struct sock_filter`` (code, jump if true, jump if false, value): rt_sigaction of a signal in
-    ``DEAF_TO`` does nothing, every different call passes."""
+    ``DEAF_TO`` does nothing, every other call passes."""
     last = 5 + len(DEAF_TO)
     steps = [
         (_LOAD, 0, 0, _ARCH),

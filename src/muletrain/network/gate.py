@@ -162,7 +162,7 @@ class Gate:
                 self._spoke.clear()
         self._admitted[peer] = (
             () if self.trust.remains(peer) else chain
-        )  # it needs none then, and nobody has checked it
+        )  # a remaining peer needs none, and nobody has checked the chain
         self._let_us_in.add(peer)
 
     def _forget(self, peers: frozenset[str] | set[str]) -> None:
@@ -222,7 +222,7 @@ class Gate:
         own_proof = self._proof("caller", self._own, peer, nonces)
         try:
             answer = await self._ask(call, ["proof", nonces[:NONCE], own_proof, self._visitor])
-        except AdmissionError:  # ours is sent even if theirs is wrong, so that they can report it
+        except AdmissionError:  # our proof is sent even if the member's is wrong, so that the member can report
             if genuine:
                 raise
         if not genuine:
@@ -255,7 +255,7 @@ class Gate:
             case [True, content]:
                 return content
             case [False, str() as reason, int() as epoch, renewal]:
-                # a newcomer hears of renewals with its certificate, and only there
+                # a newcomer gets renewals with the certificate, and only there
                 if renewal is not None and self.trust.belongs:
                     self.adopt(read_renewal(renewal), None)
                 raise _Turned(reason[:500], epoch)
@@ -309,7 +309,7 @@ class Gate:
             raise AdmissionError(NOT_IN_ITSELF)
         if chain or trust.remains(peer):
             self._judge(peer, epoch, chain)
-            self._admit(peer, chain)  # what it says to our certificate, we hear when we speak to it
+            self._admit(peer, chain)  # we learn the answer to our certificate when we call the peer
         nonces = nonce + self._own_nonce(peer, nonce)
         own_proof = self._proof("callee", peer, self._own, nonces) if trust.secret is not None else b""
         return [trust.epoch, packed_chain(trust.chain), nonces[NONCE:], own_proof]

@@ -47,7 +47,7 @@ _IN_WORDS = {
     r"protocols? not supported": "it is starting or ending",
     r"(connection|stream) reset|broken pipe|\bEOF\b|bytes read|connection lost": "the connection broke",
 }
-"""Explanations of errors of the daemon (go-libp2p) and of sockets, by pattern. An error may name several, one for each
+"""Explanations of errors of the daemon (go-libp2p) and of sockets, by pattern. An error may match several, one for each
 address that was dialled."""
 PATIENCE_S = 2.0
 """Time without an answer after which we check whether the peer is still there [s]."""
@@ -114,7 +114,7 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     async def hang_up(self, peer: str) -> None:
         """Close the daemon's connections with ``peer``, if any."""
         if peer in await self.connected():
-            with suppress(Exception):  # it has gone meanwhile
+            with suppress(Exception):  # the peer has gone meanwhile
                 await self._client.disconnect(PeerID.from_base58(peer))
 
     async def enter(self, peer: PeerID) -> None:
@@ -128,7 +128,7 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         """Ask ``peer`` for renewals. Raises the errors of ``enter``."""
         try:
             await self.gate.sync(self._admission(peer))
-        except AdmissionError:  # it was restarted, or a renewal that it knows leaves us out, as it tells us then
+        except AdmissionError:  # restarted, or a renewal leaves us out, as the peer tells us then
             self.gate.forget_entry(peer.to_base58())
             await self.enter(peer)
 

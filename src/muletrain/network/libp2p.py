@@ -121,7 +121,7 @@ class Libp2pNetwork:
             await part.open()
         reached = await enter(self, initial_peers) if initial_peers else []
         self.directory = await Directory.join(self.p2p, records, reached, visitor=visitor)
-        # what a router opened for us, too
+        # ports that a router opened for us, too
         self._maddrs = [str(a) for a in await self.p2p.get_visible_maddrs(latest=True)]
         if not visitor:
             self._renewals = asyncio.create_task(self.p2p.hear_renewals())

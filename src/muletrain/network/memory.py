@@ -160,7 +160,7 @@ class MemoryNetwork:
         barriers, what = self._hub.barriers, f"{method} to {peer[-6:]}"
         await barriers.awake(self.peer_id)
         target, way = self._hub.reach(self.peer_id, peer), barriers.way(self.peer_id, peer)
-        # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
+        # the callee's task goes on after the caller's deadline, and dies with the callee
         task = target.spawn(target._answer(self.peer_id, method, bytes(payload)))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if done and not task.cancelled() and self._too_large(peer, max(len(payload), len(task.result()[1]))):
@@ -214,7 +214,7 @@ class MemoryNetwork:
             await self._put(target, channel, Arrival(loop_time_s(), DIRECT, own_frame), timeout_s)
             return 0
         conditions.sending(own, frame.kind)
-        hub.reach(own, own)  # it may have killed us
+        hub.reach(own, own)  # the call may have killed us
         nbytes = conditions.weight(own, frame)
         if self._too_large(peer, nbytes):
             await asyncio.sleep(timeout_s)
@@ -267,11 +267,11 @@ class MemoryNetwork:
             await asyncio.sleep(wait_s)
         await self._hub.barriers.taken(sender, self.peer_id)
         if not self._hub.barriers.passes(sender, self.peer_id, arrival.way):
-            return True  # it was on its way when the link broke, or with a relay that died
+            return True  # the frame was under way when the link broke, or with a relay that died
         if await self._handle(sender, arrival.item) or sender == self.peer_id:
             return True
         self._on_lost(sender, channel)
-        if (other := self._hub.peers.get(sender)) is not None:  # what it sends before it hears of this is lost
+        if (other := self._hub.peers.get(sender)) is not None:  # frames sent before the news are lost
             await other.lose(self.peer_id, [channel], closed=True)
         return False
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class End(Protocol):
-    """One peer, for the streams from and to this peer. ``gone``: killed or closed."""
+    """One peer, as seen by the streams from and to this peer. ``gone``: killed or closed."""
 
     peer_id: PeerId
     streams: MemoryStreams
@@ -37,7 +37,7 @@ class End(Protocol):
 
 
 class Paths(Protocol):
-    """The world, for streams."""
+    """The world, as seen by streams."""
 
     barriers: Barriers
 

@@ -150,7 +150,7 @@ class Pacer:
         try:
             while not (flow.first() in (None, channel) and (nbytes := self._room(flow, channel, wanted, coarse))):
                 if flow not in self._held[channel]:
-                    self._release()  # what we were woken for may be of use to another
+                    self._release()  # another flow may use the room that we were woken for
                 woken = flow.waiting[channel] = asyncio.get_running_loop().create_future()
                 if flow.first() is not channel:  # a higher channel came after we were woken
                     _wake(flow)
@@ -199,7 +199,7 @@ class Pacer:
             return 0
         piece = min(wanted, max(flow.window.piece, min(coarse, flow.window.coarse)))
         if flow.under_way + piece > flow.window.size if flow.under_way else flow.resume_s - loop_time_s() > INSTANT_S:
-            return 0  # event loops call early, by less than their clock's resolution
+            return 0  # event loops call early, by less than the clock's resolution
         if self._under_way and self._under_way + piece > self._uplink.size(flow.window, TARGET_S[channel][0]):
             self._held[channel][flow] = None
             return 0
@@ -256,9 +256,9 @@ class Pacer:
         self._release()
 
     def queued_s(self, peer: PeerId) -> float:
-        """By how much queues delay an answer of ``peer`` now [s]: the larger of the recent delay of that flow and the
-        median of all flows' latest delays, since all flows share our uplink. The median, because one peer that
-        acknowledges late does not excuse the rest."""
+        """By how much queues delay an answer of ``peer`` now [s]: the larger of the recent delay of the flow to
+        ``peer`` and the median of all flows' latest delays, since all flows share our uplink. The median, because one
+        peer that acknowledges late does not excuse the rest."""
         now_s = loop_time_s()
         late_s = [flow.window.late_s for flow in self._flows.values() if now_s - flow.window.measured_s <= MOMENT_S]
         there_s = 0.0

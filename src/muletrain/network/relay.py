@@ -132,7 +132,7 @@ class Relay:
             return
         try:
             answered = await request(self._p2p, target, {"for": sender, "addresses": addresses})
-        except Exception:  # it cannot be reached from here, either
+        except Exception:  # the peer cannot be reached from here, either
             return
         if answered is None:
             return

@@ -27,7 +27,7 @@ PIECE = 1 << 16
 EVENT_S = 0.01
 """Time in which the narrowest link of a way carries a paced piece [s], at least: each piece costs some events."""
 _NOBODYS = Context()
-"""Context of timers that belong to no machine. Bytes under way arrive while the sender is frozen
+"""Context of timers that belong to no machine. Bytes under way arrive even while the sender is frozen
 (``sim.loop.MACHINE``)."""
 INSTANT_S = 1e-9
 """Error of the loop's clock that is tolerated [s]."""

@@ -121,8 +121,8 @@ class ShapedNetwork:
         self._cut_changed = asyncio.Event()
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
-        """Cut this peer off from ``unreachable`` until the next call: no traffic passes in either direction. The far
-        side must be told, too."""
+        """Cut this peer off from ``unreachable`` until the next call: nothing reaches these peers, and no frame arrives
+        from there. The far side must be told, too."""
         before, self._cut = self._cut, unreachable
         for peer in before - unreachable:
             self._streams.broke(peer)

@@ -99,7 +99,7 @@ class Outgoing:
     async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
             self._begun, kept = False, self._connection is not None
-            await self._opened(timeout_s)  # before it takes a lane: the peer may not accept it
+            await self._opened(timeout_s)  # before taking a lane: the peer may not accept the stream
             async with self._pacer.lane(self._peer, self._channel):
                 await self._once_more(buffers, timeout_s, kept=kept)
 
@@ -168,7 +168,7 @@ class Outgoing:
             view, at = memoryview(buffer), 0
             while at < len(view):
                 nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
-                if to is not self._connection:  # its end has been counted
+                if to is not self._connection:  # the end has been counted
                     self._pacer.forget(self._peer, nbytes)
                     raise ConnectionResetError("the receiver has ended the stream")
                 to.sent += nbytes
@@ -294,7 +294,7 @@ class Incoming:
             while True:
                 yield await read_frame(intake, self.max_payload, door)
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the sender closed it, or is gone
+            return  # the sender closed the stream, or is gone
         finally:
             done.set()
             receipts.stop()

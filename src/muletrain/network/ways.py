@@ -115,7 +115,7 @@ class Ways:
             return True
         if peer not in self._relayed or not self._failures.pop(peer, None):
             return False
-        self._relayed.discard(peer)  # if it is not found now, it is like any other peer that nobody reaches
+        self._relayed.discard(peer)  # if not found now, the peer is like any unreachable one
         await asyncio.sleep(PAUSE_S)
         return await self._search(peer)
 
@@ -183,7 +183,7 @@ class Ways:
             pipe = Pipe((peer,), (ends[1], writer))
             self._jobs.spawn(self.keep_up(relay, pipe, ends, (reader, writer)))
 
-        await self._p2p.hang_up(peer)  # or the daemon would keep what does not work
+        await self._p2p.hang_up(peer)  # or the daemon would keep the broken connection
         server = await asyncio.start_server(take, "127.0.0.1", 0)
         try:
             port = server.sockets[0].getsockname()[1]

@@ -65,7 +65,7 @@ def _stands_out(member: str, sums: Mapping[str, tuple[float, int]]) -> bool:
     (own, count), others = sums[member], [s for m, s in sums.items() if m != member]
     if not others:
         return False
-    # of an even number of others take the median that suspects less: one of two others may be false
+    # of an even number take the median that suspects less: one of two may be false
     large = statistics.median_high([length * math.sqrt(max(1.0, n / count)) for length, n in others])
     small = statistics.median_low([length / math.sqrt(max(1.0, count / n)) for length, n in others])
     return own > FACTOR * large or (len(sums) >= LEAST_FOR_SMALL and own * FACTOR < small)

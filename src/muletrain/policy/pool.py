@@ -142,7 +142,7 @@ class Pool:
         if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
             return
         wanted.since = min(wanted.since, now)
-        # beside a later step it would never have its turn; but what ``only`` one computes again may come from another
+        # an older part would starve there; but a recomputation by ``only`` one may come from another
         last = part.step >= self._newest or (part.what is Pass.AGAIN and wanted.only is not None)
         self._again.pop(part, None)
         (self._again if part.what in LAST and last else self._free)[part] = None

@@ -127,7 +127,7 @@ class _Plan:
         best, best_rank, work = None, (after[target] * (1 + EPSILON), 0.0, 0), self._view.work[target]
         for source in sorted(range(len(after)), key=lambda s: -after[s]):
             if after[source] < best_rank[0]:
-                break  # and so are all that follow, less what would leave them
+                break  # and so are all that follow, even before a peer leaves
             if source == target or (not self._exchange and source in self._got):
                 continue
             for peer in self._movable[source]:

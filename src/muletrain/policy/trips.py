@@ -60,7 +60,7 @@ class Trips:
         self._mean_s[peer] = before + GAMMA * (took_s - before)
         usual_s = statistics.median(self._mean_s.values())
         self._deadline.measured(min(took_s, LONGEST * max(FLOOR_S, usual_s)))
-        # of what is beyond that it may have done as many at once as it holds
+        # the peer may have spent the excess on ``capacity`` microbatches at once
         own_s = (took_s - OWN * usual_s) / self._capacity
         busy_s = max(min(busy_s, took_s), own_s, 1e-6)
         return busy_s, max(0.0, took_s - busy_s - away_s)

@@ -105,7 +105,7 @@ class Outlet:
         if error.errno not in CLOSED:
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what is buffered would fail at the end of the process
+        os.dup2(nowhere, self._stream.fileno())  # buffered text would fail at the end of the process
         os.close(nowhere)
         self._closed(CLOSED[error.errno])
 

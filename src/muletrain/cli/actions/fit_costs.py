@@ -29,7 +29,7 @@ CONSTANTS = {
 
 
 def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
-    """Fit the costs, write to ``out`` and print. Raises MuletrainError for a folder without data, and ConfigError if
+    """Fit, write (to ``out``) and print the costs. Raises MuletrainError for a folder without data, and ConfigError if
     ``out`` cannot be written."""
     samples = [observe(folder) for folder in folders]
     found = fit(samples)

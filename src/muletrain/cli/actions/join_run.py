@@ -163,7 +163,7 @@ class JoinSession(Session):
         super().show(event)
         if isinstance(event, PeerJoined):  # the first event of a peer that trains
             self._training, self._asked = True, None  # a step takes the time it takes
-            self._left = None  # it may have left one stage for another
+            self._left = None  # the peer may have left one stage for another
         if isinstance(event, PeerLeft):
             self._left = event.step
         if isinstance(event, ClientBegan):

@@ -69,7 +69,7 @@ def _run_local(folder: Path, config: RunConfig, how: How, *, json: bool, plan: t
     threads = threads_per_peer(config.compute.threads, len(names))
     alone = len(names) == 1 and not plan  # else a newcomer may join
     with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
-        fleet.spawn(names)  # they import while we tokenise
+        fleet.spawn(names)  # the processes import while we tokenise
         room = _Room.of(config, servers, clients, alone=alone)
         prepared, given, checkpoint, first_step = ready(folder, config, how, room.check, reads=True)
         config = prepared.config

@@ -92,7 +92,7 @@ def _given(path: Path | None, overrides: Sequence[str], resume: Path | None) -> 
 
     checkpoint = Checkpoint.open(resume)  # the folder of a member that the founder left the run to
     config = checkpoint.config
-    if config.checkpoint.place is not None:  # it ends with the founder's run folder
+    if config.checkpoint.place is not None:  # the place ends with the founder's run folder
         update = {"place": config.checkpoint.place.rpartition("/")[0]}
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
     return load_located(None, overrides, base=config)
@@ -279,8 +279,8 @@ def prepare(
     *,
     reads: bool = False,
 ) -> Prepared:
-    """Check model, device and profile, and tokenise the corpus. ``checkpoint``: of a resumed run, which stands in for a
-    model that is gone. ``reads``: the peers will read the weights of ``model.from``, so check all."""
+    """Check model, device and profile, and tokenise the corpus. ``checkpoint``: of a resumed run; contains a model to
+    use if the configured one is gone. ``reads``: the peers will read the weights of ``model.from``, so check all."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 

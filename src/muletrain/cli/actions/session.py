@@ -225,7 +225,7 @@ class Session:
             self.show(Note(level="warning", message=message, t=time.time(), peer="start"))
         self.fleet.tell(first, f"expect {len(left)}")
         waits = " ".join(self.view.missing)
-        stuck = "has no peer" in waits and "preparing" not in waits  # the others are in other stages, for good
+        stuck = "has no peer" in waits and "preparing" not in waits  # the rest serve different stages, for good
         return not stuck or time.monotonic() - self._lost_s < SEATED_S
 
     def _say_late(self) -> None:
@@ -318,7 +318,7 @@ class Session:
     def _report(self) -> None:
         self._bring_home()
         self.asked.at_once = True
-        hurries = self.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills what takes long
+        hurries = self.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills slow processes
         if self.checkpoint is not None and not hurries:
             self.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None and not hurries else (None, [])

@@ -44,7 +44,7 @@ def start_run(
             port=listening.port or config.network.port, announce=listening.announce or config.network.announce
         )
         with LocalFleet(folder, peers.threads) as fleet:
-            fleet.spawn(peers.names)  # they import while we tokenise
+            fleet.spawn(peers.names)  # the processes import while we tokenise
             how = How(resumed=resume is not None, means_data=names_data(path, overrides))
             prepared, given, checkpoint, first_step = ready(folder, config, how)
             config = prepared.config

@@ -53,7 +53,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
         unheard = [Down(id=m.id, name=m.name, stage=m.stage or 0) for m in known if m.id not in {p.id for p in told}]
         missing: tuple[str, ...] = ()
         if not announced and not unheard:
-            with suppress(AdmissionError, NetworkError):  # the run ends: its members admit no peer
+            with suppress(AdmissionError, NetworkError):  # the run ends: members admit no peer
                 missing = await ask_missing(network, whole.addresses)
         return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), unheard, tuple(map(printable, missing))
 
@@ -144,7 +144,7 @@ def kick_peer(who: str, ticket: str | None) -> None:
         done: Removal = asyncio.run(as_member(given, act, owner))
         replaced = str(dataclasses.replace(given, secret=done.secret))
         write_secret(folder / TICKET_FILE, replaced)
-        with suppress(OSError):  # only what a later kick says depends on it
+        with suppress(OSError):  # only the message of a later kick needs the file
             removed.write_text("\n".join((*before, *sorted(done.out))), encoding="utf-8")
     print(
         f"removed {printable(done.name)} ({done.id[-8:]}): told {done.told} of {plural(done.kept, 'member')}; they tell the others"

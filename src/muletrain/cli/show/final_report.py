@@ -136,7 +136,7 @@ def _work(view: RunView) -> RenderableType:
 
 
 def _since(view: RunView) -> str:
-    """A note on the tables' processes, if the run was resumed: the summary counts all steps."""
+    """The beginning of the tables' counts, if the run was resumed: the summary counts all steps."""
     first = view.started.first_step if view.started else 0
     return f" since step {first}" if first else ""
 

@@ -153,5 +153,5 @@ class Announced(BaseModel):
         """The announcement in ``value``; None if malformed."""
         try:
             return cls.model_validate({**json.loads(value), "id": peer, "age_s": max(0.0, age_s)})
-        except (ValueError, TypeError, RecursionError):  # a malformed announcement does not hide the others
+        except (ValueError, TypeError, RecursionError):  # a malformed announcement does not hide the rest
             return None

@@ -23,9 +23,7 @@ GONE_S = 30.0
 ENTERS_S = 5.0
 """Seconds that a peer has to be admitted before a first, refused question is news."""
 BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
-FINAL = frozenset(
-    {"expelled", "removed", "ended"}
-)  # states that nothing ends: what such a peer said last may come late
+FINAL = frozenset({"expelled", "removed", "ended"})  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
 
 

@@ -159,7 +159,7 @@ class SwappedArithmetic:
         passages = [p for p in passages if self._wanted(p)]
         end = self._trained_from if self.stage == 0 else 0
         for k in range(begin, end - 1, -1) if passages else ():
-            parameters: list[Tensor] = []  # those of the sub-model before leave first
+            parameters: list[Tensor] = []  # the previous sub-model's parameters leave first
             first = min(1, len(self.models) - 1) if k == 0 else None  # only a neighbour has a place beside ``k``
             parameters = self.loader.get(k, k - 1 if k > end else first)
             for p, (x, seed) in self._arriving(k, passages, backward=True):
@@ -322,7 +322,7 @@ class SwappedArithmetic:
         """The accumulator, flat fp32 [G]."""
         total = self._total()
         if self._sum.empty:
-            self.state.finish()  # its gradient may be there
+            self.state.finish()  # an update's gradient may be there
             for a, b in total.windows():
                 total.values[a:b].zero_()
             self._sum.empty = False
@@ -331,7 +331,7 @@ class SwappedArithmetic:
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Optimizer step with ``gradient``, fp32 [G]."""
         with self._jobs.at("apply"), self._timed("apply_s"):
-            self.loader.forget()  # its memory is the update's
+            self.loader.forget()  # the update needs the memory
             with self._changing:
                 if update.skip:
                     self.state.finish()

@@ -2,8 +2,8 @@
 
 Both are tensors of fp32 numbers on the CPU. Memory that a GPU copies from or to is pinned, so that copy engines run at
 the speed of the bus, without the CPU. Pages of a file that are not in use can leave memory (``release``); the kernel
-writes back. Files have no names: the kernel frees the room however the process ends. The room of all files is taken at
-the start (``Disk.reserve``), so that a full disk is an error then, and stops no training later.
+writes changes back. Files have no names: the kernel frees the room however the process ends. The room of all files is
+taken at the start (``Disk.reserve``), so that a full disk is an error then, and stops no training later.
 """
 
 from __future__ import annotations

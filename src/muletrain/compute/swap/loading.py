@@ -149,11 +149,11 @@ class Ferry:
         if self._stream is None:
             return lambda: place.to(self._device)
         values = torch.empty_like(place, device=self._device)
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # its memory may have been another tensor's
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the memory may have been another tensor's
         with torch.cuda.stream(self._stream):
             values.copy_(place, non_blocking=True)
             arrived = self._stream.record_event()
-        # else, if nobody calls ``get``, its memory could be another tensor's while it is written
+        # else, if nobody calls ``get``, the memory could be reused during the copy
         values.record_stream(self._stream)
 
         def get() -> Tensor:
@@ -213,7 +213,7 @@ class Loader:
         """Sub-model ``k`` computes next: returns the parameters. ``then`` is loaded meanwhile, or the next absent one
         in this direction."""
         if self._device.type == "cpu":
-            return_freed_memory()  # of the last sub-model: the next one's blocks have other sizes
+            return_freed_memory()  # of the last sub-model: the next one has blocks of different sizes
         if k not in self._held:
             begin = time.perf_counter()
             if k not in self._coming:
@@ -239,7 +239,7 @@ class Loader:
         if self._buffer is None:
             self._buffer = torch.empty(self._size, dtype=self._dtype, device=self._device)
         model, at = self._models[k], self._places[k]
-        place = self._buffer.data[at : at + model.size]  # autograd must not take it for a change of its neighbour
+        place = self._buffer.data[at : at + model.size]  # autograd must not take the copy for a change of the neighbour
         self.lane.follow()
         self._coming[k] = self.lane.thread.submit(self._load, model, place)
 

@@ -47,7 +47,7 @@ class Spare:
     def take(self, numbers: int, backing: Backing) -> Region:
         found = next((r for r in self.regions if r.values.numel() >= numbers), None)
         if found is None:
-            self.regions.clear()  # sequences have become longer: they are too small from now on
+            self.regions.clear()  # sequences have become longer: the old buffers are too small from now on
             return backing.region(numbers, copied=True)
         self.regions.remove(found)
         return found

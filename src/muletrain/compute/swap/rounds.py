@@ -115,7 +115,7 @@ class Rounds:
     async def _work(self) -> None:
         try:
             await self._work_off()
-        except Exception as e:  # nobody may wait for what never comes
+        except Exception as e:  # nobody may wait for ever
             for call in [c for c in self._waiting if not c.done.done()]:
                 call.done.set_exception(e)
 
@@ -133,7 +133,7 @@ class Rounds:
             if calls[0].p is not None:
                 self._last_s = asyncio.get_running_loop().time() - begin
                 self.rounds, self.microbatches = self.rounds + 1, self.microbatches + len(calls)
-                await round_.over.wait()  # the next round needs room for its gradient
+                await round_.over.wait()  # the next round needs room for a gradient
 
     async def _run(self, round_: Round) -> None:
         passages = [c.p for c in round_.calls if c.p is not None]

@@ -114,7 +114,7 @@ class SwappedCompute(ThreadedCompute):
         self.lends = not memory.copies(swap.offer)
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
-        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
+        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
         chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
         self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         if setup.device.type == "cpu":
@@ -220,7 +220,7 @@ class SwappedCompute(ThreadedCompute):
         finally:
             if begun:
                 self._freed(passage)
-            else:  # it may have another turn
+            else:  # another turn may follow
                 self._kept[mb] = passage
         return None if passage.inputs_gradient is None else Result(passage.inputs_gradient)
 
@@ -300,7 +300,7 @@ class SwappedCompute(ThreadedCompute):
         self.threads.submit(self.threads.compute, fn, *args).add_done_callback(done)
 
     def _raise_failure(self) -> None:
-        """Raises an error since the accumulator was emptied."""
+        """Raises any failure since the accumulator was emptied."""
         if self._failure is not None:
             raise self._failure
 
