@@ -98,7 +98,7 @@ class PydocSource:
 
 class HubDataset:
     """``hf:NAME[@REVISION][:CONFIG][#SPLIT]``: the split ``train``, or another one, streamed. NAME may be a local
-    folder, identified by content; a remote data set is identified by name alone: pin a revision to be sure."""
+    folder, identified by the files; a remote data set is identified by name alone: pin a revision to be sure."""
 
     size = 0
 

@@ -114,8 +114,8 @@ def permute(values: UintArray, size: int, keys: UintArray) -> UintArray:
 
     A generalised Feistel network (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002, sec. 5): x = left + a
     * right with ``a * b >= size``, each round adds a hash of one half to the other modulo that half's radix;
-      subtraction undoes this for any hash. Results beyond ``size`` are sent through again (cycle walking); as a * b <
-      size + a, hardly any are.
+    subtraction undoes this for any hash. Results beyond ``size`` are sent through again (cycle walking); as a * b <
+    size + a, hardly any are.
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)

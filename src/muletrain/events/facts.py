@@ -211,7 +211,7 @@ class MicrobatchServed(Event):
     index: int
     stage: int
     busy_s: Number
-    """This peer's compute time."""
+    """This peer's compute time for the microbatch."""
 
 
 class SlotWorked(Event):

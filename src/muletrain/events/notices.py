@@ -367,7 +367,7 @@ class ClientLost(Notice):
 
 
 class ClientLate(Notice):
-    """A client takes unusually long; the rest may compute its parts."""
+    """A client takes unusually long; other clients may compute that client's parts."""
 
     TEXT = "client {name} is late: others may take what it has"
     peer_id: str

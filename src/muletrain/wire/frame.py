@@ -58,7 +58,7 @@ class Frame:
         self.kind, self._header, self.message = kind, header, message
         self.tensors = tensors if tensors is not None else []
         self.nbytes: int | None = None
-        """Bytes of the packed frame, once ``frame_size`` has counted."""
+        """Bytes of the packed frame, after a call of ``frame_size``."""
 
     @property
     def header(self) -> dict[str, Any]:
