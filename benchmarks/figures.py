@@ -29,7 +29,7 @@ def table(head: str, rows: Iterable[Iterable[Any]], align: str = "---") -> str:
     titles = head.split("|")
     lines = [[title.strip() for title in titles], None, *([str(cell) for cell in row] for row in rows)]
     rule = "|" + f"{align}|" * len(titles)
-    return "\n".join(rule if line is None else f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+    return "\n".join(rule if line is None else re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines)
 
 
 def span(values: Iterable[float], spec: str = "") -> str:
@@ -51,7 +51,10 @@ def value(file: Path, template: str) -> str:
 
     tables = file.parent / "tables.py"
     known = {**KNOWN, **(runpy.run_path(str(tables)) if tables.exists() else {}), "load": load, "d": load(file.name)}
-    found = str(eval("f'''" + " ".join(template.split()) + "'''", known))
+    try:
+        found = str(eval("f'''" + " ".join(template.split()) + "'''", known))
+    except Exception as e:
+        raise ValueError(f"{file}: {template}: {type(e).__name__}: {e}") from e
     text = re.sub(r"(?<=\d)%", " %", found)
     return f"\n{text}\n" if "\n" in text else text
 
