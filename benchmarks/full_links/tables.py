@@ -37,7 +37,8 @@ def _case(name: str, r: Results) -> list[str]:
     sent, calls = r["sent_mb_a_step"], r["calls"]
     return [
         LINKS[name.split(",")[0]],
-        _played(name) + (", beside other work" if "beside" in name else ", before the mend" if "before" in name else ""),
+        _played(name)
+        + (", beside other work" if "beside" in name else ", before the mend" if "before" in name else ""),
         f"{r['step_median_s']:.1f} s, {r['step_worst_over_median']:.2f}x",
         f"{median(r['averaging_s']):.1f} s = {r['averaging_over_ideal']:.2f}x ({r['averaging_over_ideal_worst']:.2f}x)",
         f"{span(sent, '.0f')} ({r['needed_mb_a_step'][1]:.0f})",

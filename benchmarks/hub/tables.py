@@ -6,7 +6,10 @@ from typing import Any
 
 Row = dict[str, Any]
 STRATEGIES = ("hub", "swarm", "pipeline")
-DEVICES = {1: "one data centre (a hub has no clients)", 2: "several data centres, 8 to 24 Gb/s, 10 to 100 ms (no clients)"}
+DEVICES = {
+    1: "one data centre (a hub has no clients)",
+    2: "several data centres, 8 to 24 Gb/s, 10 to 100 ms (no clients)",
+}
 CASES = DEVICES | {3: "nobody leaves", 4: "the RTX 2080 leave, rate 90 %"}
 PAPER = {1: (56.1, 53.7, 43.5, 44.3), 2: (65.4, 62.8, 66.2, 55.9)}
 PAPER |= {3: (74.8, 77.5, 85.2, 79.1), 4: (82.2, 96.8, 115.7, 114.6)}
@@ -16,7 +19,9 @@ ONCE_GB = 512 * 512 * 4096 * 4 * 2 * 2 / 1e9
 
 def over_hub(results: Row, share: float, rate: float, strategy: str) -> list[float]:
     """Times of a step over the hub's on the same draw, layers cut as ``last``."""
-    plays = [p for p in results["plays"] if (p["cut"], p["share"], p["rate"]) == ("last", share, rate) and "step_s" in p]
+    plays = [
+        p for p in results["plays"] if (p["cut"], p["share"], p["rate"]) == ("last", share, rate) and "step_s" in p
+    ]
     hub = {p["seed"]: p["step_s"] for p in plays if p["strategy"] == "hub"}
     return [p["step_s"] / hub[p["seed"]] for p in plays if p["strategy"] == strategy]
 
@@ -65,7 +70,11 @@ def few(results: Row, strategy: str) -> str:
 def table2(results: Row) -> list[list[str]]:
     cells = {c["case"]: c for c in results["cells"] if c["cut"] == "last"}
     return [
-        [f"{case}: {CASES[case]}; {c['hub']['draws']}", *(_step(c[s]) for s in STRATEGIES), ", ".join(map(str, PAPER[case]))]
+        [
+            f"{case}: {CASES[case]}; {c['hub']['draws']}",
+            *(_step(c[s]) for s in STRATEGIES),
+            ", ".join(map(str, PAPER[case])),
+        ]
         for case, c in sorted(cells.items())
     ]
 
@@ -81,7 +90,16 @@ def devices(results: Row) -> list[list[str]]:
     for stages, rate in sorted({(s, r) for s, r, _ in cells}, key=lambda key: (key[1] != 0.7, key)):
         few, many = cells.get((stages, rate, 16)), cells.get((stages, rate, 48))
         row = [f"{stages}, {rate:.0%}, {few['draws'] if few else 0}", f"{few['median_s']:.0f} s" if few else ""]
-        rows.append([*row, *([f"{many['median_s']:.0f} s", f"{few['median_s'] / many['median_s']:.2f}"] if many and few else ["", ""])])
+        rows.append(
+            [
+                *row,
+                *(
+                    [f"{many['median_s']:.0f} s", f"{few['median_s'] / many['median_s']:.2f}"]
+                    if many and few
+                    else ["", ""]
+                ),
+            ]
+        )
     return rows
 
 
@@ -101,7 +119,10 @@ def crossings(rows: list[Row]) -> list[list[str]]:
     """GB a step, mean of the draws, and each draw's seconds with and without the bytes between servers."""
     return [
         [f"{rate:.0%}"]
-        + [f"{fmean(r['gbytes_a_step'][way] for r in plays(rows, rate, False)):.1f}" for way in rows[0]["gbytes_a_step"]]
+        + [
+            f"{fmean(r['gbytes_a_step'][way] for r in plays(rows, rate, False)):.1f}"
+            for way in rows[0]["gbytes_a_step"]
+        ]
         + [", ".join(f"{r['step_s']:.1f}" for r in plays(rows, rate, straight)) for straight in (False, True)]
         for rate in (0.1, 0.9)
     ]
@@ -117,7 +138,9 @@ def seconds(rows: list[Row], rate: float, straight: bool) -> str:
 
 def saved(rows: list[Row], rate: float) -> list[float]:
     """Share of a step that free bytes between servers save, draw by draw."""
-    return [1 - b["step_s"] / a["step_s"] for a, b in zip(plays(rows, rate, False), plays(rows, rate, True), strict=True)]
+    return [
+        1 - b["step_s"] / a["step_s"] for a, b in zip(plays(rows, rate, False), plays(rows, rate, True), strict=True)
+    ]
 
 
 def between(rows: list[Row]) -> list[float]:
@@ -134,7 +157,9 @@ def work(results: Row) -> str:
 def agreement(results: Row) -> str:
     """Played times over predicted ones."""
     found = [fleet["played / predicted"] for fleet in results["fleets"]]
-    return f"{min(found):.2f} to {max(found):.2f} times the prediction, {results['summary']['within 10%']} of {len(found)}"
+    return (
+        f"{min(found):.2f} to {max(found):.2f} times the prediction, {results['summary']['within 10%']} of {len(found)}"
+    )
 
 
 def without_clients(results: Row) -> int:
@@ -144,4 +169,6 @@ def without_clients(results: Row) -> int:
 
 def averaging(results: Row) -> list[float]:
     """Share of averaging in the servers' time: the hub's plays, largest first."""
-    return sorted((p["averaging"] for p in results["plays"] if (p["cut"], p["strategy"]) == ("last", "hub")), reverse=True)
+    return sorted(
+        (p["averaging"] for p in results["plays"] if (p["cut"], p["strategy"]) == ("last", "hub")), reverse=True
+    )
