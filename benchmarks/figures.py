@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FIGURE = re.compile(r"(<!--= (\S+) (.*?) -->)(.*?)(<!--/-->)", re.DOTALL)
 
 
-def table(head: str, rows: Iterable[Iterable[Any]], align: str = "---") -> str:
+def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table. ``head``: titles with ``|`` between them."""
     titles = head.split("|")
     lines = [[title.strip() for title in titles], None, *([str(cell) for cell in row] for row in rows)]
-    rule = "|" + f"{align}|" * len(titles)
+    rule = "|" + "---|" * len(titles)
     return "\n".join(rule if line is None else re.sub(" +", " ", f"| {' | '.join(line)} |") for line in lines)
 
 

@@ -228,7 +228,9 @@ def test_wiring_takes_one_long_time_for_no_slow_peer(long: int) -> None:
     for step in range(300):
         free_s = {"a": now_s, "b": now_s}
         for _ in range(4):
-            peer = wiring.choose(under_way={p: round((s - now_s) / 0.05) for p, s in free_s.items()}, step=step, now_s=now_s)
+            peer = wiring.choose(
+                under_way={p: round((s - now_s) / 0.05) for p, s in free_s.items()}, step=step, now_s=now_s
+            )
             assert peer is not None
             free_s[peer] += 10.0 if (peer, counts[peer]) == ("b", long) else 0.05
             counts[peer] += 1

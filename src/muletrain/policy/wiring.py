@@ -140,9 +140,7 @@ class Wiring:
         }
         soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
         left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s, waited_s)
-        in_time = {
-            p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s and p not in full
-        }
+        in_time = {p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s and p not in full}
         if not in_time:
             return None
         prompt = _prompt(in_time, under_way)
