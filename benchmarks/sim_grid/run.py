@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -255,3 +256,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

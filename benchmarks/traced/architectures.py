@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
 import sys
 import tempfile
 import time
@@ -155,3 +156,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)
