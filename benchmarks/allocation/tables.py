@@ -46,3 +46,22 @@ def paper_divides_fully(fleets: list[Fleet]) -> str:
 def missed(fleets: list[Fleet]) -> str:
     """Fleets in which the search over any number of stages ends above the one with the paper's number."""
     return count(fleets, lambda f: f["ours"]["step_s"] > f["same_stages"]["step_s"])
+
+
+def stages(fleets: list[Fleet], search: str) -> str:
+    """Median."""
+    return f"{median(fleet[search]['stages'] for fleet in fleets):.0f}"
+
+
+def behind(fleets: list[Fleet]) -> str:
+    """The search over any number of stages above the one with the paper's number, at most."""
+    return f"{max(f['ours']['step_s'] / f['same_stages']['step_s'] for f in fleets) - 1:.1%}"
+
+
+def gap(fleets: list[Fleet]) -> str:
+    """The bound below our times, median."""
+    return f"{1 - median(f['lower_bound_s'] / f['ours']['step_s'] for f in fleets):.0%}"
+
+
+def cpu_s(fleets: list[Fleet]) -> str:
+    return f"{sum(f[search]['cpu_s'] for f in fleets for search in ('same_stages', 'ours')):.0f} s"

@@ -15,3 +15,8 @@ def rounds(results: dict[str, Any]) -> list[list[str]]:
         else:
             rows.append([codec, members, s, GOALS.get((codec, members), "")])
     return [*rows, ["`hivemind.DecentralizedAverager`, in the same run", 2, f"{results['hivemind_s']:.2f}", ""]]
+
+
+def cpu_s(results: dict[str, Any], of: str) -> list[float]:
+    """CPU-seconds a GB in fp32, case by case."""
+    return [case[f"{of}_cpu_s_per_gb"] for case in results["cases"] if case["codec"] == "fp32"]

@@ -84,3 +84,8 @@ def virtual(results: Results) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def slowest(results: Results, kind: str) -> float:
+    """[s] until the last of the others has the victim down."""
+    return max(r["fault"]["slowest_s"] for name, r in results.items() if name.startswith(kind))

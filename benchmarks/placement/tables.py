@@ -63,3 +63,8 @@ def ends(results: Results, case: int) -> str:
     counts = sorted({f"{cost:.2f}": 0 for cost in of}, reverse=True)
     found = ", ".join(f"{sum(f'{cost:.2f}' == text for cost in of)} end at {text} s" for text in counts)
     return f"case {case}, {len(of)} seeds: {found}"
+
+
+def other(results: Results, what: str) -> float:
+    """[s] of another way to place 512 devices as 16 stages."""
+    return float(results["large"]["512 devices, 16 stages x 32 pipelines"][what]["cost_s"])

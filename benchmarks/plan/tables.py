@@ -34,3 +34,13 @@ def worst(results: Results, strategy: str) -> dict[str, Any]:
     """The layout of ``strategy`` whose prediction is furthest off, with its fleet's seed."""
     layouts = [{**layout, "seed": f["seed"]} for f in results["fleets"] for layout in f["layouts"]]
     return max((x for x in layouts if x["layout"].startswith(strategy)), key=lambda x: abs(x["error"] or 0))
+
+
+def count(results: Results, *, unequal: bool) -> int:
+    """Recommended pipelines with stages of unequal layers, or with one stage."""
+    return sum(len(set(of)) > 1 if unequal else len(of) == 1 for of in layers(results))
+
+
+def apart(results: Results) -> float:
+    """`simulate` and `plan` of agree.json, at most."""
+    return max(abs(fleet["simulate / plan"] - 1) for fleet in results["fleets"])

@@ -63,3 +63,13 @@ def far(rows: list[Row]) -> str:
     return ", ".join(
         f"{row['seed']} ({off(row, 'plan'):+.0%})" for row in worst_first(rows) if abs(off(row, "plan")) > 0.1
     )
+
+
+def within(*results: Row) -> str:
+    """Fleets within 15 % of rates, of all."""
+    near, fleets = (sum(of["summary"][key] for of in results) for key in ("within 15 % of rates", "fleets"))
+    return f"{near} of {fleets}"
+
+
+def farthest(*results: Row) -> float:
+    return max(abs(of["summary"]["farthest from rates"]) for of in results)

@@ -30,3 +30,12 @@ KINDS = "files", "sockets", "threads"
 
 def _of(processes: Iterable[Process], kind: str, what: str, spec: str) -> str:
     return span((process[kind][what] for process in processes), spec)
+
+
+def faults(results: dict[str, Any]) -> str:
+    of = results["faults"]
+    named = {"join": "newcomers", "kill": "killed", "freeze": "freezes", "move": "moves", "partition": "partitions"}
+    return (
+        ", ".join(f"{of[kind]} {name}" for kind, name in named.items())
+        + f", {of['corrupt']} frames or gradients spoiled"
+    )

@@ -3,6 +3,8 @@
 from statistics import median
 from typing import Any
 
+from benchmarks.figures import span
+
 Results = dict[str, Any]
 CASES = ("resident", "swapped", "with replicas", "no prefetch", "one by one")
 SWAPPED = "".join(f"|{n} tokens: tokens/s|of resident|of its CPU time" for n in ("4,096", "1,024"))
@@ -105,3 +107,34 @@ def atom(results: Results) -> list[list[str]]:
             first = f"{sequences} sequences a step: {title}" if k == 0 else title
             rows.append([first, *(f"{round(found[strategy], -1):,.0f}" for found in of)])
     return rows
+
+
+def slower(results: Results, tokens: int) -> str:
+    """Speed over the resident run: a peer alone, and one with replicas."""
+    return span((of_resident(results, case, tokens) for case in ("swapped", "with replicas")), ".2f")
+
+
+def norm_and_update(results: Results) -> str:
+    """[s] of a step of the 1.35 B."""
+    computing, norm, update = results["1.3B"]["swapped"]["step"]["computing, norm, update"]
+    return f"the update takes {update:.2f} s, the norm {norm:.2f} s, the rest {computing:.2f} s"
+
+
+def busy(results: Results) -> str:
+    of = results["1.3B"]["swapped"]["step"]["busy"]
+    return f"{of['busy_s']:.2f} s of computing, and for {of['busy_s'] / of['of_s']:.0%}"
+
+
+def over_1f1b(results: Results) -> str:
+    """Speed of `swap` without a limit of the links."""
+    of = [results["speed"][f"{n} sequences, unlimited Mb/s"] for n in (512, 32)]
+    return span((found["swap"] / found["1f1b"] for found in of), ".2f")
+
+
+def steps(results: Results, tokens: int) -> str:
+    """[s] of the swapped cases with rounds."""
+    return span((step_s(results, case, tokens) for case in CASES[1:4]), ".0f")
+
+
+def recomputing(results: Results, tokens: int) -> str:
+    return span((results[f"{case}, {tokens}"]["recompute_s"] for case in CASES[1:4]), ".1f")
