@@ -17,7 +17,7 @@ PLAYED = {  # what results.json lacks: the commit and day of each run
 LINKS = {"home": "20 Mb/s both ways", "large": "100 Mb/s both ways"}
 LINKS |= {"asymmetric": "10 Mb/s up, 50 down", "incast": "100 Mb/s up, 20 down"}
 HEAD = "case|link|commit, day of 2026|step, median and worst over it|averaging, over bytes / bandwidth (worst)"
-HEAD += "|MB sent a step (needed)|attempts|suspected|call while averaging, 99 % and longest|cores busy"
+HEAD += "|MB sent a step (needed)|attempts|suspected|repeated|call while averaging, 99 % and longest|cores busy"
 FAULTS = "fault in `home`, while averaging; commit, day|the others have it down after|others suspected|computed again"
 FAULTS += "|that step ends after"
 VIRTUAL = "rate, queue|averaging, real and virtual|off by|longest call, real and virtual|off by|99 % of calls|step"
@@ -44,6 +44,7 @@ def _case(name: str, r: Results) -> list[str]:
         f"{span(sent, '.0f')} ({r['needed_mb_a_step'][1]:.0f})",
         str(r["attempts_a_step_worst"]),
         str(len(r["suspected"])),
+        str(r["rerouted"] + r["recomputed"]),
         f"{calls['p99_s']:.2f} s, {calls['longest_s']:.2f} s",
         f"{r['cores']['all']:.1f}",
     ]
