@@ -221,3 +221,12 @@ def test_what_does_not_parse_is_found(line: str, why: str) -> None:
 def test_links_that_lead_nowhere_are_found() -> None:
     text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/plan.md#a-strategy) [f](https://example.org)"
     assert broken(text, ROOT) == ["#other", "absent.md"]
+
+
+def test_the_list_of_longer_tests_names_tests() -> None:
+    for line in (ROOT / "tests" / "full.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        if not line.startswith("#"):
+            assert re.search(
+                rf"^(async )?def {name.partition('[')[0]}\b", (ROOT / "tests" / file).read_text(), re.MULTILINE
+            ), line

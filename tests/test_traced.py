@@ -20,7 +20,7 @@ from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.cutting import cut
 from muletrain.model.traced.export import trace
-from muletrain.model.traced.folder import import_traced, load_traced, traced_in
+from muletrain.model.traced.folder import import_traced, load_traced, traced_in, whole_in
 from muletrain.model.traced.stage import Tables, TracedStage, numbers, pack, unpack
 from muletrain.runs.assemble import resolve_start
 from tests.traced_models import (
@@ -230,6 +230,16 @@ def test_weights_under_older_names_are_found(tmp_path: Path) -> None:
     chain = import_traced(tmp_path / "mixtral", context=CONTEXT)
     load = load_traced(tmp_path / "mixtral", chain)
     assert all(torch.equal(load(n), p) for n, p in experts.named_parameters())
+
+
+def test_reading_weights_shows_no_bars_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They stood in the midst of what 'eval' prints. A notebook that wants them keeps them."""
+    write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), "qwen2")
+    capfd.readouterr()
+    whole_in(str(tmp_path / "hf"), (tmp_path / "hf" / "config.json").read_text())
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert "100%" in capfd.readouterr().err
 
 
 def test_dropout_of_the_configuration_can_be_replaced(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A model as a chain of blocks: what planning, estimates, runs and exports know of a model. Imports no torch.
+"""A model as a chain of blocks, for planning, estimates, runs and exports. Imports no torch.
 
-A cut separates blocks. The first stage also has what comes before the first block (the embedding), the last one what
+A cut separates blocks. The first stage also has the part before the first block (the embedding), the last one the part
 comes after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
 ``traced.chain.TracedModel``, any causal language model of ``transformers``.
 
@@ -36,7 +36,7 @@ MAX_SAMPLE = 1 << 28
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a microbatch holds for each of its B samples."""
+    """Contents of a microbatch for each of its B samples."""
 
     dtype: Literal["int64", "float32"]
     shape: tuple[int, ...] | None = None
@@ -71,7 +71,7 @@ class TiedParameter(NamedTuple):
     """A parameter that several parts of a chain use."""
 
     parts: tuple[int, ...]
-    """0: what comes before the first block, then the blocks, then what comes after the last one."""
+    """0: the part before the first block, then the blocks, then the part after the last one."""
     size: int
     """Numbers."""
 
@@ -101,12 +101,12 @@ class Model(ABC):
 
     @property
     def inputs(self) -> TensorType:
-        """What goes into the first stage. Integers are below ``vocab``."""
+        """Input of the first stage. Integers are below ``vocab``."""
         return TOKENS
 
     @property
     def targets(self) -> TensorType:
-        """What the loss compares with. Integers are below ``vocab``."""
+        """Targets of the loss. Integers are below ``vocab``."""
         return TOKENS
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Model(ABC):
         """The same of the part after the last block, and ``LOSS_BYTES``."""
 
     def tables_bytes(self, sequences: int) -> int:
-        """Bytes of what all blocks share on the device besides weights, with microbatches of ``sequences``."""
+        """Bytes that all blocks share on the device besides weights, with microbatches of ``sequences``."""
         return 0
 
     @property
@@ -281,8 +281,8 @@ class Model(ABC):
         """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and
         backward [FLOP].
 
-        ``parameter_bytes``: what a parameter takes with its gradient and its part of the optimizer; ``token_bytes``:
-        what a layer keeps of a token until its backward. Embedding and head belong to the first and the last layer;
+        ``parameter_bytes``: of a parameter with its gradient and its part of the optimizer; ``token_bytes``: kept by
+        a layer for a token until its backward. Embedding and head belong to the first and the last layer;
         shared layers are held once a stage."""
         layers = range(self.layers)
         work = [3.0 * sequences * tokens * self.flops_of(layer, tokens) for layer in layers]

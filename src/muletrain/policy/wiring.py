@@ -66,9 +66,9 @@ class Wiring:
       a peer next door would get twice as much as one that computes as fast 200 ms away, and the fleet would wait for
       it. Of the ways the shortest counts, since the others tell how much else was on the links: by their mean a fast
       peer that gets much looks as slow as one that gets nothing.
-    - Nothing is queued behind a peer's work while another would have finished it by then. The averages contain a little
-      time that occupies no peer (scheduling), which weighs more for a fast peer. Within the trainers' bounded window,
-      the slow peer's queue would grow until the fast one starves.
+    - Nothing is queued behind a peer's work while another would have finished it by then, even if that one is full now.
+      The averages contain a little time that occupies no peer (scheduling), which weighs more for a fast peer. Within
+      the trainers' bounded window, the slow peer's queue would grow until the fast one starves.
     - A peer that takes longer for a microbatch than is left of the usual length of a step gets none, if others take
       less, since a step ends with its last microbatch. A CPU among GPUs would get one in a hundred steps, and make that
       step five times as long.
@@ -83,8 +83,8 @@ class Wiring:
         self._entries: dict[str, _Entry] = {}
         self._step, self._begun_s, self._usual_s = -1, 0.0, math.inf
         """The current step: its number, when its first microbatch was sent, and the usual length of a step."""
-        self._back_s: list[float] = []
-        """Times at which its microbatches came back."""
+        self._back_s: list[tuple[str, float]] = []
+        """The peers and the times from which its microbatches came back."""
 
     def serve(self, peers: Mapping[str, float]) -> None:
         """``peers`` serve the stage now, with the expected times of their devices (``add``)."""
@@ -140,10 +140,9 @@ class Wiring:
         }
         soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
         left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s, waited_s)
-        in_time = {p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s and p not in full}
-        if not in_time:
+        in_time = {p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s}
+        if not (prompt := _prompt(in_time, under_way) - set(full)):
             return None
-        prompt = _prompt(in_time, under_way)
         smallest = min(self._entries[p].total_s for p in prompt)
         for peer in sorted(expected_s.keys() - in_time.keys() - set(full)):
             entry = self._entries[peer]
@@ -152,21 +151,24 @@ class Wiring:
                 if self._rng.random() < TRY / len(expected_s):
                     return peer
         peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
-        for passed in in_time.keys() - prompt:
+        for passed in in_time.keys() - prompt - set(full):
             self._entries[passed].total_s = max(self._entries[passed].total_s, smallest)
         self._entries[peer].total_s += expected_s[peer]
         return peer
 
     def _begin(self, step: int, now_s: float) -> None:
-        if self._step >= 0 and self._back_s:
-            most = math.ceil(MOST * len(self._back_s))
-            self._usual_s = (self._back_s[most - 1] - self._begun_s) * len(self._back_s) / most
+        fastest_s, mean_s = self._measured()
+        expected_s = {p: _expected_s(e, fastest_s, mean_s) for p, e in self._entries.items()}
+        fast = {p for p, s in expected_s.items() if s <= PROMPT * min(expected_s.values())}
+        if self._step >= 0 and (back_s := [s for p, s in self._back_s if p in fast]):
+            most = math.ceil(MOST * len(back_s))
+            self._usual_s = (back_s[most - 1] - self._begun_s) * len(back_s) / most
         self._step, self._begun_s, self._back_s = step, now_s, []
 
     def measured(self, peer: str, busy_s: float, way_s: float = 0.0, now_s: float = 0.0) -> None:
         """A microbatch took ``busy_s`` of this peer's time, and ``way_s`` on the way there and back, including waits
         for links. It came back at ``now_s``."""
-        self._back_s.append(now_s)
+        self._back_s.append((peer, now_s))
         entry = self._entries.get(peer)
         if entry is None:
             return
@@ -209,7 +211,7 @@ def _expected_s(entry: _Entry, fastest_s: float, mean_s: float) -> float:
 
 def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> set[str]:
     """Returns the peers that would begin a microbatch before any other could have finished it."""
-    soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
+    soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
     return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}
 
 

@@ -146,7 +146,8 @@ def _tell(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, seed:
             found = _advice(asked, outcome, churn, hours, seed)
         say_advice(console, scene, outcome, found)
         console.print()
-    console.print(links(outcome))
+    if outcome.bytes:
+        console.print(links(outcome))
     for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
         console.print(f"estimated: {escape(estimate)}; to use a measured speed, add 'tflops' beside 'device'")
     if asked.question.costs != Costs():
