@@ -138,9 +138,7 @@ class Window:
         while now_s - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
-        if (
-            one_way_s - base_s > now_s - sent_s + INSTANT_S
-        ):  # longer than the round trip: the receiver's clock jumped, or the receiver lies
+        if one_way_s - base_s > now_s - sent_s + INSTANT_S:  # longer than the round trip: a clock jump, or a lie
             self._one_way = Smallest()
             base_s = self._one_way.add(one_way_s, now_s)
             self._recent = deque([(now_s, one_way_s)])

@@ -24,8 +24,8 @@ FACTOR = 10.0
 """A gradient stands out if longer than the rest suggest by this factor. For real training see benchmarks/outliers."""
 ALIKE = 0.25
 """Two gradients are alike if the length of their difference is at most this share of the gradients' length. Replicas on
-different devices, fed by 8-bit activations, differ by a few percent; a false one is off by several times the length, or
-not at all."""
+different devices, fed by 8-bit activations, differ by a few percent; a false gradient is off by several times the
+length, or not at all."""
 LEAST_FOR_SMALL = 3
 """Replicas needed to call a gradient too small: of two, the large one may be false."""
 
