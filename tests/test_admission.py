@@ -55,9 +55,7 @@ def test_no_event_has_a_name_that_was_not_checked(name: str) -> None:
         net = hub.join("a")
         for memory in (4, 3):
             with pytest.raises(NetworkError, match="JoinRequest: 'name'"):
-                await net.call(
-                    "founder", JoinRequest.KIND, with_name(introduction("a", memory), name), timeout_s=1.0
-                )
+                await net.call("founder", JoinRequest.KIND, with_name(introduction("a", memory), name), timeout_s=1.0)
         return said
 
     assert virtually(scenario()) == []

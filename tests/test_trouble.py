@@ -11,18 +11,24 @@ from muletrain.cli.show.console import make_console
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.view import RunView
 from muletrain.errors import AdmissionError, DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
-from muletrain.events import Note
+from muletrain.events import EventLog, Note, events_in
+from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Fault
+from muletrain.runs import worker
 from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.messages import Ready
 from muletrain.runs.join.patience import FIRST_S, PATIENCE_S, patiently
+from muletrain.runs.spec import WorkerSpec
 from tests.newcomers import introduction, rendezvous_of
+from tests.runners import TICKET
 from tests.test_chaos_targets import World
 from tests.virtual import virtually
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from muletrain.network.base import Network
 
 
 def test_a_newcomer_tries_again_while_nobody_answers() -> None:
@@ -60,6 +66,30 @@ def test_its_patience_ends_and_a_refusal_is_final() -> None:
         assert clock.time() - begin < FIRST_S, "neither was tried again"
 
     virtually(scenario(), 1000.0)
+
+
+def test_a_peer_that_gets_into_no_network_at_once_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members at the ticket's addresses are cut off for a moment, before the first question can be asked."""
+    tried: list[str] = []
+
+    async def create(*, run_id: str, **_: object) -> Network:
+        tried.append(run_id)
+        if len(tried) < 3:
+            raise PeerUnreachable("no member of the ticket can be dialled")
+        return MemoryHub().join("a")
+
+    monkeypatch.setattr(Libp2pNetwork, "create", create)
+    monkeypatch.setattr(worker, "serve_members", lambda *_: None)
+    spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket=TICKET)
+
+    async def scenario() -> Network:
+        with EventLog(tmp_path / "a.jsonl", "a") as log:
+            return await worker.Worker(spec, log)._connected(tmp_path)
+
+    assert virtually(scenario()).peer_id == "a"
+    assert tried == ["run"] * 3
+    (said,) = events_in(tmp_path, Note)
+    assert "no member of the ticket can be dialled; trying again" in said.message
 
 
 @pytest.mark.parametrize(
