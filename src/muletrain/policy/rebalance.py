@@ -1,7 +1,7 @@
 """Two rules over the same view decide which peers move to another stage: the paper's and ours.
 
 Both are pure functions of the announcements. So all peers with equal announcements compute equal moves, and each peer
-carries out the own move. Neither rule takes a stage's last peer, and neither acts on a view without peers of some
+carries out its own move. Neither rule takes a stage's last peer, and neither acts on a view without peers of some
 stage: an empty stage must be adopted, not balanced, and a stage that no announcement names shows that the view is
 incomplete.
 """
