@@ -102,6 +102,17 @@ def test_rotary_embeddings_made_for_longer_texts_get_them(tmp_path: Path) -> Non
         traced_in(tmp_path, context=65)
 
 
+def test_rotary_settings_are_of_the_name_that_transformers_looks_at_first(tmp_path: Path) -> None:
+    """A folder of version 4 that version 5 has written again has both names."""
+    dynamic, plain = {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "default", "rope_theta": 10000.0}
+    config = config_of("qwen2", rope_scaling=dynamic, rope_parameters=plain)
+    assert CONFIG_MAPPING["qwen2"].from_dict(config).rope_parameters["rope_type"] == "dynamic"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert traced_in(tmp_path, context=128).context == 128
+    with pytest.raises(CheckpointError, match="was made for 128 tokens"):
+        traced_in(tmp_path, context=129)
+
+
 def test_a_chain_states_its_costs() -> None:
     """FLOPs as the sizes give them; a longer sequence costs more per token; what is kept is at least what must be."""
     chain = chain_of(new_model("qwen2"))

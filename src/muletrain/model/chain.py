@@ -1,7 +1,7 @@
 """A model as a chain of blocks, for planning, estimates, runs and exports. Imports no torch.
 
 A cut separates blocks. The first stage also has the part before the first block (the embedding), the last one the part
-comes after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
+after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
 ``traced.chain.TracedModel``, any causal language model of ``transformers``.
 
 Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one

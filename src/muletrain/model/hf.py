@@ -1,6 +1,6 @@
 """Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``transformers`` reads and writes it.
 
-Every model can be written. The only model that is read here is a Llama that the native decoder computes (``native``). ``traced.folder``
+Every model can be written. Only a Llama that the native decoder computes is read here (``native``); ``traced.folder``
 reads everything else.
 Parameter names are the same on both sides, so nothing is renamed.
 """

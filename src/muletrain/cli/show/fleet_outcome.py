@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 LINKS = 10
 """Most pairs of regions in the table; '--json' has all."""
 FAR = 4.0
-"""Ratio between the sizes of these stages and of the measured ones above which the report warns."""
+"""Ratio between the sizes of the played stages and of the measured ones above which the report warns."""
 BESIDE = (1.0, 1.0)
-"""Place of a legend, right of its plot."""
+"""Place of a legend, right of the plot."""
 NAMED_STAGES = 12
 """Most stages in a legend; the colours of more could not be told apart."""
 
