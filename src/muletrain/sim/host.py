@@ -20,27 +20,25 @@ T = TypeVar("T")
 
 
 class VirtualHost:
-    """Hosts machines by name, who share ``hub``. ``problems`` takes errors that production would not survive."""
+    """Hosts machines by name on one ``hub``. Errors that would end a production process as a bug go to ``problems``."""
 
     def __init__(self, hub: MemoryHub, problems: list[str]) -> None:
         self.hub, self.clock, self._problems = hub, LoopClock(), problems
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self._contexts: dict[str, Variables] = {}
-        """Of machines on which nothing has begun yet."""
+        """Contexts of machines before ``begin``."""
 
     def arrive(self, name: str) -> MemoryNetwork:
-        """A machine comes. Returns its network. All that the machine does, others' calls included, runs in its
-        context."""
+        """Add a machine. Returns its network. Everything on the machine runs in one context, calls from others too."""
         self._contexts[name] = context = context_of(name)
         return context.run(self.hub.join, name)
 
     def begin(self, name: str, life: Coroutine[Any, Any, Any]) -> None:
-        """A machine begins to live its ``life``."""
+        """Start the ``life`` of the machine ``name``."""
         self.tasks[name] = asyncio.create_task(life, name=name, context=self._contexts.pop(name))
 
     async def live(self, name: str, network: MemoryNetwork, work: Awaitable[T], tasks: Tasks | None = None) -> T | None:
-        """Returns the result of a peer's or a client's ``work``; None if an error ended it. ``tasks``: what it leaves
-        behind."""
+        """Returns the result of the ``work`` of a peer or client; None after an error. ``tasks`` are closed at the end."""
         try:
             return await work
         except MuletrainError as e:
@@ -54,22 +52,22 @@ class VirtualHost:
         return None
 
     def gave_up(self, name: str, error: MuletrainError) -> None:
-        """The peer or client of ``name`` ends with an ``error`` that it reports."""
+        """Note that an ``error`` ended the peer or client on ``name``."""
         raise NotImplementedError
 
     def kill(self, name: str) -> None:
-        """As SIGKILL does."""
+        """Kill the processes of the machine ``name``, as SIGKILL does."""
         self.hub.kill(name)
         self.tasks[name].cancel()
         virtual_loop().thaw(name)
 
     def freeze(self, name: str, *, suspended: bool) -> None:
-        """Stop ``name``: its timers, too, as SIGSTOP does. Its device goes on with what it has begun, unless it is
-        ``suspended``."""
+        """Stop the machine ``name`` and its timers, as SIGSTOP does. The device finishes the current operation, unless the
+        machine is ``suspended``."""
         self.hub.barriers.freeze(name)
         virtual_loop().freeze(name, suspended=suspended)
 
     def thaw(self, name: str) -> None:
-        """What came for ``name`` reaches it before timers go off that were due meanwhile."""
+        """Continue the machine ``name``: waiting messages arrive before the timers that were due meanwhile."""
         self.hub.barriers.thaw(name)
         virtual_loop().thaw(name)

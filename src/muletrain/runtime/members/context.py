@@ -89,8 +89,8 @@ class Context:
         draw: random.Random,
         of_pool: Callable[[Event], None] | None = None,
     ) -> Context:
-        """Returns the context of a peer whose stage is in ``compute``; if the strategy has clients, they do its passes.
-        ``draw`` says which of their results are checked; ``of_pool`` hears of them instead of ``emit``."""
+        """Returns the context of a peer that serves the stage in ``compute``. With a strategy that has clients, clients
+        compute the passes: ``draw`` chooses the results to check, and the pool's events go to ``of_pool`` (``emit``)."""
         if not plan.strategy.pooled:
             return cls(net, clock, compute, roster, plan, emit, tasks)
         config, of_pool = roster.genesis.config, of_pool or emit

@@ -200,10 +200,10 @@ class Worker(Protocol):
 
 
 class Roaming:
-    """Works at one stage after the other. ``servers``: asks for those of each stage, or raises NoServer; ``make``: makes the
-    client of a stage with these, instead of the one before, or raises MuletrainError. ``work``: of each stage, for a
-    sequence; ``fits``: stages whose weights this machine can hold; ``stage``: the first one, None: it chooses; ``stays``:
-    it is the only one."""
+    """Works at one stage after the other. ``servers``: returns the servers of each stage, or raises NoServer; ``make``:
+    makes the client of a stage in place of the one before, or raises MuletrainError. ``work``: of each stage, for a
+    sequence; ``fits``: stages whose weights this machine can hold; ``stage``: the first one, or None for a choice;
+    ``stays``: the first stage is the only one."""
 
     def __init__(
         self,
