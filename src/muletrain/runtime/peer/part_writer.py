@@ -39,7 +39,7 @@ class PartWriter:
         """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""
         at = self._position
         key = Key(at.step, at.applied)
-        done = key == self._written or not key.step or at.work.all_completed  # otherwise the next checkpoint follows soon
+        done = key == self._written or not key.step or at.work.all_completed  # else a checkpoint follows soon
         if done or not at.settled or at.away or not self._own_part.begins(key, last=True):
             return
         state = await self._own_part.copy(key)
