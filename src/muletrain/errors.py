@@ -51,8 +51,7 @@ class ProtocolError(NetworkError):
 
 
 class Malformed(ProtocolError):
-    """A message that no correct peer of this version sends in any state. A peer that sends such messages repeatedly is
-    banned for a while."""
+    """A message that no correct peer of this version sends in any state. Repetition gets a peer banned for a while."""
 
 
 class AdmissionError(MuletrainError):

@@ -1,7 +1,7 @@
 """The virtual world: production peers on a virtual clock, and models that predict how fast a fleet is.
 
-How fast is a fleet? Listed are the models, from the most exact to the cheapest. Each is needed because the model above
-costs about a hundred times as much:
+How fast is a fleet? The models, from the most exact to the cheapest; each is needed because the model above costs about
+a hundred times as much:
 
 - ``fleet.protocol`` plays the production code with every message: the reference, and ``plan --confirm``.
 - ``steps`` plays microbatches and averaging without messages, in milliseconds a step: the prediction of ``plan``.

@@ -31,8 +31,7 @@ FEW_TIMERS = 100
 LOOK_UP_S = 0.1
 """Real seconds between two calls of ``VirtualLoop.look_up``."""
 MACHINE: ContextVar[str] = ContextVar("machine", default="")
-"""Name of the virtual machine to which a task or a timer belongs. Tasks and timers inherit the machine of their
-creator."""
+"""Name of the virtual machine to which a task or a timer belongs; inherited from its creator."""
 GARBAGE = 200_000
 """New objects between two collections of garbage."""
 
@@ -42,7 +41,7 @@ class Hang(MuletrainError):
 
 
 class _Call:
-    """A call: asyncio's ``Handle`` without its debugging, because one message takes some twenty calls."""
+    """A call: asyncio's ``Handle`` without debugging, because one message takes some twenty calls."""
 
     __slots__ = ("args", "callback", "context")
 

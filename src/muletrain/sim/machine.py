@@ -34,7 +34,7 @@ def precision_of(config: RunConfig) -> Precision:
 
 @lru_cache
 def device_of(name: str) -> Device | None:
-    """The catalogue's device of this name, or this machine's own device, as reported by the driver."""
+    """The catalogue's device of this name, or this machine's device by its own report."""
     if (known := find_device(name)) is not None:
         return known
     from muletrain.compute.probe import device_here  # torch takes seconds
@@ -52,7 +52,7 @@ def offer_of(peer: FleetPeer) -> Offer:
 
 
 def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
-    """Returns the stated speed or the catalogue's, and the estimate behind the speed; empty: no estimate."""
+    """Returns the stated speed or the catalogue's, and the estimate behind it, if any."""
     if peer.flops is not None:
         return peer.flops * peer.speed, ""
     known = ", ".join(d.name for d in DEVICES)
@@ -80,7 +80,7 @@ def resident_service_s(
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
-    """Decide as a peer does: keep activations if memory has room for the usual number of microbatches in flight."""
+    """Decide as a peer does: keep activations if memory has room for the usual microbatches in flight."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing == "always"
     kept = min(capacity(stages) // 2, config.microbatches) * need.activations
@@ -93,8 +93,7 @@ def stash_room(offer: Offer, need: StageMemory) -> float:
 
 
 def backing_rate(peer: FleetPeer) -> float:
-    """Bytes/s from the machine's memory to its device, or a nominal rate for a disk, because the fleet file states
-    none."""
+    """Bytes/s from the machine's memory to its device; nominal for a disk, which the fleet file does not describe."""
     return NOMINAL_BYTES_PER_S if offer_of(peer).host is None else peer.load_bytes_per_s
 
 
@@ -109,7 +108,7 @@ def swapped_service_s(
 def swapping_of(
     n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
 ) -> Swapping:
-    """Returns the way in which a machine swaps a stage that fits only by swapping."""
+    """The swapping of a stage that fits only by swapping."""
     return _fitted(n, peer, config, spec, cut, stage, need)[1]
 
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal machines: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch, and
-    ``quarters``, the stage's need in quarters of the machine's memory."""
+    """Equal machines: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch, and the
+    stage's need in ``quarters`` of the memory."""
 
     name: str
     region: str
@@ -58,13 +58,13 @@ class Kind:
     assumed: str
     """The value that an estimate replaces; empty: none."""
     leaves: bool = True
-    """Churn may take the machines: they are unreliable, or all machines of the file are reliable."""
+    """Churn may take the kind: it is unreliable, or all machines of the file are reliable."""
     declared: bool = False
     """The file declares the kind's times."""
     queue_s: float = QUEUE_S
     """Longest queue of each direction of the machine's link [s]."""
     swaps: frozenset[int] = frozenset()
-    """The stages of ``fits`` that fit only by swapping."""
+    """Stages that fit only by swapping."""
     update_s: float = 0.0
     """Seconds of the update of a swapped parameter."""
 
@@ -213,8 +213,8 @@ def _flat_size(codec: Codec, elements: int) -> int:
 
 
 def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
-    """Find the fewest stages that every kind can hold without swapping, or else the fewest stages that each fit some
-    machine without swapping. Raises CapacityError."""
+    """Find the fewest stages that every kind can hold without swapping, or else that each fit some machine without
+    swapping. Raises CapacityError."""
     peers = first_of_each(fleet)
     possible = range(1, min(spec.most_stages, len(fleet.peers())) + 1)
     for enough in (all, any):

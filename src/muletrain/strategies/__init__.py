@@ -8,11 +8,11 @@ To add a fifth strategy:
 can ask for the strategy, ``of``.
 2. Append the strategy to ``STRATEGIES``, and its name to ``config.plan_file.StrategyName``.
 ``tests/test_strategies.py`` calls each method; add a configuration that asks for the strategy there (``made``).
-3. Add a section to the configuration if a run must know more (``config/peer_sections.py``, ``config/schema.py``; may a
-resumed run change the section? ``runs.resuming.TABLE``), and fill the section from a plan (``cli/actions/planned.py``).
-4. Write a predictor in ``sim/plan/`` and name the predictor in ``sim.plan.planner.plan``; otherwise ``muletrain plan``
-reports a missing predictor. ``planner.confirmed`` plays the recommended plan as strategy swarm, or as planned if the
-plan has a schedule. New schedules and fields belong into ``config.plan_file.Prediction``.
+3. If a run must know more, add a section to the configuration (``config/peer_sections.py``, ``config/schema.py``; may a
+resumed run change it? ``runs.resuming.TABLE``), filled from a plan (``cli/actions/planned.py``).
+4. Write a predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``, or ``muletrain plan`` reports it
+missing. ``planner.confirmed`` plays the recommended plan as strategy swarm, unless the plan has a schedule. New
+schedules and fields belong into ``config.plan_file.Prediction``.
 5. Let the fuzzer draw the strategy (``proofs/draws/``).
 6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
 """
@@ -45,8 +45,8 @@ class Listed:
     of: Callable[[RunConfig], Strategy | None] | None = None
     choices: tuple[str, ...] = ()
     ask: Callable[[RunConfig, int], RunConfig] | None = None
-    """Returns a configuration that asks for the strategy without a plan. The number counts clients, for strategies with
-    clients. None: the strategy needs a plan."""
+    """Returns a configuration that asks for the strategy, without a plan; the number: of clients, if any. None: the
+    strategy needs a plan."""
     pooled: bool = False
     """See ``base.Strategy``."""
 
@@ -83,8 +83,8 @@ def listed_as(name: str) -> Listed:
 
 
 def strategy_of(config: RunConfig) -> Strategy:
-    """Returns the strategy that a run's configuration asks for: the last strategy of the list that accepts the
-    configuration. The first strategy accepts any configuration."""
+    """Returns the strategy that a run's configuration asks for: the last of the list that accepts the configuration.
+    The first accepts any."""
     return next(found for s in reversed(STRATEGIES) if s.of is not None and (found := s.of(config)) is not None)
 
 

@@ -47,14 +47,14 @@ class Strategy(Protocol):
         ...
 
     def assign(self, view: View) -> tuple[Move, ...]:
-        """Returns the peers that should serve another stage than now. If ``view`` has newcomers, this call places the
-        newcomers. Otherwise, if the run rolls back (``View.stopped``), it fills stages without peers. Otherwise it
-        moves peers to stages with greater need, while the run continues."""
+        """Returns the peers that should serve another stage than now: places the newcomers of ``view``, if any;
+        otherwise, if the run rolls back (``View.stopped``), fills stages without peers; otherwise moves peers to stages
+        with greater need, while the run goes on."""
         ...
 
     def choose(self, stage: int, index: int, there: Collection[str]) -> Sequence[str]:
-        """Returns the peers of ``stage``, among the present peers ``there``, that may get microbatch ``index`` next;
-        empty: all of ``there``. Among several peers, the sender chooses by measurements (``policy.wiring``)."""
+        """Returns the peers of ``stage``, among those ``there``, that may get microbatch ``index`` next; empty: all.
+        Among several, the sender chooses by measurements (``policy.wiring``)."""
         ...
 
     def lane(self, index: int) -> int:
@@ -62,7 +62,7 @@ class Strategy(Protocol):
         ...
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Returns the number of microbatches of one lane that a trainer keeps in flight. ``capacity``: requests that a
+        """Returns the number of microbatches of one lane that a trainer has in flight. ``capacity``: requests that a
         peer holds at once; ``serving``: number of peers, by stage."""
         ...
 

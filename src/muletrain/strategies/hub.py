@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 MOVES_AT = 1.2
-"""Clients leave a stage only if the stage is so many times as fast as the slowest stage, because a move costs a
-download of weights."""
+"""Clients leave a stage only if it is so many times as fast as the slowest stage, because a move costs a download of
+weights."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Hub(Swarm):
 
     @staticmethod
     def asked(config: RunConfig, clients: int) -> RunConfig:
-        """Returns ``config`` with ``clients``, unless ``config`` already has a number of clients."""
+        """Returns ``config`` with ``clients``, unless ``config`` has a number."""
         if config.hub.clients is not None:
             return config
         return config.model_copy(update={"hub": config.hub.model_copy(update={"clients": clients})})
@@ -58,10 +58,10 @@ class Hub(Swarm):
 
 
 def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:
-    """Returns the stage at which one more client raises the throughput most. Among the stages that fit (``fits``), this
-    is the stage with the most work relative to the speed of its machines, or, among stages without machines, the stage
-    with the most work; None: no stage fits. ``work``: of each stage, for a sequence; ``speeds``: work per second of
-    each stage's servers and clients together. The unit is arbitrary."""
+    """Returns the stage at which one more client raises the throughput most: of the stages that fit (``fits``), the
+    stage with the most work for the speed of its machines, or, among stages without machines, with the most work; None:
+    no stage fits. ``work``: of each stage, for a sequence; ``speeds``: work per second of each stage's servers and
+    clients together, in the same unit."""
 
     def load(stage: int) -> tuple[float, float]:
         return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
@@ -78,10 +78,10 @@ def stage_to_move_to(
     fits: Collection[int],
     drawn: float,
 ) -> int | None:
-    """Returns the stage to which a client of ``stage`` moves; None: the client stays. The client is one of ``clients``
-    of like speed, which do ``together`` units of work per second. The client moves to the slowest stage, if its own
-    stage is clearly faster, and stays faster without the client. Clients move with the probability that equalises both
-    stages' speed; ``drawn``, uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
+    """Returns the stage to which a client of ``stage``, one of ``clients`` that do ``together`` units of work per
+    second, moves; None: the client stays. The client moves to the slowest stage, if its own stage is clearly faster,
+    and stays faster without the client. Clients move with the probability that equalises both stages' speed: ``drawn``,
+    uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
     rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
     to = min(sorted({*fits} - {stage}), key=lambda s: (rates[s], -work[s]), default=stage)
     own = together / max(1, clients)

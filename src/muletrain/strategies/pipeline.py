@@ -45,7 +45,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, config: RunConfig) -> Pipeline | None:
-        """Returns the pipeline planned by a run's configuration; None: the configuration plans none."""
+        """Returns the pipeline that a run's configuration plans, if any."""
         p = config.pipeline
         if not p.seats:
             return None
@@ -88,8 +88,8 @@ class Pipeline:
         return self._turns[index]
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Returns the requests that a peer admits for one of its seats, shared among the trainers. With GPipe every
-        trainer gets the full number, since a step's forward passes come first."""
+        """Returns the requests that a peer admits for one of its seats, shared among the trainers; unshared with GPipe,
+        since a step's forward passes come first."""
         each = max(2, capacity // self._most_seats)
         return each if self.schedule == "gpipe" else max(2, each // trainers)
 
@@ -134,8 +134,8 @@ class Pipeline:
 
     @cached_property
     def _turns(self) -> tuple[int, ...]:
-        """Pipelines in turn, evenly, so that all pipelines fill at the same time, and a slow pipeline gets its few
-        microbatches over the whole step."""
+        """Pipelines in turn, evenly, so that all fill at the same time, and a slow pipeline gets its few microbatches
+        over the whole step."""
         turns = [((k + 0.5) / n, p) for p, n in enumerate(self.microbatches) for k in range(n)]
         return tuple(p for _, p in sorted(turns))
 
@@ -145,5 +145,5 @@ class Pipeline:
 
     @cached_property
     def _most_seats(self) -> int:
-        """Largest number of seats of a peer."""
+        """Most seats of a peer."""
         return max(max(Counter(row).values()) for row in self.names)

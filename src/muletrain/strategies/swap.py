@@ -1,6 +1,6 @@
 """Strategy ``swap`` (ATOM sec. III) lets every peer serve the whole model. The model's blocks pass through a device
 that is too small for all blocks (``compute.swap``); peers average the whole model once a step's microbatches are
-through. Otherwise a run with its single stage works as under strategy ``swarm``: measured speed decides who computes a
+through. Otherwise this single stage runs as under strategy ``swarm``: measured speed decides who computes a
 microbatch."""
 
 from __future__ import annotations

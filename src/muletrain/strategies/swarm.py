@@ -39,9 +39,8 @@ class Swarm:
         return 0
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Returns half of the stages' mean capacity, but at most the smallest stage's capacity, shared among the
-        trainers. A stage with little work has few peers; half of such a stage's capacity would leave many other peers
-        idle."""
+        """Returns half of the stages' mean capacity, but at most the smallest stage's, shared among the trainers. A
+        stage with little work has few peers; half of its capacity would leave many other peers idle."""
         under_way = min(sum(serving) * capacity // (2 * len(serving)), min(serving) * capacity)
         return max(2, under_way // trainers)
 

@@ -51,11 +51,11 @@ _Key = tuple[bytes, str, str, int]
 """(round, kind, sender, chunk number)"""
 _Chunk = tuple["Shard | Reduced", "Encoded"]
 ATTEMPTS_WAIT = 2
-"""Number of rounds for which one sender's chunks may wait: the failed round and the next."""
+"""Rounds for which one sender's chunks may wait: the failed round and the next."""
 ATTEMPTS_SENT = 64
-"""Number of rounds of one step for which a sender may send chunks."""
+"""Rounds of one step for which a sender may send chunks."""
 KEPT_BYTES = 1 << 10
-"""Overhead of a chunk beside its values [bytes]; counted because a malicious chunk may have a single value."""
+"""Bytes that a chunk costs beside its values: a liar's chunk may have a single value."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Limits:
 
     @classmethod
     def of(cls, n_trained: int, chunk: int) -> Limits:
-        """Returns the bounds for two members, each of which sends half of the gradient as accumulator and half as mean.
-        With more members, each sends less."""
+        """Returns the bounds for two members, each of which sends half of its accumulator and half of the mean. With
+        more members, each sends less."""
         chunks = n_trained // chunk + 4
         return cls(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
 
@@ -116,7 +116,7 @@ class _Inbox:
         return found
 
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
-        """Returns a future of a chunk, done on arrival."""
+        """Returns a future chunk."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up
         if key in self.arrived:
@@ -135,8 +135,8 @@ class Averager:
         """``usual``: usual duration of the run's rounds."""
         self._ctx, self._holders, self._usual = ctx, holders, usual
         self._tries = 0
-        """Rounds of this step so far. Each round waits twice as long for late members as the previous one, which
-        already sent the whole gradient."""
+        """Rounds of this step so far. Each waits twice as long for late members, because the previous round sent the
+        whole gradient."""
         self._inbox = _Inbox()
         self._limits = Limits.of(ctx.compute.n_trained, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
@@ -238,7 +238,7 @@ class Averager:
         return result, tuple(t.result() for t in tasks)
 
     def _to_scatter(self, round_: Round) -> Iterator[tuple[PeerId, int, tuple[int, int]]]:
-        """Chunks for the other members' shards, alternating between members, so that all members can begin."""
+        """Chunks of the other members' shards, in turn, so that all members can begin."""
         others = round_.others(self._ctx.net.peer_id)
         for turn in itertools.zip_longest(*(round_.chunks(m) for m in others)):
             for member, chunk in zip(others, turn, strict=True):
@@ -336,8 +336,7 @@ def _key(sender: PeerId, message: Shard | Reduced) -> _Key:
 def _reduce_chunk(
     parts: list[Tensor | Encoded], size: int, microbatches: int, codec: Any, out: Tensor, shared: bool
 ) -> tuple[Encoded | None, ShardFacts]:
-    """Write the mean of one chunk to ``out`` [size]; if the chunk is ``shared``, with the values that other members
-    decode."""
+    """Write the mean of one chunk to ``out`` [size]; if ``shared``, as decoded by the other members."""
     tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
     total = tensors[0]
     for tensor in tensors[1:]:

@@ -104,7 +104,7 @@ def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
-    """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives the gradient."""
+    """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives it."""
     return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
 
 
@@ -122,8 +122,8 @@ async def _from_holders(
     *,
     tied: bool,
 ) -> T | None:
-    """``take`` the gradient from ``holders``: from live holders first, a few at a time, since each must encode and hash
-    the gradient. Even over slow links, the absence of all holders is noticed soon."""
+    """``take`` the gradient from ``holders``: live holders first, a few at a time, since each must encode and hash it.
+    The absence of all holders is noticed soon, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
         answers = await asyncio.gather(*(_manifest(ctx, p, entry, tied=tied) for p in asked))
@@ -217,7 +217,7 @@ def _decoded(ctx: Context, entry: RoundEntry, piece: Tensor, numbers: int) -> Te
 
 
 async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
-    """Returns ``gradient`` as a MeanGradient. Raises ProtocolError if ``gradient`` does not match ``entry``."""
+    """Returns a MeanGradient. Raises ProtocolError if ``gradient`` does not match ``entry``."""
     if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
         s.content for s in entry.shards
     ):
@@ -236,8 +236,8 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
 
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for ``work``, which depends on ``holders``, and probe the holders meanwhile. Raises PeerUnreachable once no
-    holder answers."""
+    """Wait for ``work``, which depends on ``holders``, and probe them meanwhile. Raises PeerUnreachable once no holder
+    answers."""
     task, there = asyncio.ensure_future(work), list(holders)
 
     async def that_answer() -> list[PeerId]:
@@ -260,5 +260,5 @@ async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, w
 
 
 def _name(begin: int) -> str:
-    """Name of the piece that begins at ``begin``; names sort in the order of the pieces."""
+    """Name of the piece from ``begin`` on; names sort as the pieces do."""
     return f"{begin:016}"

@@ -30,9 +30,8 @@ ELSEWHERE_S, STUCK_S = 5.0, 60.0
 """Seconds after which a round fails: if a member that owes a chunk is not in the round; and if such a member moves no
 bytes."""
 UNMEASURED_S, USUAL, LONGEST_S = 600.0, 2.0, 3600.0
-"""A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds before the
-first round, and for USUAL usual rounds after the first round, up to LONGEST_S seconds (1 GB takes many minutes on a
-slow link)."""
+"""A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds in the first
+round, and for USUAL usual rounds later, up to LONGEST_S seconds (1 GB takes many minutes on a slow link)."""
 
 
 def usual_round() -> Usual:

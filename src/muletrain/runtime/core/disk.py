@@ -75,7 +75,7 @@ class Disk:
     """Makes the calls to one place in order, one at a time."""
 
     def __init__(self, executor: Executor | None = None) -> None:
-        """``executor``: runs the calls; the virtual world's executor runs each call at once."""
+        """``executor``: runs the calls, in the virtual world each at once."""
         self._executor = OneThread() if executor is None else executor
         self._turn = asyncio.Lock()
         self._moved = 0

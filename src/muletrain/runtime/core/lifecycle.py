@@ -16,7 +16,7 @@ class State(StrEnum):
     """The peer fell behind, and takes the state of a replica."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """The peer has applied its last step, and waits until the other replicas of its stage have done the same."""
+    """The peer has applied its last step, and waits for the other replicas of its stage to do the same."""
     FINISHED = "finished"
     """The run has ended."""
 
@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def arrived(self) -> bool:
-        """Has the peer trained on this branch, or could the peer have trained?"""
+        """Has the peer trained on this branch, or could it have?"""
         return self.state not in (State.JOINING, State.ROLLED_BACK)
 
     @property

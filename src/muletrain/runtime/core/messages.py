@@ -94,7 +94,7 @@ class Message(BaseModel):
 
 
 class Request(Message):
-    """One attempt at one microbatch; every pipeline message identifies its attempt."""
+    """One attempt at one microbatch, named by every pipeline message."""
 
     lineage: Digest
     step: Natural

@@ -38,7 +38,7 @@ class Meter:
     def __init__(self) -> None:
         self.stats = StepStats()
         self.pulse = Pulse(PULSE)
-        """Ends of the peer's forward and backward passes; ``StageServer`` beats the pulse."""
+        """Ends of the peer's forward and backward passes; written by ``StageServer``."""
         self.late = ""
         """Names the device operation that takes unusually long, and the remedy; ``Watchdog`` writes it."""
         self.validated: Validated | None = None
@@ -47,8 +47,8 @@ class Meter:
         """Cleared by ``Watchdog`` while an operation takes so long that no peer should count on this peer."""
         self.works.set()
         self.absences = 0
-        """Number of times when this peer or its device stood still, so that other peers may have believed this peer
-        dead; ``Watchdog`` counts."""
+        """Times that this peer or its device stood still, so that other peers may have believed this peer dead;
+        ``Watchdog`` counts."""
 
     def begin(self, now_s: float) -> None:
         """Begin new counts."""

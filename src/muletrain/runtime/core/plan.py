@@ -27,13 +27,13 @@ class Validation:
     microbatches: int
     """Most held-out microbatches. Their indices follow the indices of the step's own microbatches."""
     context: int
-    """Sequence length T of held-out microbatches."""
+    """Sequence length T, held out."""
     own_loss: bool = False
     """A user's module computes the loss, so there is no perplexity."""
 
     @classmethod
     def of(cls, train: TrainConfig, spec: Model) -> Validation | None:
-        """Returns the validation that the run's configuration asks for, if any."""
+        """Returns the configured validation, if any."""
         if not train.validate_every:
             return None
         microbatches = -(-train.validate_tokens // (train.microbatch * spec.context))
@@ -51,7 +51,7 @@ class Plan:
     """Sequences of a microbatch, B."""
     width: int
     vocab: int
-    """Upper bound (exclusive) of integers in inputs and targets."""
+    """Integers of inputs and targets are smaller."""
     sequence_length: Callable[[int], int]
     """Maps a step to the sequence length T."""
     activations: Codec
@@ -65,11 +65,11 @@ class Plan:
     inputs: TensorType = TOKENS
     """Type of the first stage's inputs."""
     targets: TensorType = TOKENS
-    """Type of the targets of the last stage's loss."""
+    """Type of the last stage's targets."""
     adopt_after_s: float = 30.0
     """Seconds without a peer of a stage, after which the run rolls back and other peers adopt the stage."""
     from_seed: bool = False
-    """The first weights are drawn from a seed, so any peer can make the first weights of any stage."""
+    """The first weights are drawn from a seed, so any peer can make any stage's first weights."""
     rebalance: Literal["off", "paper", "throughput"] = "off"
     rebalance_s: float = 60.0
     """Seconds between two decisions whether peers move."""
@@ -116,6 +116,6 @@ class Plan:
         return self.sequences, self.sequence_length(step)
 
     def codec(self, index: int) -> Codec:
-        """Returns the codec of a microbatch's activations. Held-out activations are not rounded, so that the loss is
-        the loss of the weights alone."""
+        """Returns the codec of a microbatch's activations. Held-out activations are not rounded: the loss measures the
+        weights alone."""
         return Codec.FP32 if index >= self.microbatches else self.activations

@@ -14,14 +14,14 @@ R = TypeVar("R")
 
 
 class Tasks:
-    """The tasks of one peer at one stage. All tasks end when the peer leaves the stage."""
+    """The tasks of one peer at one stage, which end when the peer leaves the stage."""
 
     def __init__(self, background: Executor | None = None) -> None:
         """``background``: runs work that may take seconds (hashing, the disk), so that neither the event loop nor
         ``Compute.offload`` is blocked; default: a thread."""
         self._background = background or ThreadPoolExecutor(1, thread_name_prefix="background")
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        """Tasks in the order of their start: the order of a set would depend on addresses."""
+        """In the order of their start: the order of a set would depend on addresses."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when a task failed unexpectedly: then the peer ends with that error."""
         self.closed = False

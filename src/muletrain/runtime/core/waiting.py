@@ -21,8 +21,8 @@ MAX_SILENCE = 6
 PATIENCE_S = 300.0
 """Seconds without progress of other peers, after which a wait is hopeless."""
 LOOKS = 4
-"""Least number of questions within the patience, for any length of the doubled deadlines: without questions no peer
-could report progress."""
+"""Least number of questions within the patience, however long the doubled deadlines: no peer could report progress
+otherwise."""
 ENDLESS = 12
 """Multiple of the patience without any awaited result, after which a wait is hopeless even if other peers report
 progress."""
@@ -41,7 +41,7 @@ class News:
         self.patience_s = PATIENCE_S
         """Seconds for which a wait continues without any news."""
         self.queue_s: Callable[[], float] = lambda: 0.0
-        """Returns the duration of a full queue [s] (``Context.queue_s``), the least time before a wait is given up."""
+        """Returns the duration of a full queue [s] (``Context.queue_s``). No wait is given up sooner."""
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
 
@@ -104,8 +104,8 @@ class Waits:
         so_far: Callable[[], int] = lambda: 0,
     ) -> None:
         """Wait for ``condition``, which holds on return. Call ``ask`` at each missed deadline, and when a peer dies,
-        and wait on meanwhile. No deadline is missed while ``pulse`` continues, with pauses of at most half the
-        deadline. ``so_far`` counts the part of the awaited result that has come.
+        and wait on meanwhile. No deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
+        ``so_far`` measures how much of the awaited result has come.
 
         Raises MuletrainError when the wait is hopeless, and errors of ``ask`` and ``look_around``.
         """
@@ -168,10 +168,9 @@ class Waits:
     @staticmethod
     def _first_idea_s(deadline: Deadline, came_s: float, took_s: float) -> float:
         """Estimates the usual duration after a first wait that missed its ``deadline``. A wait that our question ended
-        does not measure the duration (Karn's algorithm), and later waits are no longer measured then. The arrivals
-        before the second question (``came_s``) tell more than the whole wait, which a liar may have held up
-        (``took_s``). The deadline was too short, so the next deadline, three times a first measurement, must not be
-        shorter."""
+        does not measure the duration (Karn's algorithm), and later waits are no longer measured then. Arrivals before
+        the second question (``came_s``) tell more than the whole wait (``took_s``), which a liar may have held up. The
+        deadline was too short, so the next is no shorter: three times a first measurement."""
         return min(took_s, max(came_s, deadline.seconds() / 3))
 
     def hopeless(self, begin: float, times: int = 1) -> bool:

@@ -1,8 +1,8 @@
 """Knows the members of the run, and the peers that this peer can count on.
 
-- ``roster``: the members, their stages, and the live peers. ``membership``: introductions and questions about members.
-- ``detector``: the failure detector marks peers as suspected, down or back. ``silence`` selects the peers to ask.
-- ``watchdog``: detects a hanging operation of this peer's own device.
+- ``roster``: the members, their stages, and the live peers. ``membership``: introductions.
+- ``detector``: marks peers as suspected, down or back. ``silence`` selects the peers to ask.
+- ``watchdog``: an operation of this peer's own device that hangs.
 - ``context``: shared by all actors of one peer: network, clock, compute, roster, plan, detector.
 - ``rebalancing``: moving to another stage. ``leaving``: leaving in order.
 

@@ -73,7 +73,7 @@ class Context:
     chaos: Chaos = field(default_factory=NoChaos)
     meter: Meter = field(default_factory=Meter)
     helpers: Callable[[], int] | None = None
-    """Counts the clients that compute for this peer; None: the strategy has no clients."""
+    """Counts the clients that compute for this peer, if the strategy has clients."""
 
     @classmethod
     def at_stage(
@@ -113,8 +113,8 @@ class Context:
         frame: Frame | None = None,
         channel: Channel | None = None,
     ) -> None:
-        """Send a frame and count its bytes. ``frame``: the message's frame, if already made; ``channel``: overrides the
-        message's own channel. Raises PeerUnreachable or DeadlineExceeded."""
+        """Send a frame and count it. ``frame``: the message's frame, if already made; ``channel``: in place of the
+        message's own. Raises PeerUnreachable or DeadlineExceeded."""
         if not self.meter.works.is_set():  # until the device is back, or the watchdog ends the peer
             await self.meter.works.wait()
         begin = self.clock.now()

@@ -1,5 +1,5 @@
-"""The failure detector of one peer decides which other peers to count on. A *suspected* peer is routed around, perhaps
-wrongly. A peer that is *down* is not counted on until the peer is *back*. Questions with measured deadlines decide.
+"""The failure detector of one peer decides which other peers to count on, by questions with measured deadlines. A
+*suspected* peer is routed around, perhaps wrongly. A peer that is *down* is not counted on until the peer is *back*.
 
 Suspicion changes routing alone. A peer is marked down when unreachable, or on missing the patient deadline of a
 question while nothing else comes from the peer either (the two levels of SWIM, Das et al. 2002). ``members.silence``
@@ -36,8 +36,8 @@ LONG_S, RARELY_S = 60.0, 300.0
 """Seconds after which a peer that is down counts as long gone, and the longest pause between two tries of a peer that
 is down."""
 AT_ONCE = 4
-"""Number of long-gone peers tried at the same time: peers that went together would otherwise be dialled together, again
-and again."""
+"""Long-gone peers tried at the same time: peers that went together would otherwise be dialled together, again and
+again."""
 LATE_S, LATE_MAX_S = 1.0, 10.0
 """First and longest pause between two questions to a peer with a late device [s]; the pause doubles."""
 MAX_ALARMS = 3
@@ -96,18 +96,18 @@ class FailureDetector:
         self._usual: dict[PeerId, Usual] = {}
         """Usual answer times of each peer, for suspicions."""
         self._waited_s: deque[float] = deque(maxlen=RECENT)
-        """Additional times of recent answers of all peers, beyond the fastest answer of the same peer [s]."""
+        """Delays of recent answers beyond the fastest answer of the same peer [s]."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
-        """Awaited answers by peer, in the order of their begin: the order of a set would depend on addresses."""
+        """Awaited answers in the order of their begin: the order of a set would depend on addresses."""
         self._looked_after: set[PeerId] = set()
         self._late: set[PeerId] = set()
         """Peers that reported a late device: suspected until they report otherwise."""
         self._tried: dict[PeerId, tuple[float, float]] = {}
-        """Times of the first and the last try of each peer that is down."""
+        """First and last try of each peer that is down."""
         self._alarms: Counter[PeerId] = Counter()
-        """Questions that a live peer has missed since its last answer. Only answers are measured. Without this count,
-        each question would fail like the previous question where all peers are slow, as on cores that fleets share (RFC
-        6298, 5.5)."""
+        """Questions that a live peer has missed since its last answer. Only answers are measured, so without this count
+        each question would fail like the previous where all peers are slow, as on cores that fleets share (RFC 6298,
+        5.5)."""
 
     def add_routes(self, routes: Routes) -> None:
         """Tell ``routes`` of every suspicion from now on."""
@@ -128,9 +128,9 @@ class FailureDetector:
         brief: bool = False,
     ) -> Progress | None:
         """Ask a silent peer about its microbatches (``brief``: only about its presence). Suspect the peer if the answer
-        takes longer than usual. If no answer comes in time, mark the peer down and return None; while anything still
-        comes from the peer, repeat the question a few times. ``hearsay``: the suspicion comes from other peers, which
-        need no notice."""
+        takes longer than usual. Without an answer in time, mark the peer down and return None; but while anything still
+        comes from the peer, ask again a few times. ``hearsay``: other peers suspect the peer already, and need no
+        notice."""
         with self._suspecting(peer, lineage, step, attempt, hearsay):
             for again in range(MAX_AGAIN + 1):
                 try:
@@ -186,8 +186,8 @@ class FailureDetector:
         return own_s + QUEUES * queued_s
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
-        """Route around ``peer`` until news of ``peer``, and let the other peers ask, too, so that all peers learn at
-        the same time whether ``peer`` lives. Only routes change, so a suspicion may be wrong."""
+        """Route around ``peer`` until news of it, and let the other peers ask, too, so that all learn at the same time
+        whether it lives. Only routes change, so a suspicion may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -198,8 +198,7 @@ class FailureDetector:
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Find out whether ``peer`` is there, one question at a time: other peers suspect ``peer``, or a stream
-        ended."""
+        """Find out whether ``peer`` is there, once at a time: other peers suspect it, or a stream ended."""
         asked = (peer in self.suspected and peer not in self._late) or peer in self._looked_after
         if self._peer.roster.is_alive(peer) and peer != self._peer.net.peer_id and not asked:
             self._looked_after.add(peer)
@@ -207,7 +206,7 @@ class FailureDetector:
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Repeat the question while the peer's device is late: the peer gets no work, so nothing else would end the
+        """Repeat the question while the peer's device is late: without new work, nothing else would end the
         suspicion."""
         for times in itertools.count():
             if times or peer not in self._late:
@@ -293,7 +292,7 @@ class FailureDetector:
             self._peer.news.hurry()
 
     def mark_back(self, peer: PeerId) -> bool:
-        """There is news of ``peer``: count on ``peer``. Returns True if ``peer`` was down, or had left."""
+        """There is news of ``peer``: count on it. Returns True if ``peer`` was down, or had left."""
         return self._peer.roster.mark_alive(peer)
 
     def stand_aside(self, peer: PeerId) -> None:

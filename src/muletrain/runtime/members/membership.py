@@ -73,7 +73,7 @@ class Membership:
         return {*peers} - {p for p, heard in zip(living, told, strict=True) if heard}
 
     async def _introduce_to(self, peer: PeerId) -> bool:
-        """Returns True if the introduction reached ``peer``."""
+        """Returns True if ``peer`` heard us."""
         ctx = self._ctx
         begin = ctx.clock.now()
         try:
@@ -95,9 +95,9 @@ class Membership:
         return False
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
-        """Handle a first message of ``peer``: ask ``peer`` for an introduction if unknown, or not known to serve
-        ``stage``, because ``peer`` came or moved during our absence. Raises ProtocolError if ``peer`` does not
-        introduce itself, or was expelled."""
+        """``peer`` speaks to us: ask it for an introduction if it is unknown, or not known to serve ``stage``, because
+        it came or moved during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
+        expelled."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")

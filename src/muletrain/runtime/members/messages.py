@@ -23,8 +23,8 @@ from muletrain.runtime.core.messages import (
 
 
 class Member(Message):
-    """Describes one peer of the run. ``device``: kind of the device. ``flops``: expected speed [FLOP/s], 0 if unknown.
-    ``since``: counter that grows with every served stage; a later description replaces an earlier one."""
+    """Describes one peer of the run. ``device``: kind. ``flops``: expected speed [FLOP/s], 0 if unknown. ``since``:
+    counts served stages; a later description replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id
@@ -36,8 +36,7 @@ class Member(Message):
     flops: Rate = 0
     since: Natural = 0
     place: Annotated[str, Field(max_length=64)] = ""
-    """The place where the peer can write checkpoints (``CheckpointStore.name``). Members with the same name share the
-    place."""
+    """Place where the peer can write checkpoints (``CheckpointStore.name``), shared by members with the same name."""
 
 
 class GetProgress(Message):
@@ -57,10 +56,9 @@ class Progress(Message):
 
     ``accumulated``: microbatches in the accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
     ``in_flight``: requests in work; ``answering``: requests with an answer on the way; ``given``: microbatches that the
-    peer's trainer has sent out and waits for; ``asking``: microbatches that the trainer sends out unless another peer
-    has them; ``completed``: microbatches known to be through all stages, with ``losses`` [nats/token]. ``round``: the
-    present or held round of averaging. ``moved``: bytes of tensors that the peer has sent and received in total, so
-    that two answers show progress.
+    peer's trainer gave out and waits for; ``asking``: microbatches given out unless another peer has them;
+    ``completed``: microbatches known to be through all stages, with ``losses`` [nats/token]. ``round``: the present or
+    held round of averaging. ``moved``: bytes of tensors sent and received in total, so that two answers show progress.
     """
 
     KIND: ClassVar[str] = "progress"

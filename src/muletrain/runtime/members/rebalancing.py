@@ -1,6 +1,6 @@
 """Peers move to the stage with the greatest need (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D). Every period
 each peer announces its load, computes the moves that follow from all loads (``Strategy.assign``), and carries out its
-own move.
+own.
 
 Announcements are hints. A peer that misses an announcement makes a move too many or too few, but no number changes:
 leaving and joining keep their own promises.

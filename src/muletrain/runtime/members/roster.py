@@ -1,8 +1,8 @@
-"""The roster contains the members of the run, the stage of each member, and this peer's belief about live members.
+"""The roster contains the members of the run, their stages, and this peer's belief about live members.
 
-The members that begin together agree on the genesis. The digest of the genesis is the first lineage, so peers with
-different beginnings refuse each other's frames. Later members introduce themselves to all peers. The known members, and
-the members believed alive, are each peer's own view, which changes routing and rounds, never numbers.
+The members that begin together agree on the genesis, whose digest is the first lineage, so peers with different
+beginnings refuse each other's frames. Later members introduce themselves to all peers. The known members, and the
+members believed alive, are each peer's own view, which changes routing and rounds, never numbers.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class Roster:
         return self._members[self._own_id]
 
     def hear_of(self, member: Member) -> None:
-        """Other peers report ``member``, whose own word will tell the stage. Ignore entries of other peers about us;
-        after a wrong entry, raise our ``since`` so that our next announcement wins. A member noted as left counts as
-        back if other peers heard from it later. This is needed when the member and we move at the same step, because
-        then neither introduces itself to the other. Raises ProtocolError as ``admit`` does."""
+        """Other peers report ``member``, whose own word will tell the stage. Ignore entries of other peers about us; if
+        one is wrong, raise our ``since`` so that our next announcement wins. A member noted as left counts as back if
+        other peers heard from it later: when the member and we move at the same step, neither introduces itself to the
+        other. Raises ProtocolError as ``admit`` does."""
         own, known = self.own, self._members.get(member.id)
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
@@ -179,7 +179,7 @@ class Roster:
         self._changed()
 
     def moved(self, peer: str, stage: int) -> None:
-        """``peer`` serves ``stage`` from now on, as announced by ``peer``, or soon to be announced."""
+        """``peer`` serves ``stage`` from now on, by its own word, perhaps soon to come."""
         known = self._members.get(peer)
         if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
@@ -236,8 +236,8 @@ class Roster:
         return [self._members[p] for p, declines in self._dead.items() if not declines]
 
     def mark_alive(self, peer: str) -> bool:
-        """There is news of ``peer``, perhaps after its departure, since ``peer`` was needed after all; only
-        ``FailureDetector`` calls this. Returns True if ``peer`` was not counted on before."""
+        """There is news of ``peer``, perhaps after it left, since it was needed after all; only ``FailureDetector``
+        calls this. Returns True if ``peer`` was not counted on before."""
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left
@@ -310,8 +310,8 @@ class Roster:
         return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
 
     def receivers(self) -> tuple[str, ...]:
-        """Returns the live peers that get microbatches from here: peers of the next stage and, from a trainer, peers of
-        the first stage."""
+        """Returns the live peers that get microbatches from here: of the next stage and, from a trainer, of the first
+        stage."""
         first = self.stage(0) if self.own.trainer else ()
         return tuple(p for p in (*first, *self.stage(self.own.stage + 1)) if p != self._own_id)
 

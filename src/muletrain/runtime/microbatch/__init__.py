@@ -3,13 +3,12 @@
 - ``trainer``: builds the claimed microbatches, and sees them through.
 - ``dispatcher``: chooses the next peer (``Dispatcher._choose``), sends, and waits for the answer.
 - ``stage_server``: admits a request, computes, sends the result on, and answers.
-- ``inflight``: one step in flight, with the ledger of the microbatches in this peer's accumulator.
-- ``validator``: sends held-out microbatches, and reports the held-out loss.
-- ``survey``: asks all peers for the holders of a microbatch, before the microbatch is tried again.
+- ``inflight``: one step in flight, with the ledger of this peer's accumulator.
+- ``validator``: sends held-out microbatches, and reports their loss.
+- ``survey``: asks all peers for holders of a microbatch, before another try.
 - ``cross_check``: asks another peer for a gradient that stands out.
 - ``position``: the peer's place in the run. ``microbatches``: all of the above for one peer.
 
 Rooms above hold ``Microbatches`` and ``Position``. Only ``StageServer`` fills a ledger; only room ``step`` seals and
-reopens a ledger, also by ``Position.enter``. Only room ``step`` changes a ``Position``; other rooms may interrupt the
-step.
+reopens it, also by ``Position.enter``. Only room ``step`` changes a ``Position``; other rooms may interrupt the step.
 """

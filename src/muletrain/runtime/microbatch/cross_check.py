@@ -76,7 +76,7 @@ class GradientCrossCheck:
         return first.values, True
 
     async def _begin(self, answer: Answer, length: float) -> None:
-        """Wait for another peer's first answer, while such an answer is to come."""
+        """Wait for another peer's first answer, while there is one to come."""
         self._first.setdefault(answer.peer, length)
         if len(self._first) > 1:
             self._second.set()

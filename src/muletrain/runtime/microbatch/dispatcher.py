@@ -1,8 +1,8 @@
-"""Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and follows the request to its answer.
+"""Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and waits for the answer.
 
-Trainers (towards stage 0) and peers (towards the next stage) both use a dispatcher. Activations travel from peer to
-peer. The strategy names the peers that may get the microbatch; among several named peers, each sender chooses by its
-own measurements (``Dispatcher._choose``; SWARM sec. 3.2, app. C).
+Trainers (towards stage 0) and peers (towards the next stage) do this alike. Activations travel from peer to peer. The
+strategy names the peers that may get the microbatch; each sender chooses among them by its own measurements
+(``Dispatcher._choose``; SWARM sec. 3.2, app. C).
 """
 
 from __future__ import annotations
@@ -236,9 +236,9 @@ class Dispatcher:
 
     async def _from(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
         """Returns the answer of one peer. When the peer is suspected, another peer computes the microbatch, too, but
-        accumulates nothing, neither here nor in later stages. If the suspect lives, the microbatch is in the suspect's
-        accumulator; if not, that accumulator is lost anyway, and the stage runs its microbatches again. So a false
-        alarm costs a single computation, and no microbatch is ever in two accumulators."""
+        accumulates nothing, here and in later stages. If the suspect lives, its accumulator has the microbatch; if not,
+        that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs a single
+        computation, and no microbatch is ever in two accumulators."""
         peer, request = pending.peer, pending.request
         if request.key in self._pending.get(peer, {}):
             what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
@@ -277,8 +277,8 @@ class Dispatcher:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """Let other peers compute the microbatches owed by ``peer``, oldest first, at the pace of the other peers: most
-        suspects are soon heard again."""
+        """Let other peers compute the microbatches owed by ``peer``, oldest first, at their own pace: most suspects are
+        soon heard again."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
@@ -288,7 +288,7 @@ class Dispatcher:
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
     def _have_one_copied(self, pending: Pending, why: str) -> bool:
-        """Returns False if a copy exists already, or if no copy is left in the budget."""
+        """Returns False if a copy exists already, or if no copy is left."""
         if pending.copy is not None or not self._copies.spend():
             return False
         self._rerouted(pending.peer, pending.request, f"{why}, so another peer computes a copy")
@@ -301,8 +301,8 @@ class Dispatcher:
         return await self.request(p.request, (), p.tensors, p.tried, gradient=p.gradient, unfinite=p.unfinite)
 
     async def missing(self, request: Attempt, accumulate: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the stages that should accumulate a microbatch that failed here. The microbatch may have gone through
-        before, so stages from ours on that already hold it are left out."""
+        """Returns the stages that should accumulate a microbatch that failed here. An earlier try may have gone
+        through, so stages from ours on that hold the microbatch are left out."""
         r, ours, ignored = request, tuple(s for s in accumulate if s >= self._stage), request.without.__contains__
         still, _ = await self._survey.still_missing(r.lineage, r.step, r.index, ours, self.trips.usual_s, ignored)
         return tuple(s for s in accumulate if s < self._stage or s in still)
@@ -350,15 +350,15 @@ class Dispatcher:
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     def on_broken(self, peer: PeerId) -> None:
-        """A stream with ``peer`` ended: requests and answers on the stream are lost."""
+        """A stream with ``peer`` ended, and its messages are lost."""
         for pending in self._pending.get(peer, {}).values():
             if not pending.broke.done():
                 pending.broke.set_result(None)
 
     def _held_for_long(self, pending: Pending, waited_s: float) -> bool:
-        """Let another peer compute a copy of a long ``pending`` request, regardless of reports by the pending peer,
-        which may lie. Returns True if no copy is possible although the stage has other peers: then the request must be
-        given up, and tried anew."""
+        """Let another peer compute a copy of a long ``pending`` request, because reports by its peer may be lies.
+        Returns True if no copy is possible although the stage has other peers: then give the request up, and try
+        anew."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
         if alone or pending.copy is not None or not self.trips.is_long(waited_s):
             return False

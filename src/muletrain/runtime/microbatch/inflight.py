@@ -44,9 +44,9 @@ class Ledger:
     """Records the microbatches in this peer's accumulator (CONTRIBUTING, "How a step goes", 3). ``StageServer`` fills
     the ledger, room ``step`` seals and reopens it.
 
-    The ledger is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once over all attempts.
-    Announcing the set seals the ledger: later microbatches are recomputed without accumulating, until the step's record
-    decides otherwise.
+    A ledger is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once over all attempts.
+    Announcing the set seals it: later microbatches are recomputed without accumulating, until the step's record decides
+    otherwise.
     """
 
     def __init__(self, lineage: bytes, step: int, microbatches: int) -> None:
@@ -106,9 +106,8 @@ class Ledger:
         return frozenset(self._accumulated)
 
     def reopen(self, *, keep: bool, gaps: Collection[int] | None = None) -> None:
-        """Accept more indices, since the round failed or had ``gaps``. With ``gaps``, accept only the gaps, because
-        other reruns in progress were requested before a missing peer came back. ``keep`` false: the accumulator was
-        emptied."""
+        """Accept more indices, since the round failed or had ``gaps``: then only the gaps, because other reruns in
+        progress belong to earlier gaps, before a peer came back. ``keep`` false: the accumulator was emptied."""
         self._sealed = False
         if gaps is not None or not keep:
             self._gaps = gaps
@@ -183,7 +182,7 @@ class InFlightStep:
     given: set[int] = field(default_factory=set)
     """Microbatches that this peer's trainer has given out and waits for."""
     asking: set[int] = field(default_factory=set)
-    """Microbatches that this peer's trainer gives out unless another peer has them."""
+    """Microbatches that the trainer gives out unless another peer has them."""
     answering: Counter[int] = field(default_factory=Counter)
     """Microbatches whose answer is being sent, perhaps after other answers on a narrow link."""
     round: bytes = b""
@@ -214,8 +213,8 @@ class InFlightStep:
 
     @property
     def covered(self) -> frozenset[int]:
-        """Microbatches that must not be accumulated again: the accumulated microbatches, or all microbatches once we
-        hold the stage's mean gradient, unless that gradient will not count."""
+        """Microbatches that must not be accumulated again: the accumulated, or all once we hold the stage's mean
+        gradient, unless that will not count."""
         if not self.reduced:
             return self.ledger.accumulated
         return frozenset() if self.gave_way else frozenset(range(self.microbatches))

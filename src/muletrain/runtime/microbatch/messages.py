@@ -24,8 +24,8 @@ MAX_WITHOUT = 64
 
 
 class Attempt(Request):
-    """One attempt at one microbatch, passed from stage to stage. ``without``: peers that compute the microbatch only if
-    no other peer can, since their replicas do not count on their accumulators."""
+    """One attempt at one microbatch, passed from stage to stage. ``without``: peers that compute it only if no other
+    peer can, since their replicas do not count on their accumulators."""
 
     without: Annotated[tuple[Id, ...], Field(max_length=MAX_WITHOUT), FailFast()] = ()
 
@@ -48,8 +48,7 @@ class Forward(Attempt):
 
     @property
     def wanted(self) -> bool:
-        """Should the receiver accumulate the microbatch? Otherwise the request is a copy, of which there may be
-        many."""
+        """Should the receiver accumulate the microbatch? Otherwise this is a copy, one of perhaps many."""
         return self.stage in self.accumulate
 
 
@@ -68,8 +67,8 @@ class Backward(Request):
 
 
 class Done(Request):
-    """The microbatch went through this stage and all later stages, and back to where a gradient was needed. This is the
-    answer to a sender that needs no gradient, such as a trainer."""
+    """The microbatch went through this stage and all later stages, and back where a gradient was needed: the answer to
+    a sender that needs no gradient, such as a trainer."""
 
     KIND: ClassVar[str] = "done"
     stage: Natural
@@ -117,10 +116,10 @@ class TrainerDone(Message):
 
 class Gap(Message):
     """Microbatches ``indices`` are in no accumulator of a stage: trainers inject them again, for that stage alone.
-    Every replica sends this message. ``early``: sent before all microbatches are through, after a replica died. Some of
-    the microbatches died with the replica; the rest has not reached this stage yet. ``turn``: number of times that the
-    message was sent without effect; each time the next trainer is responsible. ``without``: replicas that the sender
-    does not count on, regardless of their accumulators."""
+    Every replica sends this. ``early``: sent before all microbatches are through, after a replica died; some died with
+    the replica, the rest has not reached this stage yet. ``turn``: times that this was sent without effect; each time
+    the next trainer is responsible. ``without``: replicas that the sender does not count on, regardless of their
+    accumulators."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest

@@ -34,8 +34,8 @@ class Microbatches:
     flight."""
 
     def __init__(self, ctx: Context, position: Position, source: Source | None, heldout: Heldout | None = None) -> None:
-        """``source``: makes microbatches; None: this peer does not train yet. ``heldout``: makes held-out microbatches;
-        None: this peer has no held-out text."""
+        """``source``: makes microbatches; None: this peer does not train yet. ``heldout``: makes held-out microbatches,
+        if it has the text."""
         self._ctx, self._position, self.source, self._heldout = ctx, position, source, heldout
         self.survey = Survey(ctx, position)
         stage = ctx.roster.own.stage
@@ -82,7 +82,7 @@ class Microbatches:
         return not missing
 
     def _validate(self, trainer: Trainer, work: InFlightStep) -> None:
-        """Measure the held-out loss of the step's weights, if a measurement is due and this peer is the validator."""
+        """Measure the held-out loss of the step's weights, if due and this peer is the validator."""
         ctx = self._ctx
         if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
             trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
@@ -136,7 +136,7 @@ class Microbatches:
                 dispatcher.on_broken(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
-        """Note the microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""
+        """Note microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""
         work, roster = self._position.computing(message.step), self._ctx.roster
         if work is None or not roster.member(sender).trainer:
             return

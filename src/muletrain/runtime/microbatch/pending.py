@@ -94,10 +94,9 @@ class Pending:
 async def answer_of(
     pending: Pending, ctx: Context, trips: Trips, held_for_long: Callable[[Pending, float], bool], what: str
 ) -> Reply | Answer:
-    """Wait while the peer works on the request, or while the answer is on the way. Ask the peer when a deadline is
-    missed. When a stream with the peer breaks, ask at once, and again when everything sent since should have come.
-    ``held_for_long`` decides to give up a request after a pending time [s]. Raises Gone, PeerUnreachable,
-    DeadlineExceeded."""
+    """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed;
+    when a stream with the peer breaks, at once, and again when everything sent since should have come.
+    ``held_for_long`` decides when to give up [s]. Raises Gone, PeerUnreachable, DeadlineExceeded."""
     peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
     pending.broke = asyncio.Future()
     while True:

@@ -68,7 +68,7 @@ class _Job:
     absences: int = 0
     """Absences of this peer (``Meter``) at the last check that no other replica has the microbatch."""
     elsewhere: bool = False
-    """Another replica has the microbatch by now."""
+    """Another replica has the microbatch."""
     task: asyncio.Task[None] | None = None
 
     def answers(self, sender: PeerId, again: Forward) -> bool:
@@ -350,7 +350,7 @@ class StageServer:
                 return gradient
 
     def _took_s(self, job: _Job) -> float:
-        """Seconds for which the job has kept this peer busy since the begin of its turn."""
+        """Seconds for which the job has kept this peer busy in its turn."""
         return self.ctx.compute.busy_s(job.microbatch, self.ctx.clock.now() - job.begun)
 
     def _count(self, job: _Job, accumulation: Accumulation) -> None:

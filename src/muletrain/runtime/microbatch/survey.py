@@ -1,4 +1,4 @@
-"""Asks all peers for the holders of a microbatch, before the microbatch is tried again."""
+"""Asks all peers for holders of a microbatch, before another try."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 15.0
 """Least seconds to wait for a peer that still works on a microbatch."""
 PAUSE_S, PAUSES = 0.05, 30
-"""Seconds between the first two checks of such a peer; the pause doubles, up to the wait divided by ``PAUSES``, so that
-a long wait costs no more questions than a short wait."""
+"""Seconds between the first two checks of such a peer; doubles, up to the wait divided by ``PAUSES``, so that a long
+wait costs no more questions than a short wait."""
 
 
 class Survey:
@@ -31,7 +31,7 @@ class Survey:
         self._ctx, self._position = ctx, position
         self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
         self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
-        """Running questions to all peers (``_asking``) and the questions that follow, by lineage and step."""
+        """Running questions to all peers, and the questions that follow, by lineage and step."""
 
     async def still_missing(
         self,
@@ -45,20 +45,19 @@ class Survey:
         silent: Collection[int] = (),
         given: bool = False,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Returns the ``stages`` that still lack microbatch ``index``, and the microbatch's loss [nats/token] if known
-        to a peer that has the microbatch.
+        """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
+        knows.
 
         A stage has the microbatch if a peer that is not ``ignored``, ourselves included, holds it in its accumulator;
-        that peer recomputes without accumulating. While some peer still works on the microbatch, wait: a microbatch
-        about to be accumulated must not be accumulated twice, which costs a whole accumulator. With ``given``, wait,
-        too, while another trainer has given the microbatch out; of two trainers that ask at the same time, the trainer
-        with the higher id waits. (A caller that asks on behalf of such a trainer must not set ``given``, or the trainer
-        would wait for itself.) The wait ends ``patience_s`` (at least ``PATIENCE_S``) after the awaited peers last
-        accumulated anything. If all awaited devices are late, the wait ends after ``PATIENCE_S``.
+        that peer recomputes without accumulating. While some peer still works on it, wait: a second accumulation would
+        cost a whole accumulator. With ``given``, wait, too, while another trainer has given the microbatch out; of two
+        trainers that ask at the same time, the trainer with the higher id waits. (A call on behalf of such a trainer
+        must not set ``given``: the trainer would wait for itself.) The wait ends ``patience_s`` (at least
+        ``PATIENCE_S``) after the awaited peers last accumulated anything, or after ``PATIENCE_S`` if their devices are
+        late.
 
-        Once some stage has the microbatch, ``silent`` stages count as having it, too, unless a live peer reports
-        otherwise: a silent peer may come back with its accumulator, and microbatches still missing when the stage seals
-        are run again then.
+        Once some stage has the microbatch, ``silent`` stages without a live peer's report count as having it: a silent
+        peer may come back with its accumulator, and microbatches missing when the stage seals are run again then.
         """
         if not stages:
             return (), None

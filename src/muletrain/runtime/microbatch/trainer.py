@@ -37,8 +37,7 @@ MOST_HELD_BACK = 3
 """Number of consecutive late checks that find peers at work, after which microbatches of live trainers pass on all the
 same."""
 DOUBTED_TURN = 2
-"""Number of a replica's vain requests after which a trainer, too, ignores the peers that the replica does not count
-on."""
+"""Vain requests of a replica before a trainer, too, ignores the peers that the replica does not count on."""
 MOST_AGAIN = 3
 """Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
@@ -80,14 +79,13 @@ class Trainer:
         """Number of times that we moved on to the next trainer in line (``claimant``), because microbatches were
         missing and no peer was at work."""
         self._held_back, self._held_back_at = 0, 0.0
-        """Number of consecutive times that we did not move on, because peers were at work; and the first such time
-        [s]."""
+        """Consecutive times that we did not move on, because peers were at work; and the first such time [s]."""
         self._passed = False
         """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
-        """Number of times that other peers may have believed us dead, until this step began."""
+        """Times that other peers may have believed us dead, before this step."""
         self._down_before = self._down()
-        """Peers that were down before this step, and can have no part of it."""
+        """Peers down before this step, which hold no part of it."""
         self._silent: set[int] = set()
         """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
@@ -132,8 +130,8 @@ class Trainer:
         await self._run(range(self._ctx.plan.microbatches), retry=retry)
 
     async def take_over_orphans(self, *, late: bool = False) -> None:
-        """See through the microbatches that fell to us when their trainer died. ``late``: all microbatches should be
-        through by now; if no peer is at work, microbatches of live trainers pass on, too."""
+        """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
+        if no peer is at work, microbatches of live trainers pass on, too."""
         if self._claims(self._work.missing(), 0):
             self._silent = await self._silent_stages()
         await self._run(self._work.missing(), retry=True)
@@ -186,8 +184,8 @@ class Trainer:
                 repair.cancel()
 
     def _doubted(self, sender: PeerId, gap: Gap, index: int) -> tuple[PeerId, ...]:
-        """Returns the peers that ``sender`` does not count on, if ``sender`` has asked for long: two replicas may each
-        wait for microbatches of the other. Once for each microbatch, since ``sender`` may lie."""
+        """Returns the peers that ``sender`` does not count on, if it has asked for long: two replicas may each wait for
+        microbatches of the other. Once for each microbatch, since ``sender`` may lie."""
         replica = self._ctx.roster.member(sender).stage == gap.stage
         if not replica or gap.turn < DOUBTED_TURN or (sender, index) in self._believed:
             return ()
@@ -211,7 +209,7 @@ class Trainer:
             self._refilling.discard((stage, index))
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
-        """Claim our share of ``indices``, see the microbatches through, and tell all peers."""
+        """Claim our share of ``indices``, see it through, and tell all peers."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
@@ -263,7 +261,7 @@ class Trainer:
         doubted: tuple[PeerId, ...] = (),
     ) -> float:
         """Try one microbatch until it is through. Returns the loss [nats/token]. ``retry``: some peer may already have
-        the microbatch; ``asked``: all peers were asked, and none has it; ``doubted``: see ``refill``."""
+        it; ``asked``: no peer has it; ``doubted``: see ``refill``."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
@@ -302,8 +300,7 @@ class Trainer:
     async def _still_missing(
         self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = (), *, passed_on: bool = False
     ) -> tuple[tuple[int, ...], float | None]:
-        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out, and may see
-        it through."""
+        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out."""
         trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
         patience_s = trips.long_s if passed_on else trips.usual_s
 
@@ -342,8 +339,7 @@ class Trainer:
         return 2 * self._votes(stage)[peer] > others
 
     def _votes(self, stage: int) -> Counter[PeerId]:
-        """Returns, for each peer, how many replicas of ``stage`` do not count on that peer. One count serves all
-        microbatches."""
+        """Returns how many replicas of ``stage`` do not count on a peer, counted once for all microbatches."""
         said, roster = self._without[stage], self._ctx.roster
         seen = roster.version, self._gaps
         if stage not in self._counted or self._counted[stage][0] != seen:

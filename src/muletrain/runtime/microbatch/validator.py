@@ -39,15 +39,15 @@ TRIES, PAUSE_S, PAUSE_MAX_S = 5, 0.1, 2.0
 most; doubles."""
 
 STALL_S, LIMIT_S = 100.0, 600.0
-"""Seconds without a finished microbatch after which a measurement is given up, and seconds after which any measurement
-is given up. Both are checked every ``STALL_S``, and end long before any peer gives up the step (``core.waiting``)."""
+"""Seconds without a finished microbatch after which a measurement is given up, and seconds for any measurement. Both
+are checked every ``STALL_S``, and end long before any peer gives up the step (``core.waiting``)."""
 
 
 class Heldout(Protocol):
     """Makes held-out microbatches."""
 
     targets: int
-    """Number of targets in all held-out microbatches, tokens or samples: the losses are means over targets."""
+    """Number of all targets, tokens or samples, over which losses are means."""
 
     def __len__(self) -> int: ...
 
@@ -57,9 +57,8 @@ class Heldout(Protocol):
 
 
 def validator_of(roster: Roster) -> PeerId | None:
-    """Returns the trainer that measures the held-out loss: the trainer that collects reports, else the first trainer by
-    id; None: there is no trainer. The choice is a hint: a peer with another view costs a second measurement, or
-    none."""
+    """Returns the trainer that measures the held-out loss: the trainer that collects reports, else the first by id, if
+    any. A hint: a peer with another view costs a second measurement, or none."""
     trainers, coordinator = roster.trainers(), roster.coordinator()
     if coordinator is not None and coordinator.id in trainers:
         return coordinator.id
@@ -80,7 +79,7 @@ class Validator:
         """Loss of each finished microbatch, summed over tokens [nats]."""
 
     async def run(self) -> None:
-        """Measure, and report the loss or the reason why there is none. Raises nothing but CancelledError."""
+        """Measure, and report the loss or the reason why there is none. Raises only CancelledError."""
         ctx = self._ctx
         if self._source is None:
             return self._left_out("the trainer that would measure it has no held-out text")

@@ -102,8 +102,8 @@ class Arrival:
 
     async def catch_up(self, why: Behind) -> None:
         """Take the state of a replica that has gone on or, if our weights are wrong, of a replica at our step. If our
-        weights are right, no replica has later weights and most other peers are near, take part in the step again: our
-        weights may be the last of our stage. Raises MuletrainError if no replica has the needed state."""
+        weights are right, no replica has later weights and most peers are near, take part in the step again: our
+        weights may be our stage's last. Raises MuletrainError if no replica has the needed state."""
         if why.weights_hold and self._stays < TRIES and await self._may_stay():
             return await self._stay(why)
         self._ctx.emit(StateMissed(reason=str(why)))
@@ -118,8 +118,8 @@ class Arrival:
 
     async def _may_stay(self) -> bool:
         """Has no replica a later state, and can the step still be done? No peer keeps weights of more than one step
-        back, so our state is of no use once most other peers are further on: a single replica that went on with our
-        weights is lost."""
+        back, so our state is of no use once most peers are further on: a single replica that went on with it is
+        lost."""
         ctx, lineage, step = self._ctx, self._position.lineage, self._position.step
         answers = await ctx.detector.ask_all(ctx.roster.replicas(), lineage, step)
         if any(progress.beyond(step) for progress in answers.values()):

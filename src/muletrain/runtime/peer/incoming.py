@@ -74,8 +74,8 @@ LIMIT, BYTES = 4096, 1 << 30
 """Most kept frames, and most bytes of their tensors: a peer with more early frames is far behind, and finds that
 out."""
 NOTICES = 256
-"""Most kept frames without tensors of one sender. Frames with tensors are limited to this peer's request capacity,
-beyond which this peer would be full."""
+"""Most kept frames without tensors of one sender. With tensors, the limit is this peer's request capacity: with more it
+would be full."""
 
 
 class EarlyFrames:
@@ -164,14 +164,14 @@ class Incoming:
         early: EarlyFrames,
         downloads: tuple[Downloader, ...],
     ) -> None:
-        """``downloads``: the downloads that a block may belong to; the download of states comes first."""
+        """``downloads``: downloads that a block may belong to, of states first."""
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
         self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
         self._furthest = 0
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
-        """Number of streams that ended, for peers that are being probed since."""
+        """Broken streams, by peers probed since."""
         checks: dict[type[Message], Check] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
@@ -185,7 +185,7 @@ class Incoming:
         ctx.net.serve(GetProgress.KIND, self._answer_progress)
 
     async def redeliver(self) -> None:
-        """Pass on the frames that came too early: after a step was applied, some belong to the present step."""
+        """Pass on the frames that came too early, some of which belong to the present step."""
         for sender, frame in self._early.take():
             try:
                 await self._on_frame(sender, frame)

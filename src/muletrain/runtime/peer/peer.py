@@ -78,11 +78,11 @@ class Peer:
     ) -> None:
         """Build a peer at the stage that the roster names.
 
-        ``book``: where the peer writes checkpoints. ``source``: makes a trainer's microbatches. ``heldout``: makes
-        held-out microbatches, if there are any. ``reports``: send this peer's counts to the coordinator, on another
-        machine. ``joining``: the run goes on already; begin with a replica's state or, with ``back``, with the
-        checkpoint that the run rolled back to. ``sharing``: of the run's tokens, if the founder shares them.
-        ``log_bytes``: of past gradients, kept for peers that catch up."""
+        ``book``: place of the checkpoints. ``source``, ``heldout``: make training and held-out microbatches, if the
+        peer has the data. ``reports``: send this peer's counts to the coordinator, on another machine. ``joining``: the
+        run goes on already; begin with a replica's state or, with ``back``, with the checkpoint that the run rolled
+        back to. ``sharing``: of the run's tokens, if the founder shares them. ``log_bytes``: of past gradients, kept
+        for peers that catch up."""
         self._ctx, self._back, self._sharing = ctx, back, sharing
         self._host = host = host or PeerHost()
         self.roster, self.emit = ctx.roster, ctx.emit
@@ -141,7 +141,7 @@ class Peer:
 
     @property
     def begins_at(self) -> StepBack | None:
-        """The rollback with which the peer begins anew; None: the peer begins with a replica's state."""
+        """The rollback to begin anew with; None: begin with a replica's state."""
         return self._rollback.ordered.result()
 
     @property
@@ -271,7 +271,7 @@ class Peer:
         return leavers
 
     async def _leave(self) -> None:
-        """Leave, once the other replicas have the step. If no replica has the step, we are needed and come back."""
+        """Leave, once the other replicas have the step. If none has it, we are needed and come back."""
         ctx, at = self._ctx, self.position
         self._life.to(State.LEAVING)
         if not await self.departure.taken_over(at.lineage, at.step):
@@ -320,7 +320,7 @@ class Peer:
         return self._microbatches.server.load()
 
     def memory(self) -> Memory:
-        """Returns the memory that this peer uses for other peers."""
+        """Returns the memory used for other peers."""
         return Memory(self._snapshots.copies, self._checkpointing.own_part.copies, self._log.nbytes)
 
     def stop(self) -> None:

@@ -50,7 +50,7 @@ class Service:
         peer.roster.move(stage)
 
     def _step_back(self, peer: Peer) -> StepBack | None:
-        """Returns the rollback with which the peer begins anew; None: the peer begins with a replica's state."""
+        """Returns the rollback to begin anew with; None: begin with a replica's state."""
         roster, back = peer.roster, peer.begins_at
         if back is None:
             return None

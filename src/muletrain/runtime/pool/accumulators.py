@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 TRANSFERS = 4
 """Number of clients that hand over at once: more clients would fill the server's download."""
 SILENT_S, STALLED_S = 10.0, 60.0
-"""Seconds without any message, and without another chunk, after which an accumulator is lost with its client. A client
-may have a part to finish before the transfer."""
+"""Seconds without any message, and without another chunk, after which an accumulator is lost with its client, which may
+have a part to finish first."""
 SEND_S, AGAIN_S, CHECKED_S = 60.0, 0.5, 0.05
-"""Seconds for a client to take the question, seconds until an unreachable client is asked again, and seconds between
-two checks whether results of the client are still being verified."""
+"""Seconds for a client to take the question, until an unreachable client is asked again, and between two checks whether
+a client's results are still being verified."""
 
 
 class NothingLeft(MuletrainError):
@@ -58,7 +58,7 @@ class Lost(MuletrainError):
 
 
 class Receiver(Protocol):
-    """The server to which clients hand over (``desk.PartsDesk``)."""
+    """The server that clients hand over to (``desk.PartsDesk``)."""
 
     plan: Plan
 
@@ -129,11 +129,11 @@ class Accumulators:
         self._generation = 0
         """Number of times that accumulators began anew."""
         self._generations: dict[int, int] = {}
-        """That number at the begin of each step's accumulators, for steps in flight."""
+        """That number when each step's accumulators began."""
 
     def generation(self, step: int) -> int:
-        """Returns the generation of accumulators that clients fill for ``step``: later generations have larger numbers,
-        across all steps."""
+        """Returns the generation of accumulators that clients fill for ``step``; later generations, of any step, have
+        larger numbers."""
         return self._generations.setdefault(step, self._generation)
 
     def begin_anew(self, step: int) -> None:
@@ -167,7 +167,7 @@ class Accumulators:
         return {client for client in holders if client is not None}
 
     async def _take_over(self, client: PeerId, step: int) -> None:
-        """Add a client's accumulator to ours; if the accumulator does not come, its parts are computed again."""
+        """Add a client's accumulator to ours, or have its parts computed again."""
         generation = self.generation(step)
         try:
             transfer = await self.fetch(client, generation, step)
@@ -243,7 +243,7 @@ class Accumulators:
         return transfer
 
     async def _arrival(self, client: PeerId, step: int, transfer: Transfer) -> None:
-        """Wait for the whole accumulator. Raises Lost, and NothingLeft if the client is lost meanwhile."""
+        """Wait for the whole transfer. Raises Lost, and NothingLeft if the client is lost meanwhile."""
         loop = asyncio.get_running_loop()  # ``heard_s`` uses the loop's time
         last, left = loop.time(), len(transfer.left)
         while transfer.left or transfer.contents is None:

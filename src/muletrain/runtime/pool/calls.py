@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Call:
-    """A pass of a microbatch with ``sequences`` sequences that the stage server waits for. ``places``: parts whose
-    gradients clients have accumulated for this pass; ``own``: parts computed by the server, which count once the whole
-    microbatch does."""
+    """A pass of a microbatch of ``sequences`` sequences that the stage server waits for. ``places``: parts whose
+    gradients clients have accumulated; ``own``: parts computed here, which count once the whole microbatch does."""
 
     mb: Microbatch
     what: Pass

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RECENT, LEAST = 64, 16
 """Most and fewest results that define the usual length."""
 MOST_LOSS = 1e12
-"""Without enough known losses, a client's loss beyond ``FACTOR`` times this is not believed."""
+"""Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
 Place = tuple[int, int, int]
 """Step, microbatch and first sequence of a part."""
 
@@ -66,8 +66,7 @@ class Drawn(NamedTuple):
 
 @dataclass
 class _Case:
-    """A part under check. ``by``: the worker that brought back each result; ``second``: a worker with different
-    results."""
+    """A part under check. ``by``: the worker of each result; ``second``: a worker with different results."""
 
     part: Part
     kept: KeptPart
@@ -76,7 +75,7 @@ class _Case:
     second: tuple[PeerId, dict[str, Sketch]] | None = None
 
     def differing(self, found: dict[str, Sketch]) -> list[str]:
-        """Returns the names of the results in which ``found`` differs from the first results."""
+        """Returns the names of results that differ from ``found``."""
         return [name for name, first in self.found.items() if not alike(first, found.get(name, np.zeros(())))]
 
 
@@ -98,8 +97,8 @@ class Court(Protocol):
 def check_result(
     plan: Plan, stage: int, part: Part | None, message: Output | Finished | Checked, tensors: list[Encoded]
 ) -> None:
-    """Raises Malformed for a result that ``part`` cannot have. The result of a part that was taken back meanwhile
-    (None) is only bounded."""
+    """Raises Malformed for a result that ``part`` cannot have; for a part that was taken back meanwhile (None), only
+    sizes are bounded."""
     if part is None:
         most = plan.sequences, plan.sequence_length(plan.steps), plan.width
         if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
@@ -142,8 +141,8 @@ class Checks:
         """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
 
     def believes(self, part: Part, loss: float) -> bool:
-        """Is ``loss`` a plausible share of the loss for a client's ``part``? Only passes of the last stage have a loss,
-        of about the size of losses that counted before."""
+        """Is ``loss`` plausible for a client's ``part``? Only passes of the last stage have a loss, about as large as
+        earlier counted losses."""
         if part.what is not Pass.LOSS:
             return loss == 0
         known = statistics.median(self._losses) if len(self._losses) >= LEAST else MOST_LOSS
@@ -196,7 +195,7 @@ class Checks:
         return None if case is None else case.kept
 
     def checked(self, worker: PeerId, part: Part, found: dict[str, Sketch]) -> None:
-        """``worker`` computed ``part`` again. Expel the clients with wrong results."""
+        """``worker`` computed ``part`` again. Expel clients with wrong results."""
         place = part.step, part.index, part.first
         if (case := self._cases.get(place)) is None:
             return

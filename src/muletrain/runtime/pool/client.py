@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
 
 ROOM = 2
-"""Number of parts that a client takes at once: one to compute, one in transfer."""
+"""Parts that a client takes at once: one to compute, one in transfer."""
 ALIVE_S = 1.0
 """Seconds between two calls that show the server a live client, and tell the client whether the server counts on it."""
 CUT_OFF_S = 10.0
@@ -65,8 +65,7 @@ CUT_OFF_S = 10.0
 SEND_S = 60.0
 """Seconds for a server to take a message."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
-"""Seconds between two tries to find a server, the first time and at most; doubles until the client works for a
-server."""
+"""Seconds between two tries to find a server, the first time and at most; doubles until the client works."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
 
@@ -76,7 +75,7 @@ class _Left(MuletrainError):
 
 
 class Client:
-    """Works for one stage. ``compute``: the computation of the stage, without moments."""
+    """Works for one stage. ``compute``: the stage, without moments."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Client:
         self.version = -1
         """See ``servers.Worker``."""
         self._told = self._sits_out = -1
-        """Versions of the weights: the version reported to our server, and the version that we sit out."""
+        """Versions of the weights: reported to our server, and sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
         self._news = asyncio.Event()
         self._weights = WeightsDownload(net, compute, plan, tasks)
@@ -171,8 +170,8 @@ class Client:
     # A server ---------------------------------------------------------------------------------------------------------
 
     async def _enlist(self) -> None:
-        """Find the server of our stage with the greatest need. The weights come while the server answers. Raises _Left
-        if no server answers."""
+        """Find the server of our stage with the greatest need. The weights come while it answers. Raises _Left if none
+        answers."""
         for server, state in await self._servers.by_need():
             if not self._work.has(state.weights, state.steps):
                 self._weights.begin(state.weights, self._servers.known)
@@ -203,14 +202,14 @@ class Client:
         await self._drop()
 
     async def _drop(self) -> None:
-        """Drop all work, which is of no use to any server."""
+        """Drop all work, which is of no further use."""
         for task in self._out.values():
             task.cancel()
         await self._accumulator.leave()
         self._work.forget_forwards()
 
     async def _serve(self) -> bool:
-        """Work for our server. Returns True if we go on at another server. Raises _Left when our server is gone."""
+        """Work for our server. Returns True if we go on at another. Raises _Left when our server is gone."""
         home, alive = self._home, self._tasks.spawn(self._show_life(self._enlistment), "alive")
         assert home is not None  # that we serve
         try:
@@ -397,7 +396,7 @@ class Client:
             return
 
     async def _hand_over(self, ask: AskAccumulator, enlistment: int) -> None:
-        """Send the accumulator, with all givings that count. The accumulator begins anew."""
+        """Send the accumulator, with all givings that count, and begin anew."""
         self._handing_over += 1
         try:
             gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})

@@ -62,7 +62,7 @@ MAX_CLIENTS = 4096
 ENLISTS, ENLISTS_PER_S = 20, 0.2
 """Most enlistments of one client at once, and per second after that: each enlistment is an event on the disk."""
 MAX_UNABLE = 8
-"""Consecutive parts that a client may fail to compute before the server does without the client."""
+"""Consecutive parts that a client may fail to compute before being dismissed."""
 SILENT_S = 3.0
 """Seconds without a message, after which a client is asked for a sign of life; clients show life every second."""
 GONE_S, AGAIN_S = 3.0, 0.5
@@ -116,14 +116,14 @@ class Desk(Protocol):
         ...
 
     def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
-        """A client is there. ``parts``, ``uncounted``: givings that the client had when asked, at ``asked_at`` [s]."""
+        """A client is there, and had these ``parts`` and ``uncounted`` givings at ``asked_at`` [s]."""
         ...
 
 
 @dataclass
 class _Client:
-    """``since``: time of the enlistment, by the loop's clock; ``unable``: consecutive parts that the client did not
-    compute; ``asked``: a question about the client's presence is in progress."""
+    """``since``: time of enlistment, by the loop's clock; ``unable``: consecutive parts not computed; ``asked``: the
+    client is being asked for a sign of life."""
 
     name: str
     enlistment: int
@@ -312,8 +312,8 @@ class Clients:
                 self._desk.doubt(client)
 
     async def end(self, *, over: bool) -> None:
-        """Tell all clients that this server ends; ``over``: the run ends, too. Returns when the clients heard the
-        notice, or soon."""
+        """Tell all clients that this server ends; ``over``: so does the run. Returns when the clients heard it, or
+        soon."""
         clients = {**self._lately, **self._clients} if over else self._clients
         told = [self._farewell(client, known, over=over) for client, known in clients.items()]
         self._clients, self._digest, self._open = {}, None, False
@@ -385,8 +385,8 @@ class Clients:
         self._weights.close()
 
     def begin(self, digest: bytes, steps: tuple[int, ...] = ()) -> None:
-        """``digest``: of the newest weights; ``steps``: the steps that compute with the newest weights (see
-        ``Compute.newest_for``). Clients that have the weights work for ``steps``."""
+        """``digest``: of the newest weights; ``steps``: computed with these weights (see ``Compute.newest_for``).
+        Clients work for ``steps`` once they have the weights."""
         if self._open and (digest, steps) == (self._digest, self._steps):
             return
         self._digest, self._steps, self._open = digest, steps, True

@@ -84,7 +84,7 @@ class PartsDesk:
         return sum(kept.rows for kept in self._parts.of(mb.step).of(mb.index).values())
 
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
-        """Give out ``call``, and wait until all parts are back. ``grad``: gradient of the outputs, for a backward."""
+        """Give out ``call``, and wait until all parts are back. ``grad``: of the outputs, for a backward."""
         self.calls.begin(call)
         try:
             if grad is None:
@@ -120,8 +120,8 @@ class PartsDesk:
             self.pool.put_part(what, self._clock.now(), part.forward_at)
 
     def _take_back(self, call: Call) -> None:
-        """The microbatch does not count, though gradients of its parts were accumulated: accumulators with such
-        gradients are of no use."""
+        """The microbatch does not count, though gradients of its parts were accumulated: the accumulators are of no
+        use."""
         parts = self._parts.steps.get(call.mb.step)
         for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
             self.lose(worker, "a microbatch was given up after a part of it was accumulated")
@@ -161,8 +161,8 @@ class PartsDesk:
                 parts.through(Microbatch(step, index, 0, self.plan.sequences), self.inner)
 
     def close(self, *, rest: bool = True) -> None:
-        """The weights change. ``rest``: weights of all steps change, and clients compute nothing until they have the
-        new weights (``digest``)."""
+        """The weights change. ``rest``: for all steps, and clients compute nothing until they have the new weights
+        (``digest``)."""
         if rest:
             for step in list(self._parts.steps):
                 self.end_step(step)
@@ -264,8 +264,8 @@ class PartsDesk:
         values: Tensor | None,
         claim: Sketch | None = None,
     ) -> KeptPart | None:
-        """Take the result of a giving. If the result counts, its gradient is in the accumulator of ``worker``, which
-        announced ``claim``; returns the part's inputs then, else None."""
+        """Take the result of a giving. Returns the part's inputs if the result counts: then a gradient is in the
+        accumulator of ``worker``, which announced ``claim``."""
         kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
         self.withdraw()
@@ -350,7 +350,7 @@ class PartsDesk:
         return self.clients.digest(step)
 
     def on_unable(self, worker: PeerId, number: int) -> None:
-        """A client did not compute a part: other workers may, but not from the client's forward."""
+        """A client did not compute a part: other workers may, but not from its forward."""
         part = self.pool.part(worker, number)
         self.pool.failed(worker, number, self._clock.now())
         if part is not None and part.step in self._parts.steps:
@@ -392,7 +392,7 @@ class PartsDesk:
         self.feed()
 
     async def _watch(self) -> None:
-        """Let other workers compute parts that clients do not bring back."""
+        """Let other workers compute overdue parts."""
         while True:
             await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - self._clock.now())))
             late = self.pool.expire(self._clock.now())

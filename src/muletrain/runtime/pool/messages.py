@@ -46,10 +46,10 @@ class Enlist(Message):
 
 
 class Enlisted(Message):
-    """The answer. ``weights``: digest of the newest weights, the ``version``-th of this server; ``steps``: steps that
-    compute with the newest weights, under delayed updates; ``servers``: all servers of the stage; ``clients``: number
-    of this server's clients; ``speed``: of all these clients together [forward passes of a sequence per second];
-    ``own``: of the server's device; ``helpers``: number of idle clients that could help the server to end the step."""
+    """The answer. ``weights``: digest of the newest weights, the ``version``-th of this server; ``steps``: that compute
+    with them, under delayed updates; ``servers``: all of the stage; ``clients``: number here; ``speed``: of the clients
+    together [forward passes of a sequence per second]; ``own``: of the server's device; ``helpers``: number of idle
+    clients that could help the server to end the step."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
@@ -85,8 +85,8 @@ class AreYouThere(Message):
 
 
 class There(Message):
-    """The answer. ``parts``: numbers of the givings that the client computes; ``uncounted``: numbers of the givings
-    whose gradient the client has, without knowing whether it counts."""
+    """The answer. ``parts``: numbers of the givings in computation; ``uncounted``: of givings whose gradient the client
+    has, without knowing whether it counts."""
 
     KIND: ClassVar[str] = "hub.there"
     parts: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
@@ -119,8 +119,8 @@ class GetWeights(Message):
 
 
 class WeightsChunk(Message):
-    """One chunk, fp32. Chunks go after all parts: under delayed updates, parts would otherwise wait for the next step's
-    weights until the parts are late."""
+    """One chunk, fp32. Chunks go after all parts: under delayed updates, parts would else wait too long for the next
+    step's weights."""
 
     KIND: ClassVar[str] = "hub.weights"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -146,8 +146,8 @@ class Gone(Message):
 
 
 class Give(Message):
-    """Base of messages that give a part. ``whole``: sequences of the whole microbatch. ``generation``: the step's
-    accumulators begin anew with each generation."""
+    """Base of messages that give a part. ``whole``: sequences of the whole microbatch. ``generation``: each begins the
+    step's accumulators anew."""
 
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     number: Natural

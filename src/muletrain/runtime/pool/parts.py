@@ -146,8 +146,8 @@ class StepParts:
         return dict(sorted(self._under_way.get(index, {}).items()))
 
     def through(self, mb: Microbatch, own: Compute) -> None:
-        """A microbatch has passed through, or will not: keep only the inputs needed for its gradient. ``own``: the
-        server's device, which may have forwards of the microbatch."""
+        """A microbatch has passed through, or will not: keep only the inputs for its gradient. ``own``: the server's
+        device, which may have its forwards."""
         for first, kept in self._under_way.pop(mb.index, {}).items():
             if kept.forward_at == OWN:
                 own.discard(mb._replace(first=first))
@@ -189,7 +189,7 @@ class StepParts:
         self._accumulated.pop((part.index, part.first), None)
 
     def take_back(self, places: Collection[Place]) -> set[PeerId]:
-        """The parts at ``places`` do not count. Returns the workers whose accumulators contain such parts."""
+        """The parts at ``places`` do not count. Returns the workers that accumulated them."""
         gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
         return {g.at for g in gone if g.at is not None}
 

@@ -242,8 +242,8 @@ class Roaming:
             stage = looking.result()
 
     async def _look_elsewhere(self, stage: int, client: Worker) -> int | None:
-        """Returns the stage that needs ``client`` more, once there is such a stage, and lets the client move; None:
-        there is none."""
+        """Returns the stage that needs ``client`` more, once there is one, and lets the client move; None: there is
+        none."""
         unmeasured, version, drawn = set[int](), -1, 0.0
         with contextlib.suppress(NoServer):  # then the client itself has no server
             while not self._stays:

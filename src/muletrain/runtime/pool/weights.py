@@ -34,7 +34,7 @@ SEND_S = 60.0
 
 
 TAKERS = 32
-"""Number of peers that get weights at once; further peers wait in line."""
+"""Peers that get weights at once; further peers wait in line."""
 
 
 class WeightsUpload:
@@ -44,7 +44,7 @@ class WeightsUpload:
         """``chunk``: elements of a chunk."""
         self._compute, self._chunk, self._net, self._tasks = compute, chunk, net, tasks
         self._digest: bytes | None = None
-        """Digest of the current weights; None: the weights are about to change."""
+        """Digest of the current weights; None: about to change."""
         self._weights: asyncio.Task[Tensor] | None = None
         """The current weights, once requested."""
         self._takers: dict[PeerId, deque[int]] = {}
@@ -61,8 +61,7 @@ class WeightsUpload:
         self._digest, self._weights = digest, None
 
     def on_asked(self, sender: PeerId, ask: GetWeights) -> None:
-        """Send the chunks, unless ``sender`` asks for other weights: then ``sender`` hears of the current weights
-        anyway."""
+        """Send the chunks, unless ``sender`` asks for other weights: the current weights are announced anyway."""
         if self._digest is None or ask.weights != self._digest:
             return
         chunks = -(-self._compute.n_params // self._chunk)

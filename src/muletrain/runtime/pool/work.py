@@ -153,8 +153,8 @@ class Accumulator:
         self._room.set()
 
     async def hand_over(self, generation: int, step: int, givings: Collection[int]) -> tuple[Tensor, set[int]]:
-        """Returns the sum of ``step``, flat fp32 [G], with all present ``givings``, and the numbers of the summed
-        givings. The sum begins anew."""
+        """Returns the sum of ``step``, flat fp32 [G], with all present ``givings``, and their numbers; then begins
+        anew."""
         async with self._lock:
             self._begin_anew(step, generation)
             for number in [n for n, mb in self._uncounted.items() if n in givings and mb.step == step]:

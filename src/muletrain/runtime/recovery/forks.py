@@ -56,12 +56,11 @@ class Stays(MuletrainError):
 
 
 class GivesWay(Behind):
-    """Another lineage stays. ``renamed``: the lineage that takes our weights as its own, since it has no other peer of
-    our stage."""
+    """Another lineage stays. ``renamed``: a lineage that takes our weights, since it has no other peer of our stage."""
 
     def __init__(self, message: str, renamed: Chain | None = None) -> None:
         super().__init__(message)
-        self.renamed, self.lasts = renamed, renamed is None  # a renamed lineage is left behind with this step
+        self.renamed, self.lasts = renamed, renamed is None  # a renamed lineage is no rival at the next step
 
 
 class Forks:
@@ -110,8 +109,8 @@ class Forks:
         return History.of(self._position.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
-        """End this step (GivesWay) if the other history stays and every stage of it is there; or if neither side has
-        all stages, and the other side lacks our stage."""
+        """End this step (GivesWay) if the other history stays and is complete; or if neither side has all stages, and
+        the other side lacks ours."""
         position, own = self._position, self._position.chain
         fork = forked_at(own, other)
         if fork is None or position.away:

@@ -21,8 +21,7 @@ MAX_PARTS = 1 << 12
 
 class StepBack(Message):
     """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages. ``parts``: digests
-    of the checkpoint's parts; none: from the beginning. ``lineage``: of the following step, a hash of all other
-    fields."""
+    of the checkpoint's parts; none: from the beginning. ``lineage``: of the next step, a hash of all this."""
 
     KIND: ClassVar[str] = "step_back"
     lineage: Digest

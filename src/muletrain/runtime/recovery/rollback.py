@@ -1,12 +1,12 @@
-"""When a stage has lost all its peers, peers of other stages adopt the stage, and the run goes on from a checkpoint.
+"""When a stage has lost all its peers, other peers adopt it, and the run goes on from a checkpoint.
 
 The first live peer, by id, asks all peers for their standing, and orders a rollback: to the newest checkpoint with a
-readable part for each stage, on a new branch, with peers moved to the stages without peers. All peers obey that order,
-or hear of the order later from a peer of the new branch. A side of a partition that still has all stages does not obey:
-there the longer history stays (``forks``). You lose some time; the final weights are unchanged.
+readable part for each stage, on a new branch, with peers moved to the empty stages. All peers obey, or hear of the
+order later from a peer of the new branch. A side of a partition that still has all stages does not obey: there the
+longer history stays (``forks``). You lose some time; the final weights are unchanged.
 
-A run that lost all its trainers waits for a trainer, too. Such a run loses nothing but time, and still writes a
-checkpoint of its weights.
+A run that lost all its trainers waits for a trainer, too, loses nothing but time, and still writes a checkpoint of its
+weights.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 LOOK_S = 1.0
 """Seconds between two checks for stages without peers, and between two considered orders of the same peer."""
 AGAIN_S = 5.0
-"""Seconds between two hints to the same peer that its branch was given up, and between two questions about a branch
-that our branch does not follow."""
+"""Seconds between two hints to the same peer that its branch was given up, and between two questions about an unrelated
+branch."""
 REACHED_S = 300.0
 """Most seconds for which adoption waits because other peers claim to reach the stage: the claims may be wrong, or
 lies."""
@@ -77,7 +77,7 @@ class Rollback:
         forks: Forks,
         writer: Writer,
     ) -> None:
-        """``back``: the rollback with which our branch began, if this peer took part."""
+        """``back``: the rollback that began our branch, if this peer took part."""
         self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
         self._forks, self._writer = forks, writer
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
@@ -88,10 +88,10 @@ class Rollback:
         """When each peer last gave us an order."""
         self._said: tuple[int, ...] = ()
         self._nobody_trains = False
-        """Has the lack of trainers been reported?"""
+        """Has this been reported?"""
         self._lacking: tuple[int, ...] = ()
         self._looked: tuple[int, State] | None = None
-        """Roster version and own state when the stages ``_lacking`` were without peers."""
+        """Roster version and own state for ``_lacking``."""
         ctx.detector.add_branches(self)
         ctx.net.serve(StepBack.KIND, self._on_order)
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
@@ -246,7 +246,7 @@ class Rollback:
                 ctx.spawn(self._tell(peer, back), "tell of a step back")
 
     def _began_with(self) -> StepBack | None:
-        """Returns the rollback with which our branch began, if known."""
+        """Returns the rollback that began our branch, if known."""
         back = self._back
         return back if back is not None and branch_of(back.lineage) == branch_of(self._where().lineage) else None
 

@@ -31,7 +31,7 @@ OF_PATIENCE = 0.75
 """Share of our patience after which a silent replica is overdue at the latest. After the whole patience we would give
 up."""
 LOOKING_S = 3000.0
-"""Longest time that we look on, regardless of reports by the other replicas, which may lie [s]."""
+"""Longest time that we look on, since reports by those replicas may be lies [s]."""
 
 
 class RoundAgreement:
@@ -56,16 +56,16 @@ class RoundAgreement:
         self._ledger = state.work.ledger
 
     def next_attempt(self) -> int:
-        """Number of our next attempt: after our last attempt, and not below the attempts of the members that we count
-        on. The number begins at 1 if we leave out a replica, which must know that from our first seal on."""
+        """Number of our next attempt: after our last, and not below those of the members that we count on. It begins at
+        1 if we leave out a replica, which must know that from our first seal on."""
         roster, announced = self._ctx.roster, self._state.announced
         first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
         latest = self._state.latest_attempt(self._company.members())
         return max(first if announced is None else announced.attempt + 1, latest)
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
-        """Announce our accumulator (computed with ``weights``) and hear the other accumulators. None if another attempt
-        must follow: gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and
+        """Announce our accumulator (computed with ``weights``) and hear the others. None if another attempt must
+        follow: gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and
         MuletrainError if this peer must leave."""
         seals = await self._announce(attempt, weights)
         if seals is None:
@@ -190,16 +190,15 @@ class RoundAgreement:
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     def _overdue(self, since: float) -> bool:
-        """Have the awaited replicas had enough time since ``since``? The time ends when no replica has made progress
-        for as long as steps take. The time also ends after the time of a full queue, regardless of reports, which may
-        be lies."""
+        """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
+        steps take; and after the time of a full queue, since reports may be lies."""
         usual_s, waits, clock = max(OVERDUE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
         quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 
     async def look_on(self) -> None:
-        """Abstain while other replicas run our part again. Ends when the other replicas are lost, count on us again, or
-        get nowhere: then we go on alone. Waiting raises when another replica holds a round."""
+        """Abstain while other replicas run our part again. Ends when they are lost, count on us again, or get nowhere:
+        then we go on without them. Waiting raises when another replica holds a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()

@@ -1,13 +1,13 @@
-"""Gradients that stand out are left out of their step and computed again by another replica (CONTRIBUTING, "How a
-step goes", 3).
+"""Gradients that stand out are left out of their step and computed again by another replica (CONTRIBUTING, "How a step
+goes", 3).
 
 Seals carry sketches of the accumulators. A member whose sketch stands out (``policy.outliers``) empties its
-accumulator. The member's microbatches become a gap like any other: the stage's other replicas fill the gap, and the
-second result counts. Comparing the stage's sums shows whether the two results differ, which is an offence of the
-member. A replica that has found ``MAX_OFFENCES`` of a member accuses the member in its seals, and a member that most
-replicas accuse is expelled.
+accumulator. Its microbatches become a gap like any other: the stage's other replicas fill the gap, and the second
+result counts. Comparing the stage's sums shows whether the two results differ, which is an offence of the member. A
+replica that has found ``MAX_OFFENCES`` of a member accuses it in its seals, and a member that most replicas accuse is
+expelled.
 
-The choice of left-out sets is a pure function of the seals of one attempt: members with the same seals decide the same.
+The left-out sets are a pure function of the seals of one attempt: members with the same seals decide the same.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Audit:
         return sum(step > self._state.step - OFFENCE_STEPS for step in steps) >= MAX_OFFENCES
 
     async def reconsider(self) -> None:
-        """Empty an accumulator that activations of other peers made non-finite, since that may have been a single
-        fault. This happens once a step, and not if the accumulator holds a second result."""
+        """Empty an accumulator that activations of other peers made non-finite, perhaps by a single fault; once a step,
+        and not if the accumulator holds a second result."""
         again = {i for s in self._state.seals.values() for i in s.gave_up}
         if self._reconsidered or not self._ledger.excused or again & self._ledger.accumulated:
             return
@@ -101,8 +101,8 @@ class Audit:
             self._reruns.drop()
 
     def cover(self, seals: Mapping[PeerId, Seal]) -> tuple[dict[PeerId, frozenset[int]], Cover]:
-        """The microbatches that each accumulator contributes, and the resulting cover. Sets that were given up, that
-        stand out, or that belong to expelled members are left out."""
+        """The microbatches that each accumulator contributes, and the resulting cover. Sets that were given up, stand
+        out, or belong to expelled members are left out."""
         out = {m for m, s in seals.items() if s.gave_up or m in self._ever_left_out}
         out |= {*self.expelled(seals)}
         sealed, cover = self._cover(seals, out)

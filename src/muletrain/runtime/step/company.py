@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 SPEAKS_S = 3.0
 """Seconds without a sign of life, after which a replica that is down no longer counts as going on."""
 MAX_UNTRUE = 2
-"""False statements after which a replica is left out of the step: claims of microbatches that the replica lacks, or of
-a step that the replica is not at."""
+"""False statements after which a replica is left out of the step: claims of microbatches that it lacks, or of a step
+that it is not at."""
 MAX_OUTRAN = 4
 """Attempts of ours that a replica ends by later attempts, before being left out of the step: honest replicas take
 turns."""
@@ -35,7 +35,7 @@ carry messages one way only."""
 APART, APART_MAX = 16, 1024
 """Steps for which a replica is left out if its chunks do not arrive, at first and at most; doubles."""
 STALLED = 4
-"""The same for a replica that went on without us and got nowhere. The replica may have been slow for once."""
+"""The same for a replica that went on without us and got nowhere, perhaps slow for once."""
 
 
 def left_out(before: tuple[int, int] | None, step: int, first: int) -> tuple[int, int]:
@@ -55,14 +55,14 @@ class Standing:
     """Lessons of earlier steps about replicas, and about this peer."""
 
     apart: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Replicas that are left out because their chunks do not arrive: last step, and number of steps."""
+    """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
     stalled: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Replicas that went on without this peer and got nowhere: last step, and number of steps, without waiting for the
-    replica."""
+    """Replicas that went on without this peer and got nowhere: until which step it does not wait for them, and for how
+    many steps."""
     silent: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Amount of each replica's missing chunks (``Averager.silent``), and the last step with missing chunks."""
     differed: int | None = None
-    """The last step at which our weights differed from the other replicas' weights."""
+    """The last step at which our weights differed from those of the other replicas."""
     offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
     """The last steps in which another peer's results differed from a member's, or from ours (``audit``)."""
 
@@ -75,15 +75,15 @@ class Company:
         self._lost: Counter[PeerId] = Counter()
         self._untrue: Counter[PeerId] = Counter()
         self._outran: Counter[PeerId] = Counter()
-        """Number of our attempts that each replica ended by later attempts."""
+        """Our attempts that each replica ended by a later attempt."""
         self._differing: set[PeerId] = set()
-        """Replicas whose weights differ from the weights of most."""
+        """Replicas whose weights differ from most."""
 
     def members(self) -> tuple[PeerId, ...]:
         """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
         microbatches, we count on a replica that hurries, which may not be the liar. We count on replicas that stand
-        aside, which then come back. If replicas that stand aside were left out, each replica would name the members
-        that it saw at that moment, and many replicas would never name the same members."""
+        aside, which then come back: if we left them out, each replica would name the members seen at that moment, and
+        many replicas would never name the same members."""
         state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
         sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
         able = [m for m in sound if not state.is_committed(m)]
@@ -122,7 +122,7 @@ class Company:
         return self._state.step < self._standing.stalled.get(peer, (0, 0))[0]
 
     def differs(self, peer: PeerId) -> bool:
-        """Do the weights of ``peer`` differ from the weights of most?"""
+        """Does ``peer`` have other weights than most?"""
         return peer in self._differing
 
     def views(self) -> dict[PeerId, GroupView]:
@@ -173,8 +173,8 @@ class Company:
         self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def note_stalled(self) -> None:
-        """The replicas that go on without us get nowhere: do not wait for such replicas any more, in this step and some
-        that follow. Their reports may be lies."""
+        """The replicas that go on without us get nowhere: do not wait for them any more, in this step and some that
+        follow. Their reports may be lies."""
         me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
         for peer in [m for m, view in self.views().items() if me not in view.members]:
             stalled[peer] = _, steps = left_out(stalled.get(peer), step, STALLED)
@@ -198,12 +198,11 @@ class Company:
                 self._ctx.emit(ReplicaApart(step=step + 1, name=name, why=why, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
-        """Compare the weights with which replicas began the step. Weights differ if devices differ in the last bit, or
-        if a donor lied. The weights of most replicas count (ties: the lowest id's); accumulators of other replicas do
-        not.
+        """Compare the weights with which replicas began the step: devices that differ in the last bit, or a lying
+        donor, make them differ. The weights of most replicas count (ties: the lowest id's), accumulators of the others
+        do not.
 
-        Raises Behind if our weights do not count, and MuletrainError if our weights did not count at the previous step,
-        either."""
+        Raises Behind if our weights do not count, and MuletrainError if they did not at the previous step, either."""
         ctx, step, me, votes = (
             self._ctx,
             self._state.step,

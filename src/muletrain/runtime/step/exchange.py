@@ -35,14 +35,12 @@ GRACE_S = 0.25
 """Seconds between the first sign that another peer has an awaited result, and our question whether we missed a
 notice."""
 ASKED = 64
-"""Live peers asked at once. In a larger fleet more peers are asked, so that all peers were asked before a wait is given
-up."""
+"""Live peers asked at once; in a larger fleet more, so that all were asked before a wait is given up."""
 ANEW = 4
-"""Number of times that a peer may begin to accumulate a step's microbatches, until that is no progress for our waits.
-The peer may lie."""
+"""Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
+may lie."""
 MAX_ASKED = 8
-"""Peers asked to confirm that the run is beyond this step, and peers asked for the record after the first that knew
-it."""
+"""Peers asked to confirm that the run is beyond this step, and asked for the record after the first that knew it."""
 LATE_S = 3.0
 """Shortest time that a peer may stay at an earlier step, after our first question, before it is left out [s]."""
 
@@ -131,8 +129,8 @@ class Exchange:
         self._ctx.news.touched()
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
-        """A frame of ``sender`` shows that all microbatches of this step are through there, or that the step is
-        ``applied``."""
+        """A frame of ``sender`` shows that it has all microbatches of this step through, or has ``applied`` the
+        step."""
         self._overtaken_by(sender, applied=applied)
 
     def abstain(self) -> None:
@@ -150,8 +148,7 @@ class Exchange:
         return self._recorded() if applied else self._work.all_completed
 
     def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
-        """``sender`` has a result that we still wait for. Usually we have the result soon, too; if not, a notice was
-        lost."""
+        """``sender`` has a result that we wait for. Usually we have it soon, too; if not, a notice was lost."""
         if not (self._overtaken or self._position.away or self._reached(applied=applied)):
             self._overtaken = True
             self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
@@ -184,7 +181,7 @@ class Exchange:
     # What we ask ------------------------------------------------------------------------------------------------------
 
     async def find_out(self, sender: PeerId) -> None:
-        """Ask ``sender`` for all results that we still wait for."""
+        """Ask ``sender`` for all awaited results."""
         if self._position.away:
             return
         try:
@@ -234,8 +231,8 @@ class Exchange:
         return progress
 
     def _leave_out(self, peer: PeerId, progress: Progress) -> None:
-        """Mark ``peer`` down once it has been at an earlier step for long. The peer's device may be at a microbatch
-        that another peer has done since, and the peer applies the step after that."""
+        """Mark ``peer`` down once it has been at an earlier step for long. Its device may be at a microbatch that
+        another peer has done since, and applies the step after that."""
         now, observed = self._ctx.clock.now(), self._observed
         busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
         if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
@@ -306,8 +303,7 @@ class Exchange:
         await asyncio.gather(self.ask_everyone(), *map(self.learn_seal, others))
 
     async def entries_from(self, peer: PeerId) -> Entries | None:
-        """Learn the round of this step that ``peer`` attests to, or the record that ``peer`` applied. None: no
-        answer."""
+        """Learn the round of this step that ``peer`` attests to, or the record that it applied. None: no answer."""
         ctx, state = self._ctx, self._state
         ask = AskEntries(lineage=state.lineage, step=state.step).pack()
         try:
@@ -335,7 +331,7 @@ class Exchange:
 
     async def went_on(self, first: PeerId) -> bool:
         """Has the run gone beyond this step, as ``first`` says? A single member cannot lure us away: more peers must be
-        beyond the step, by one record, than at the step, or the step's record must be known now."""
+        beyond the step, by one record, than at the step, or its record must be known now."""
         here, gone = 0, Counter[bytes]()
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
             answer = await self.entries_from(peer)
@@ -365,7 +361,7 @@ class Current(Protocol):
 
     @property
     def state(self) -> StepState:
-        """The knowledge of the current step."""
+        """The present knowledge."""
         ...
 
 
@@ -390,8 +386,8 @@ class Answers:
         return Entries(step=state.step, applied=applied, product=record.product, record=record.hash).pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless the peer asks for
-        the part that is tied to its own stage."""
+        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless it asks for the
+        part tied to its own stage."""
         ask, state = AskGradient.unpack(payload), self._current.state
         own, sharing = self._ctx.roster.own.stage, state.builder.tied
         if ask.tied and own not in sharing:

@@ -1,8 +1,8 @@
 """Replicas keep the mean gradients of the last steps for peers that missed steps (CONTRIBUTING, "How a step goes", 5).
 
-Copying a state may take a newcomer many steps; the newcomer takes the gradients of the missed steps from here and
-applies the gradients in order. The last step's gradient is always kept. Earlier gradients are kept while a replica that
-may need them is heard of, and yield to the traffic of the step.
+Copying a state may take a newcomer many steps; the newcomer takes the missed gradients from here and applies them in
+order. The last step's gradient is always kept. Earlier gradients are kept while a replica that may need them is heard
+of, and yield to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GradientLog:
         self._current: dict[bool, list[StateImage]] = {False: [], True: []}
         """Copies of the current step's gradient, and of its tied part, that peers asked for."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
-        """Peers that catch up: the first step that each peer needs, and the time of the peer's last sign."""
+        """Peers that catch up: the first step that each needs, and its last sign."""
 
     def follow(self, peer: PeerId, step: int) -> None:
         """``peer`` takes the state before ``step``, and will need the gradients from ``step`` on."""
@@ -114,7 +114,7 @@ class GradientLog:
                 past.other.image.channel = Channel.BULK
 
     def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[tuple[RoundEntry, ...], StepRecord | None]:
-        """The record of a kept step, and the entries of the record's rounds; none for other steps."""
+        """The record of a kept step, and the record's entries; none for other steps."""
         for past in self._past:
             if (past.builder.step, past.builder.lineage) == (step, lineage):
                 self._heard(peer, step)

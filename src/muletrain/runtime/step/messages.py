@@ -14,11 +14,11 @@ SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETC
 
 
 class Seal(Message):
-    """A member announces its accumulator: the microbatches, a sketch (``optim.sketch``, seeded by the lineage), and the
-    digest of the used weights. ``members``: the replicas that the member counts on, itself included. ``stop``: the
-    member asks for an orderly end after this step; ``leaves``: the member wants to leave. ``gave_up``: microbatches of
-    an earlier seal that stood out, so other replicas compute them again. ``excused``: the inputs stood out, too, and no
-    other peer could be asked. ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
+    """A member announces its accumulator: microbatches, sketch (``optim.sketch``, seeded by the lineage), and the
+    digest of the used weights. ``members``: the replicas that the member counts on, itself included. ``stop``: request
+    for an orderly end after this step; ``leaves``: wish to leave. ``gave_up``: microbatches of an earlier seal that
+    stood out, so other replicas compute them again. ``excused``: the inputs stood out, too, and no other peer could be
+    asked. ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
 
     KIND: ClassVar[str] = "seal"
     lineage: Digest
@@ -48,8 +48,8 @@ class TiedEntry(Message):
 
 
 class Abstain(Message):
-    """The sender accepts the agreement of its stage's other replicas, which need not wait for the sender. The sender's
-    seals of attempts before ``attempt`` are void."""
+    """The sender accepts the agreement of its stage's other replicas, which need not wait. The sender's seals of
+    attempts before ``attempt`` are void."""
 
     KIND: ClassVar[str] = "abstain"
     lineage: Digest
@@ -67,9 +67,8 @@ class AskEntries(Message):
 
 class Entries(Message):
     """The answer to ``AskEntries`` of a peer at ``step``. ``own``: the peer's attestation; ``abstains``: see
-    ``Abstain``. ``applied``: one round of each stage of the record that the peer applied; empty if the peer did not
-    apply the step, or has forgotten the record. ``tied``: the peer's attestation of a product. A peer is believed about
-    its own entry only."""
+    ``Abstain``. ``applied``: one round of each stage of the applied record; empty if the peer did not apply the step,
+    or has forgotten it. ``tied``: the peer's product. A peer is believed about its own entry only."""
 
     KIND: ClassVar[str] = "entries"
     step: Natural

@@ -112,8 +112,8 @@ class StepRecord:
         return any(e.stop for e in self.stages)
 
     def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
-        """The peers that leave after this step, by the same rule for all peers: at most one of a stage, if another peer
-        of the stage stays, and at most one trainer (``trains``). The remaining peers that asked stay, and ask again."""
+        """The peers that leave after this step, by the same rule for all peers: at most one of a stage, if another
+        stays, and at most one trainer (``trains``). The rest stays, and asks again."""
         chosen: list[str] = []
         for entry in self.stages:
             free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]

@@ -65,7 +65,7 @@ class _Claim(NamedTuple):
 
 
 class LiveReplicas(Protocol):
-    """Knows the peers that are believed alive here (``Roster``)."""
+    """Knows the live peers (``Roster``)."""
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live replicas of ``stage``, ourselves included."""
@@ -76,13 +76,13 @@ class LiveReplicas(Protocol):
 class RecordBuilder:
     """Collects the attestations of one step, until a round of each stage counts.
 
-    Nothing is signed, so a peer is believed about itself alone: the sender of an entry is the entry's holder. A round
-    counts if it is complete and more than half of its stage's replicas attest to it; live replicas that do not abstain
-    and all holders vote. If all voters have attested for a while and no round has a majority, the round with most
-    holders counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds.
-    A round that only dead peers hold counts only if there is no other: perhaps no peer has its gradient any more. Peers
-    with the same view of live peers choose the same round. Peers with other views may choose another round, and then
-    lineages part and meet again (``runtime.recovery.forks``).
+    Nothing is signed, so a peer is believed about itself alone: the sender of an entry is its holder. A round counts if
+    it is complete and more than half of its stage's replicas attest to it; live replicas that do not abstain and all
+    holders vote. If all voters have attested for a while and no round has a majority, the round with most holders
+    counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds. A round
+    that only dead peers hold counts only if there is no other: perhaps no peer has its gradient any more. Peers with
+    the same view of live peers choose the same round. With different views, lineages may part and meet again
+    (``runtime.recovery.forks``).
 
     Where two stages share parameters, a product also has to count: more than half of both stages' voting replicas state
     the product for the two rounds that count.
@@ -131,8 +131,7 @@ class RecordBuilder:
     state."""
 
     def add(self, entry: RoundEntry) -> None:
-        """Take in a statement by ``entry.holder`` itself. Raises ProtocolError if the entry contradicts the step or
-        itself."""
+        """Take in a statement by ``entry.holder``. Raises ProtocolError if it contradicts the step or itself."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if same_facts(entry, k.facts)), None)
@@ -158,8 +157,7 @@ class RecordBuilder:
             self.news[stage] += 1
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
-        """Take in a product stated by ``peer``, of one of the ``tied`` stages. Raises ProtocolError for another step's
-        product."""
+        """Take in a product stated by ``peer``, of a ``tied`` stage. Raises ProtocolError for another step's."""
         if (entry.step, entry.lineage) != (self.step, self.lineage):
             raise ProtocolError(f"product of step {entry.step} for step {self.step}, or of another lineage")
         self._products[peer] = entry

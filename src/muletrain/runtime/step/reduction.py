@@ -130,8 +130,7 @@ class Reduction:
         return gradient
 
     async def take(self, entry: RoundEntry) -> bool:
-        """Get the gradient of the agreed round ``entry`` from a holder. False if no holder has the gradient (any
-        more)."""
+        """Get the gradient of the agreed round ``entry`` from a holder. False if no holder has it (any more)."""
         if self._state.gradient is None or not same_facts(self._state.gradient.entry, entry):
             holders = self._state.builder.holders(entry)
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
@@ -144,9 +143,9 @@ class Reduction:
     # While we wait ----------------------------------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """Check during every wait whether the wait still makes sense. A holder of a round attests to that round and
-        never tries another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our
-        round tries another; Behind when the run agreed on a gradient that we do not hold."""
+        """Check during every wait whether it still makes sense. A holder of a round attests to it and never tries
+        another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our round tries
+        another; Behind when the run agreed on a gradient that we do not hold."""
         state, roster = self._state, self._ctx.roster
         if self._position.away:
             return
@@ -201,8 +200,8 @@ class Reduction:
         self._give_way()
 
     def look_back(self) -> None:
-        """The record is there. If a single live member of all its rounds did not report its round, and is a replica,
-        blame that member, which may never report. If several members did not report, our own links may be at fault."""
+        """The record is there. If a single live member of its rounds did not report, and is a replica, blame that
+        member, which may never report. If several did not, our own links may be at fault."""
         builder, roster = self._state.builder, self._ctx.roster
         unsaid = {m for e in builder.agreed() for m in {*e.members} - builder.holders(e) if roster.is_alive(m)}
         unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
@@ -210,9 +209,8 @@ class Reduction:
             self._company.note_silent(dict.fromkeys(unsaid & {*roster.replicas()}, 1))
 
     def _give_way(self) -> None:
-        """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that the other
-        replicas can run its microbatches again. We still attest to our round: if the round counts after all, the
-        replicas take it."""
+        """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
+        run its microbatches again. We still attest to our round, which the replicas take if it counts after all."""
         ctx, state, work = self._ctx, self._state, self._work
         if state.gradient is None or work.gave_way or work.ledger.in_flight or state.builder.record() is not None:
             return
@@ -234,8 +232,8 @@ class Reduction:
                 work.cancel()
 
     async def _ask_what_is_through(self) -> None:
-        """Ask for finished microbatches, and take over the microbatches of dead trainers; if the step is late, also the
-        microbatches of trainers that give out nothing."""
+        """Ask for finished microbatches, and take over those of dead trainers; if the step is late, also of trainers
+        that give out nothing."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0

@@ -34,7 +34,7 @@ AGAIN_S = 30.0
 """Longest time before trainers are told of missing microbatches again [s]."""
 PAUSE_S, FILLED_MAX_S, OF_WAIT = 0.05, 0.2, 0.02
 """Seconds between two questions to the replicas whether the gaps are filled, at first and at most, because all replicas
-wait for the gaps. Or a share of the waiting time, if that is more: a slow stage is not asked thousands of times."""
+wait for that. Or a share of the time waited, if more, so that a slow stage is not asked thousands of times."""
 
 
 @dataclass
@@ -66,10 +66,10 @@ class Reruns:
         self._asked: Gap | None = None
         """The last gaps that trainers were told of."""
         self._told: set[PeerId] = set()
-        """The trainers that were told of ``_asked``."""
+        """The trainers told of ``_asked``."""
         self._claims: dict[PeerId, frozenset[int]] = {}
-        """The last gaps that each replica claimed to hold now. We stopped waiting because of the claims; the replica's
-        next seal shows whether its claim was true."""
+        """The last gaps that each replica claimed to hold. We stopped waiting because of that; the replica's next seal
+        shows whether the claim was true."""
 
     def _down(self) -> set[PeerId]:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
@@ -86,9 +86,8 @@ class Reruns:
         await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches", look)
 
     async def rerun_lost(self) -> None:
-        """Have a dead replica's microbatches run again while the rest of the step goes on. Only if the replica is gone
-        for sure: a silent replica may come back with its accumulator, and one of two accumulators would be
-        discarded."""
+        """Have a dead replica's microbatches run again while the rest of the step goes on. Only if it is gone for sure:
+        a silent replica may come back with its accumulator, and one of two accumulators would be discarded."""
         ctx, state, down = self._ctx, self._state, self._down()
         new, self._known_down = down - self._known_down, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
@@ -161,10 +160,10 @@ class Reruns:
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, max(FILLED_MAX_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until all gaps are filled. Raises MuletrainError when
-        gaps are never filled; Behind and LeftOut. The request to the responsible trainers is repeated, as their view
-        may have changed. Further trainers would begin the same work, so the turn passes on only when no peer works on
-        the gaps any more, or when no gap was filled for as long as a full queue takes."""
+        """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when they
+        never are; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may have changed.
+        Further trainers would begin the same work, so their turn comes only when no peer works on the gaps any more, or
+        when none was filled for as long as a full queue takes."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         for tries in itertools.count(1):

@@ -181,7 +181,7 @@ class StepState:
         return bool(self.holders())
 
     def is_committed(self, peer: PeerId) -> bool:
-        """Does ``peer`` attest to a round that it sealed? Then ``peer`` takes part in no other round: if the round is
+        """Does ``peer`` attest to a round that it sealed? Then ``peer`` takes part in no other: if the round is
         believed we take its gradient, else we go on without ``peer``."""
         self._look_at_rounds()
         return peer in self._committed

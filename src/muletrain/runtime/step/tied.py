@@ -1,8 +1,7 @@
-"""Two stages that share parameters add their mean gradients of the shared parameters (``optim.tied``).
+"""Two stages that share parameters add their gradients of these parameters (``optim.tied``).
 
 Once both stages' rounds count, each peer of either stage takes the other stage's part, and states the inner product of
-both parts, which the record needs for the global norm. Both copies of the parameters are updated with the sum, so both
-stay equal.
+both parts, which the record needs for the global norm. Both copies are updated with the sum, so they stay equal.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class TiedSum:
         self._tied = tied if tied is not None and self._own in tied.stages else None
         self._working: asyncio.Task[None] | None = None
         self._stated: tuple[RoundEntry, RoundEntry] | None = None
-        """Our round and the other stage's round, for the stated product."""
+        """Our round and the other stage's, for the stated product."""
         self._failed = 0
 
     @property

@@ -190,8 +190,7 @@ class PartialDownload:
         return memoryview(self.data)[begin:end]
 
     async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
-        """Keep a verified block; ``content``: the block's ``room``. Raises NetworkError where the block cannot be
-        kept."""
+        """Keep a verified block; ``content``: its ``room``. Raises NetworkError if that fails."""
         self.missing.discard(block)
 
     def state(self) -> dict[str, Tensor]:
@@ -342,8 +341,8 @@ class Downloader:
         ask: Callable[[asyncio.Future[None]], Awaitable[None]],
     ) -> None:
         """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
-        the donor may have more urgent traffic, or have sent the block over a link that broke, so the donor is asked
-        again. Raises DeadlineExceeded."""
+        the donor may have more urgent traffic, or have sent the block over a link that broke, and is asked again.
+        Raises DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         asked = 1
         while True:

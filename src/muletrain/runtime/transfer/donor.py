@@ -67,9 +67,9 @@ class _Kept:
     copy: StateImage
     asked: float
     part: bool
-    """The copy is a checkpoint's part, whose taker needs no later gradients."""
+    """A checkpoint's part, whose taker needs no later gradients."""
     takers: set[PeerId] = field(default_factory=set)
-    """Peers that the copy was offered to. No other peer gets the copy."""
+    """Peers that the copy was offered to, and no other, get it."""
 
 
 class PastGradients(Protocol):
@@ -169,7 +169,7 @@ class Snapshots:
         return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
 
     def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
-        """Let ``taker`` have the offered copy, while the copy is kept. Returns the answer to the taker's question."""
+        """Let ``taker`` have that copy, while kept. Returns the answer to the taker."""
         if (kept := self._kept.get(offer.digest)) is not None:
             kept.takers.add(taker)
         return offer.pack()
@@ -370,10 +370,10 @@ class Receiver:
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """The copy to take, and the donors of that copy. A state counts before other states if two donors have the state in
-    their histories, since a single donor could make up a later branch or step, and if no other copy of that state has
-    as many donors. Then come the latest branch, the most donors, the newest copy, and the lowest donor's. So a newcomer
-    may take an older state than the newest, at the cost of another transfer."""
+    """The copy to take, and its donors. A state comes first if two donors have it in their histories, since a single
+    donor could make up a later branch or step, and if no other copy of it has as many donors. Then come the latest
+    branch, the most donors, the newest copy, and the lowest donor's. So a newcomer may take an older state than the
+    newest, at the cost of another transfer."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))

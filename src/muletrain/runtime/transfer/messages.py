@@ -71,8 +71,8 @@ class Block(Message):
 
 class Shared(Message):
     """Names the tokens in the welcome of a run that shares its tokens. ``digest``: BLAKE3 of the manifest; ``size``: of
-    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared:
-    the held-out side and the tokens give ``Genesis.data``."""
+    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared,
+    but gives ``Genesis.data`` together with the tokens."""
 
     KIND: ClassVar[str] = "shared"
     digest: Digest

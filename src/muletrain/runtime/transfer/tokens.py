@@ -1,10 +1,10 @@
-"""The run's tokens reach peers without the data, if the founder shares the tokens (``data.share``), so that a run
-outlives its only data owner.
+"""The run's tokens reach peers without the data, if the founder shares them (``data.share``), so that a run outlives
+its only data owner.
 
 Tokens travel as states do (``blocks``): the welcome names a manifest, and blocks yield to all other traffic. While
 fewer than ``WANTED`` peers can build microbatches, peers that may take the tokens do so, ``TAKERS`` at a time. Each
-taker becomes a trainer once its copy is whole, and gives the copy to other peers. A joiner keeps the tokens in its own
-cache, within its own bound.
+taker becomes a trainer once its copy is whole, and gives the copy on. A joiner keeps the tokens in its own cache,
+within its own bound.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.blocks import Downloader, Manifest
 
 WANTED = 4
-"""Number of peers that can build microbatches, after which no more peers take the tokens."""
+"""Peers that can build microbatches, after which no more peers take the tokens."""
 TAKERS = 2
 """Takers that a giver serves at once; further takers ask again."""
 TAKING_S = 30.0
@@ -113,7 +113,7 @@ class Store:
 
     def open(self, shared: Shared) -> int | None:
         """Open the file of ``shared`` tokens, with all blocks that arrived before. The file is locked until closed;
-        None while another process has the lock. Raises OSError; CapacityError where there is no room."""
+        None while another process has it. Raises OSError; CapacityError where there is no room."""
         if shared.size > self.limit:
             raise CapacityError(
                 f"the tokens need {format_memory(shared.size)}, but only {format_memory(self.limit)} may be used (join --tokens GIB)"
@@ -156,11 +156,11 @@ class Store:
 
 @dataclass
 class Sharing:
-    """One process' part in sharing the tokens, for all peers that the process becomes, one after the other.
+    """One process' part in sharing the tokens, across the peers that the process becomes in turn.
 
-    ``data``: ``Genesis.data``; ``tokenizer``: the tokenizer's JSON; ``vocab``: of the model. ``source_of`` makes a
-    source of microbatches from tokens. ``store``: place for the tokens; None: this process takes none. ``wanted``:
-    enough trainers. ``source``, ``copy``: set in a process that has the data."""
+    ``data``: ``Genesis.data``; ``tokenizer``: as JSON; ``vocab``: of the model. ``source_of`` makes a source of
+    microbatches from tokens. ``store``: place for the tokens; None: this process takes none. ``wanted``: enough
+    trainers. ``source``, ``copy``: set in a process that has the data."""
 
     shared: Shared
     data: bytes
@@ -185,7 +185,7 @@ class Sharing:
     # The giver --------------------------------------------------------------------------------------------------------
 
     def given(self, ctx: Context, taker: PeerId) -> StateImage:
-        """The copy, for a member. Raises MuletrainError when there is no copy, or enough other peers take the copy."""
+        """The copy, for a member. Raises MuletrainError when there is none, or enough other peers take it."""
         ctx.roster.member(taker)
         now = ctx.clock.now()
         self._takers = {p: asked for p, asked in self._takers.items() if now - asked < TAKING_S}
@@ -267,8 +267,7 @@ class Sharing:
         return partial
 
     async def _checked(self) -> npt.NDArray[np.integer]:
-        """The tokens, checked against ``Genesis.data``. From now on we give the tokens to other peers. Raises
-        DataError."""
+        """The tokens, checked against ``Genesis.data``, which we give on from now on. Raises DataError."""
         assert self.store is not None
         assert self._partial is not None
         tokens = np.memmap(self.store.path(self.shared), self.shared.dtype, "r")

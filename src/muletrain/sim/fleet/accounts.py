@@ -22,7 +22,7 @@ POINTS = 400
 SAMPLES = 50
 """Samples of the traffic pattern per play; all traffic since the last sample follows the sampled pattern."""
 RECOVERED = 0.95
-"""A fleet counts as recovered at this fraction of the share of the optimum that preceded the departure."""
+"""A fleet has recovered at this fraction of its share of the optimum before the departure."""
 GoesOn = Callable[[float, float], bool]
 """Called now and then with the virtual time played [s] and the steps done; False ends the play."""
 CAUSES = (
@@ -43,8 +43,8 @@ def always(now_s: float, steps: float) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve: means since the previous point. ``peers``: peers by stage, at the point's time; ``events``:
-    counts by name."""
+    """One point of a curve: means since the previous point; at its time, ``peers`` by stage; ``events``: counts by
+    name."""
 
     time_s: float
     throughput: float

@@ -44,7 +44,7 @@ class Progress:
         self._now_s = time_s
 
     def changed(self) -> None:
-        """The serving peers have changed: find the new rate."""
+        """The serving peers have changed."""
         self._since_s, self._lasting = self._now_s, False
         self._rate = self._rated()
         self.noted()
@@ -72,8 +72,8 @@ class Progress:
         return (self.accounts.steps % 1.0) * self._microbatches * share
 
     def repeat(self, stage: int, share: float, held: float) -> None:
-        """A peer died with ``held`` accumulated microbatches and some in flight, which its stage computes again. The
-        stage's spare time in the rest of the step absorbs a part; the remainder stalls the run."""
+        """A peer died with ``held`` accumulated microbatches and some in flight. Its stage repeats them in the spare
+        time of the rest of the step; the remainder stalls the run."""
         microbatches = held + min(capacity(len(self._fleet.serving)) // 2, self._microbatches * share)
         self.accounts.repeated += microbatches
         if self._rate.throughput <= 0:

@@ -27,7 +27,7 @@ HOURS, MACHINE_HOURS = 8.0, 1000.0
 SEEDS, MANY = 3, 100
 """Number of churn seeds to average; a fleet of more than ``MANY`` machines needs only one play."""
 COUNTLESS = 1000
-"""Churn is ignored above this many machines: a play with churn would take minutes, and no stage loses its last peer."""
+"""Above this many machines churn is ignored: a play would take minutes, and no stage loses its last peer."""
 BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8}
 
 
@@ -61,9 +61,9 @@ def suggestions(
     weather: Weather,
     played: Callable[[Setting, RunConfig], float],
 ) -> list[Suggestion]:
-    """Return the best changes, at most one for each field. ``changed`` returns the run with a change, or for None the
-    unchanged run, and raises MuletrainError for an impossible change, such as more stages than machines. ``played``
-    returns the tokens/s of a play as thorough as the play of the run."""
+    """Return the best changes, at most one for each field. ``changed`` applies a change (None: no change); raises
+    MuletrainError for an impossible change, such as more stages than machines. ``played``: tokens/s of a play as
+    thorough as the run's."""
     setting, run = changed(None)
     before, best = _tokens_per_s(setting, run, weather), dict[str, Suggestion]()
     for change in changes(run, paced=any(kind.declared for kind in setting.kinds)):
@@ -97,8 +97,8 @@ def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfi
 
 
 def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
-    """List the changes to try, impossible changes included. ``paced``: the fleet file declares stage times for any
-    stage size, so times of other sizes cannot be predicted."""
+    """List the changes to try, some impossible. ``paced``: the fleet file declares stage times for any stage size, so
+    other sizes cannot be predicted."""
     batch, microbatch, stages = run.train.batch, run.train.microbatch, run.fleet.stages
     yield Change("train.batch", str(2 * batch), f"each step has {2 * batch} sequences instead of {batch}")
     if not run.optimizer.delayed:

@@ -232,7 +232,7 @@ def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
 
 
 def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str, int]]:
-    """Returns the fleet (the emulated profile, or a machine entry for each device) and each peer's machine by index."""
+    """Returns the fleet (the emulated profile, or an entry for each device), and each peer's entry."""
     if config.fleet.profile is not None:
         fleet = load_fleet(config.fleet.profile)
         machine_of = [k for k, machine in enumerate(fleet.machines) for _ in range(machine.count)]
@@ -244,7 +244,7 @@ def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str
 
 
 def _able(machine: Machine, flops: Sequence[float] | None) -> Machine:
-    """Returns the machine with ample memory and its measured speed. The speed of an unused machine is arbitrary."""
+    """Returns the machine with ample memory and measured speed. An unused machine's speed is arbitrary."""
     return machine.model_copy(
         update={
             "memory_gib": AMPLE_GIB,
@@ -276,7 +276,7 @@ def _serving(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scen
 
 
 def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[float]:
-    """Seconds of a call beyond the declared time, by peer and step; steps with repeated work are left out."""
+    """Seconds of a call beyond the declared time, by peer and step without repeated work."""
     found = []
     for e in applied:
         kind = scene.kinds[kind_of[e.peer]]
@@ -289,7 +289,7 @@ def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene:
 def _hops(
     traced: Iterable[ev.SlotWorked], applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting
 ) -> list[float]:
-    """Seconds of each hop between two stages beyond the link's time; repeated hops are left out."""
+    """Seconds of each unrepeated hop between two stages, beyond the link's time."""
     stage_of = {(e.peer, e.step - 1): e.stage for e in applied}
     computed: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)
     decoded: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)

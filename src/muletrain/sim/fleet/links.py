@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class FleetLinks(Conditions):
-    """The setting's paths, with frames that weigh as much as the run's real frames. ``kind_of``, ``stage_of``: kind and
-    stage of each peer and client by id; the caller may change both mappings."""
+    """The setting's paths, with frames as heavy as the run's real frames. ``kind_of``, ``stage_of``: of each peer and
+    client by id, as filled by the caller."""
 
     def __init__(self, setting: Setting, kind_of: Mapping[str, int], stage_of: Mapping[str, int]) -> None:
         self._setting, self._kind_of, self._stage_of = setting, kind_of, stage_of

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
-"""Core seconds of the longest play; and of all plays of one run after the first, with the same budget again for lasting
+"""Core seconds of the longest play; and of all plays of one run after the first, and as many for lasting
 memberships."""
 MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
 """Core seconds of a play per microbatch and stage, per receiver that a sender considers, and per shard."""

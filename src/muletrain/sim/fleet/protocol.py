@@ -203,7 +203,7 @@ class Actors(VirtualHost):
 
     @property
     def _most(self) -> int:
-        """Upper bound of the machines that may leave: newcomers only replace departed machines."""
+        """Most machines that may leave: newcomers only replace departed machines."""
         return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
             max(0, c.peers) for c in self._weather.trace
         )

@@ -104,7 +104,7 @@ class Rates:
         return self.of(serving)
 
     def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
-        """Update the stages that changed since the last call, and the neighbours of such stages."""
+        """Update the stages that changed since the last call, with neighbours."""
         last = len(serving) - 1
         changed = [s for s, counts in enumerate(serving) if counts is not self._serving[s]]
         for s in sorted({n for c in changed for n in (c - 1, c, c + 1) if 0 <= n <= last}):
@@ -138,8 +138,8 @@ class Rates:
         return known[1]
 
     def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
-        """Seconds per microbatch that the links of a peer of kind ``k`` are busy: the longest of the peer's upload, its
-        download, and all paths to a neighbouring stage together."""
+        """Seconds per microbatch that the busiest link of a peer of kind ``k`` is busy: upload, download, or all paths
+        to a neighbouring stage together."""
         cost, own = self._cost, self._kinds[k]
         on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
         longest_s = max(

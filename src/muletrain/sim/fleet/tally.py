@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 CLASSES: dict[str, str] = {"activation": "activations", "gradient": "gradients", "averaging": "averaging"}
-"""Names of traffic classes; other frames are control. State transfers take time, but send no frames of true size."""
+"""Other frames are control; state transfers take time, but their frames are not of true size."""
 USUAL_STEPS = 5
 """Number of steps whose median share of the optimum counts as undisturbed."""
 
@@ -101,7 +101,7 @@ class Tally:
             self._shares.append(share)
 
     def step_back(self, step: int, to: int) -> None:
-        """Count a rollback once, although several peers report the same rollback."""
+        """Count each rollback once, though all peers report it."""
         if (step, to) in self._back:
             return
         self._back.add((step, to))
@@ -119,8 +119,8 @@ class Tally:
                 self._bytes[kinds[kind].region, kinds[receiver].region][CLASSES.get(name, "control")] += nbytes
 
     def outcome(self, end_s: float, *, partial: bool) -> Outcome:
-        """Returns the outcome at ``end_s``. The unfinished step counts as its elapsed time, divided by the time of the
-        previous step; without a previous step, or if peers gave up, the unfinished step does not count."""
+        """Returns the outcome at ``end_s``. The unfinished step counts in proportion to the previous step's time, or
+        not at all without a previous step, or if peers gave up."""
         steps = float(self.steps)
         if len(self._ends) > 1 and not self._gave_up:
             steps += min(0.99, (end_s - self._ends[-1]) / (self._ends[-1] - self._ends[-2]))

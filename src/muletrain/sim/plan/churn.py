@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from muletrain.sim.plan.question import Question, Scene
 
 EVENTS, HOURS = 240.0, (6.0, 240.0)
-"""Approximate number of departures in a play, and the least and most hours of a play."""
+"""Approximate departures in a play, and the least and most hours of a play."""
 
 
 def rate_per_s(weather: Weather) -> float:

@@ -34,18 +34,18 @@ STEADY = 0.9
 SMALL = 12
 """Up to this many machines, a subset is rated with every microbatch size; above, with the whole fleet's size."""
 PLANNED = 1.25
-"""A planned pipeline counts as at most so many times as fast as swarm is rated on the same machines; slower subsets are
-not searched. In a large fleet the factor comes from the whole fleet."""
+"""A planned pipeline is assumed at most so many times as fast as swarm by rates on the same machines, and is otherwise
+not searched. In a large fleet: by as much as on all machines."""
 HURRY = 8
 """Each subset's searches get this part of the time limit."""
 SEARCH_S = 5.0
 """Time to search pipelines that do not swap, to compare with."""
 ONLY_FEWER = "with all of them no strategy is possible"
-"""Reason for leaving machines out if no layout on all machines exists to compare with."""
+"""Reason for leaving machines out if no layout on all machines exists."""
 BEHIND = 0.5
-"""Improved predictions must have at least this part of the best prediction's tokens/s."""
+"""Improved predictions have at least this part of the best prediction's tokens/s."""
 LARGER = (4, 16)
-"""Multiples of the batch for which alternative layouts are planned; larger multiples are no advice."""
+"""Multiples of the batch to plan alternative layouts for; larger multiples are no advice."""
 
 Predictions = Mapping[str, Sequence[Prediction]]
 """By strategy."""
@@ -74,8 +74,8 @@ def improved(
 ) -> Improved:
     """Replace each prediction by a prediction on fewer machines, where that is faster under churn.
 
-    Layouts are rated for each subset whose bound exceeds the best prediction (``subsets``); strategies are predicted in
-    the order of these rates. In a large fleet the search continues around the best subset."""
+    Layouts are rated for each subset that might beat the best (``subsets``), and strategies predicted in the order of
+    the rates. In a large fleet the search goes on around the best subset."""
     if question.paced and question.stages is None:
         return Improved(predicted, complete=True)  # one machine would do the work of many, for any number of layers
     search = _Search(question, predicted, seed, time_limit_s, watch)
@@ -100,7 +100,7 @@ class _Search:
         self.found: dict[Key, Prediction] = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
         self._ends_s = time.monotonic() + time_limit_s
         self._pooled = ("hub", "") in self.found and self.found["hub", ""].expected_per_s >= BEHIND * self.best_per_s
-        """A hub is tried on fewer machines if its prediction for all machines is not far behind."""
+        """A hub is tried on fewer machines if the hub of all machines is not far behind."""
         self._planned = PLANNED
         if not self._small and (rate := self._rate(question)):
             self._planned = self.best_per_s / rate
@@ -155,7 +155,7 @@ class _Search:
         return max((s.roughly_per_s for s in rated), default=0.0)
 
     def _try(self, counts: Counts, rate: float) -> None:
-        """Predict the strategies on a subset, as far as a strategy may exceed its best known prediction."""
+        """Predict the strategies on a subset, as far as they may exceed known predictions."""
         part, limit_s = self._subsets.of(counts), self._limit_s / HURRY
         blank = [
             Prediction(
@@ -237,8 +237,8 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
 
 
 def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
-    """Compare ``chosen``, which leaves machines out, with ``whole`` under churn, and tell the batch from which more
-    machines are faster."""
+    """Compare ``chosen``, which leaves machines out, with ``whole`` under churn, and name the batch that turns the
+    result."""
     few, many = (len({name for s in p.stages for name in s.machines}) for p in (chosen, whole))
     who = f"{few} machines" if few > 1 else f"{chosen.stages[0].machines[0]} alone"
     stays = ""
@@ -268,8 +268,8 @@ def _of_larger_steps(question: Question) -> Iterator[Prediction]:
 
 
 def _pays_from(question: Question, chosen: Prediction, other: Prediction) -> int | None:
-    """Sequences per step from which ``other`` is as fast as ``chosen``: averaging takes the same time for any step
-    size. None: ``other`` never is as fast, or the batch is unknown."""
+    """Sequences per step from which ``other`` is as fast as ``chosen``, since averaging takes the same time for any
+    step size. None: never, or unknown."""
     if chosen.split is None or other.split is None or question.run.optimizer.delayed:
         return None
     batch = question.run.train.batch

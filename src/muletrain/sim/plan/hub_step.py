@@ -64,7 +64,7 @@ class HubStep:
 
     @cached_property
     def crews(self) -> tuple[Crew, ...]:
-        """Crews; each client, fastest first, joins the server whose clients are slowest together."""
+        """Crews; each client, fastest first, joins the slowest group of clients."""
         found = []
         for s, (servers, clients) in enumerate(self.stages):
             crews: list[list[int]] = [[] for _ in servers]
@@ -105,8 +105,8 @@ class HubStep:
 
     @property
     def _waited_s(self) -> float:
-        """Additional computing time of the slowest stage, because clients must take the weights first [s]. With delayed
-        updates, clients take the weights right after the servers' update, during the previous step."""
+        """Additional time of the slowest stage because clients first take the weights [s]; with delayed updates,
+        clients take the weights during the previous step, right after the servers' update."""
         later_s, computed_s = [], self._computed_s(range(len(self.stages)))
         for s in range(len(self.stages)):
             rates = self._rates_at(s)
@@ -124,7 +124,7 @@ class HubStep:
 
     def _rates(self, crew: Crew, *, linked: bool = True) -> tuple[float, float]:
         """Microbatches/s of a server, and of its clients together. A client computes one part during the transfer of
-        the next part, and waits if the transfer takes longer. Without ``linked``, transfers take no time."""
+        the next, and waits if the transfer takes longer; transfers take no time unless ``linked``."""
         s, kinds = crew.stage, self.setting.kinds
         server, clients = 1 / kinds[crew.server].service_s(s), [1 / kinds[k].service_s(s) for k in crew.clients]
         if server < SLOWEST * sum(clients) / max(1, len(clients)):
@@ -271,7 +271,7 @@ def sent(step: HubStep) -> Bytes:
 
 
 def _pairs(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
-    """Kinds of a sender and a receiver, and the pair's share of evenly spread work."""
+    """Kinds of a sender and a receiver, and their share of evenly spread work."""
     for a in senders:
         for b in receivers:
             yield a, b, 1 / (len(senders) * len(receivers))

@@ -63,7 +63,7 @@ def _computing(question: Question, scene: Scene, p: Prediction) -> str:
 
 
 def _ways(scene: Scene, senders: Sequence[str], receivers: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """Bandwidths [bytes/s] that may limit transfers between ``senders`` and ``receivers``, with names."""
+    """Bandwidths [bytes/s] that may limit transfers between machines, with names."""
     index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
     for m in dict.fromkeys(senders):
         yield scene.setting.kinds[index[m]].up_bytes_per_s, f"the upload of {m}"
@@ -151,7 +151,7 @@ def improvements(question: Question, chosen: Prediction, others: Sequence[Predic
 
 
 def _again(question: Question, layout: Prediction, change: Change) -> float:
-    """Tokens/s of a layout in the changed run. Raises MuletrainError if the changed run does not allow the layout."""
+    """Tokens/s of a layout in the changed run. Raises MuletrainError for an impossible layout."""
     changed = replace(question.without(layout.left_out), run=applied(question.run, change))
     cut = tuple(stage.layers for stage in layout.stages)
     if find(layout.strategy).pooled:

@@ -1,9 +1,9 @@
 """Plan strategy ``pipeline`` on a fleet: planned membership (DT-FM), schedules GPipe and 1F1B.
 
-For each number of stages two searches run once: one for equal stages on machines that hold any stage
-(``planning.place``), and one for unequal stages (``unequal``), in layers, machines, and pipelines per machine. Both
-schedules are tried on the results with every microbatch that fits, and ranked by an estimate. The best few layouts of
-each schedule are played (``steps``) with averaging and trainers; the played times are the prediction.
+For each number of stages two searches run once: for equal stages on machines that hold any stage (``planning.place``),
+and for unequal stages (``unequal``), in layers, machines, and pipelines per machine. Both schedules are tried on the
+results with every microbatch that fits, and ranked by an estimate. The best few layouts of each schedule are played
+(``steps``) with averaging and trainers; the played times are the prediction.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def alike(question: Question, stages: int, microbatch: int, seed: int, time_limi
 def _fastest(
     question: Question, first: Placed, microbatches: Iterable[int]
 ) -> dict[Schedule, tuple[float, Placed] | str]:
-    """For each schedule, estimate a step with the fastest of the ``microbatches``. Returns the estimate with the
-    layout, or names a machine without room. If stages of ``first`` mix devices, the CPU updates the weights."""
+    """For each schedule, estimate a step with the fastest of the ``microbatches``, with its layout, or name a machine
+    that lacks room. If stages of ``first`` mix devices, the CPU updates the weights."""
     best: dict[Schedule, tuple[float, Placed] | str] = {}
     cut, asked = first.scene.setting.cut, question.once_mixed(first.scene.setting, first.serving)
     for microbatch in microbatches:
@@ -280,7 +280,7 @@ def _played_s(placed: Placed, schedule: Schedule) -> float:
 
 
 def _expected_s(question: Question, placed: Placed, schedule: Schedule) -> float:
-    """Seconds of a played step, divided by the part of the speed that remains under churn."""
+    """Seconds of a played step, with losses from churn."""
     left = churn.kept(question, placed.scene, placed.serving)
     return _played_s(placed, schedule) / left if left else math.inf
 

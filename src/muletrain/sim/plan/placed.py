@@ -33,7 +33,7 @@ class Placed:
     kinds: tuple[int, ...]
     names: tuple[str, ...]
     assignment: Assignment
-    """Machines by stage and pipeline; a machine may serve several pipelines of its stage."""
+    """A machine may serve several pipelines of its stage."""
     spares: tuple[tuple[int, str], ...]
     """(kind, name) of machines that hold some stage and have no place."""
     complete: bool = True

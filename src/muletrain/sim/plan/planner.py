@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def confirmed(question: Question, plan: Plan) -> Plan:
-    """Play the recommended layout with every message of the production code, and add its step time to the plan.
-    Strategy swarm begins with seated machines, pipeline as planned. If hardly any step ends, the plan gets a note."""
+    """Play the recommended layout with every message of the production code, and add its step time to the plan. Swarm
+    begins with seated machines, pipeline as planned. A note reports if hardly any step ends."""
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
@@ -74,9 +74,8 @@ def plan(
     time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = fewer.unwatched,
 ) -> Plan:
-    """Predict every strategy, on fewer machines where that is faster, and recommend the best. ``time_limit_s``: limit
-    of the searches for placements and allocations; ``watch`` receives the name and the completed share of the running
-    search.
+    """Predict every strategy, on fewer machines where that is faster, and recommend the best. ``time_limit_s``: of the
+    searches for placements and allocations; ``watch`` receives the running search and its share done.
 
     Raises ConfigError, and CapacityError if no strategy is possible."""
     predicted = predict(question, seed=seed, time_limit_s=time_limit_s, watch=watch)

@@ -66,7 +66,7 @@ class Question:
     weather: Weather = field(default_factory=Weather)
     _cuts: dict[int, Cut] = field(default_factory=dict)
     churned: dict[object, float] = field(default_factory=dict)
-    """Parts of the speed of played layouts that remain under churn (``churn``)."""
+    """Remaining speed of played layouts under churn (``churn``)."""
 
     @property
     def paced(self) -> bool:
@@ -193,7 +193,7 @@ class Question:
         )
 
     def price(self, used: Iterable[str], step_s: float) -> float | None:
-        """Price of a billion tokens on the machines ``used``; None: the price of a machine is unknown."""
+        """Price of a billion tokens on the machines ``used``; None: a price is unknown."""
         prices = {name: self.peer(m).price_per_hour for m, names in self.names.items() for name in names}
         each = [prices[name] for name in used]
         known = [p for p in each if p is not None]
@@ -201,7 +201,7 @@ class Question:
         return sum(known) / 3600 * step_s / tokens * 1e9 if len(known) == len(each) else None
 
     def assumed(self) -> tuple[str, ...]:
-        """Names the estimates behind the answer."""
+        """Names the used estimates."""
         unpaced = [(n, peer) for n, peer in enumerate(self.firsts) if not peer.forward_s]
         return tuple(sorted({assumed for _, assumed in (flops_of(n, peer) for n, peer in unpaced) if assumed}))
 

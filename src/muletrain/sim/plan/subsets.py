@@ -1,9 +1,8 @@
 """Find the machines of a fleet to plan for: every subset that could be the fastest.
 
-Machines of one entry of the file are alike, so a subset is a number of machines for each entry. The search looks at all
-subsets of a small fleet; for a large fleet, at plausible subsets, and then at their neighbours. Most subsets are
-discarded without a prediction, because an upper bound is below another subset's speed: a machine adds at most its
-computing speed, limited by its links and its memory.
+Machines of one entry of the file are alike, so a subset is a number of each. All subsets of a small fleet are examined;
+of a large fleet, plausible subsets, and then their neighbours. Most subsets are discarded unpredicted by an upper
+bound: a machine adds at most its computing speed, limited by its links and its memory.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Bounds:
         return last / (first + last)
 
     def of(self, counts: Counts, *, pooled: bool = False) -> float:
-        """Upper bound of the tokens/s of ``counts`` machines. ``pooled``: as a hub, whose clients need less memory."""
+        """Most tokens/s of the machines ``counts``. ``pooled``: as a hub, whose clients need less memory."""
         there = [
             (n, replace(reach, share=1.0) if pooled else reach)
             for n, reach in zip(counts, self.reaches, strict=True)
@@ -142,14 +141,14 @@ class Subsets:
         return len({peer.reliable for n, peer in zip(counts, self.question.firsts, strict=True) if n}) > 1
 
     def first(self) -> list[Counts]:
-        """Subsets to examine first: all subsets of a small fleet, else the plausible subsets."""
+        """Subsets to examine first: all of a small fleet, else the plausible subsets."""
         small = math.prod(n + 1 for n in self.whole) <= EVERY + 1
         every = product(*(range(n + 1) for n in self.whole)) if small else self._usual()
         return [counts for counts in dict.fromkeys(every) if any(counts) and counts != self.whole]
 
     def _usual(self) -> Iterator[Counts]:
-        """Yields each entry alone, halved down to one machine; all without one entry, or one region, or only that
-        region; the reliable machines; and the fastest and the best linked entries or machines, in growing numbers."""
+        """Each entry, halved down to one machine; all without one entry, or one region, and each region; the reliable
+        machines; and growing numbers of the fastest and of the best linked machines."""
         entries, whole = range(len(self.whole)), self.whole
         peers, reaches = self.question.firsts, self.bounds.reaches
 
@@ -174,7 +173,7 @@ class Subsets:
                 yield tuple(taken[n] for n in entries)
 
     def near(self, counts: Counts) -> Iterator[Counts]:
-        """Yields ``counts`` with one machine of an entry more or fewer, or with all machines of an entry, or none."""
+        """One machine of an entry more or fewer, or all machines of an entry, or none."""
         for n, (here, most) in enumerate(zip(counts, self.whole, strict=True)):
             for other in {max(0, here - 1), min(most, here + 1), most, 0} - {here}:
                 if any(found := (*counts[:n], other, *islice(counts, n + 1, None))):

@@ -1,8 +1,7 @@
 """Plan strategy ``swarm`` on a fleet: the number of stages and the microbatch with the most tokens/s.
 
-Rates (``flow``, ``rates``) find the places where machines settle, for every number of stages and every microbatch, on
-even cuts and on cuts that suit pipelines. The best layouts by rates are played (``steps``); the played times are the
-prediction.
+Rates (``flow``, ``rates``) settle the machines for every number of stages and every microbatch, on even cuts and on
+cuts that suit pipelines. The best layouts by rates are played (``steps``); the played times are the prediction.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 SETTLING_PERIODS = 240
 """Periods of rebalancing after which no peer moves any more (four hours at the default period)."""
 PLAYED, ENOUGH = 10, 4
-"""Number of steps to play, and number of step ends that suffice for a mean."""
+"""Steps to play, and step ends that suffice for a mean."""
 MOVING_PERIODS = (3, 9)
 """Periods of rebalancing to play first: after the first number hardly any peer moves."""
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
@@ -105,8 +104,8 @@ def predict(
     cuts: Iterable[Cut] = (),
     least: float = 0.0,
 ) -> Prediction:
-    """Find the best layout under churn, or the reason why there is none. ``cuts``: additional cuts beside the most even
-    cut of each number of stages; ``least``: tokens/s of interest; if no layout may reach ``least``, none is played."""
+    """Find the best layout under churn, or the reason why there is none. ``cuts``: to try beside the most even cut of
+    each number of stages; ``least``: tokens/s of interest; no layout is played if none may reach ``least``."""
     return best_of(question, *rated(question, watch, cuts, least), least)
 
 
@@ -131,8 +130,8 @@ def rated(
     cuts: Iterable[Cut] = (),
     least: float = 0.0,
 ) -> tuple[list[Settled], str]:
-    """Rate every layout; losses from churn are found once for each cut. Returns the reason if there is no layout. Churn
-    is not played for cuts that cannot reach ``least`` tokens/s."""
+    """Rate every layout, with churn's losses found once for each cut, or return the reason why there is none. Churn is
+    not played for cuts that cannot reach ``least`` tokens/s."""
     found, problems = list[Settled](), []
     ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
     for n, (stages, cut) in enumerate(ways):
@@ -162,7 +161,7 @@ def promising(found: Sequence[Settled]) -> list[Settled]:
 
 
 def chosen(found: Sequence[Settled]) -> Settled:
-    """Choose the fastest layout, or a layout with fewer stages and about the same speed."""
+    """Choose the fastest layout, or a layout with fewer stages at the same speed."""
     played, best = list[Settled](), 0.0
     for s in sorted(found, key=lambda s: -s.roughly_per_s):
         if s.may_reach((1 - ALIKE) * best):

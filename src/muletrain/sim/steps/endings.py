@@ -37,8 +37,7 @@ class End:
         """Peers that asked for the other stage's part of the shared gradient, and kinds with a peer that has this
         part."""
         self.settled, self.agreed, self.applied = set[int](), set[int](), set[int]()
-        """Peers that heard the product of both parts; peers with everything for the step; peers that applied the
-        step."""
+        """Peers that heard the product of both parts; that are complete; that applied the step."""
         self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
         """Times at which the first trainer began, the last trainer had all answers, and the last peer had applied the
@@ -125,8 +124,8 @@ class Endings:
                     self._wires.tell(p, other, partial(self._hear_held, other, stage, step))
 
     def _hear_held(self, p: int, stage: int, step: int) -> None:
-        """A peer has the whole mean of ``stage``. A record needs the means of all stages; applying the step also needs
-        the peer's own mean."""
+        """A peer has the whole mean of ``stage``. A record needs the means of all stages; a peer also needs its own to
+        apply it."""
         self.of[step].held[p].add(stage)
         self._perhaps_exchange(p, step)
         self._perhaps_agree(p, step)
@@ -147,7 +146,7 @@ class Endings:
         return self._here[sum(self._cost.tied) - self._stages[p]]
 
     def _giver(self, p: int, taken: int) -> int:
-        """Returns the giver of the next part. Each taker begins with a different giver."""
+        """The giver of the next part. Each taker begins with a different giver."""
         return self._others(p)[(self._replicas(p).index(p) + taken) % len(self._others(p))]
 
     def _give(self, p: int, step: int) -> None:
@@ -192,7 +191,7 @@ class Endings:
 
 def ending_bytes(cost: RunCost, serving: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], float]]:
     """Bytes sent at the end of a step, by sender's and receiver's kind: each replica sends two shards to each other
-    replica; peers of two stages that share parameters take the shared gradient of the other stage."""
+    replica; peers of two stages that share parameters take the other stage's shared gradient."""
     ways = [(here, here, 2 * stage.averaged_bytes) for stage, here in zip(cost.stages, serving, strict=True)]
     if cost.tied:
         one, other = (serving[s] for s in cost.tied)

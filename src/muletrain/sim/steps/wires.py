@@ -56,7 +56,7 @@ class Wires:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), then))
 
     def ends(self, a: int) -> Kind:
-        """The machine's kind, with the rates of uplink and downlink."""
+        """The machine's kind, with both links' rates."""
         return self._setting.kinds[self.kinds[a]]
 
     def tell(self, a: int, b: int, then: Callable[[], None]) -> None:
@@ -103,7 +103,7 @@ class Wires:
         self._begin(a)
 
     def _take(self, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool) -> None:
-        """Count the downlink's time of arriving data from the transfer's begin."""
+        """Arriving data have used the downlink during the transfer."""
         duration_s = nbytes / self._setting.kinds[self.kinds[b]].down_bytes_per_s
         self._through(((self._down[b], duration_s),), self.now_s - duration_s, then, bulk=bulk)
 
@@ -155,14 +155,14 @@ class _Lane:
         """Seconds of urgent data so far."""
 
     def carry(self, now_s: float, seconds: float) -> float:
-        """Carry data; return the time at which the data are through."""
+        """Carry data; return the time of completion."""
         shared = self._bulk_free_s > self._bulk_clock_s(now_s)
         self.free_s = max(now_s, self.free_s) + seconds / (1.0 - BULK_SHARE if shared else 1.0)
         self._urgent_s += seconds
         return self.free_s
 
     def carry_bulk(self, now_s: float, seconds: float) -> float:
-        """Carry bulk data; return the time on the bulk clock at which the data are through."""
+        """Carry bulk data; return the time of completion, on the bulk clock."""
         self._bulk_free_s = max(self._bulk_clock_s(now_s), self._bulk_free_s) + seconds
         return self._bulk_free_s
 
