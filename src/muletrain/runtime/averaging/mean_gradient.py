@@ -104,7 +104,7 @@ def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
-    """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives it."""
+    """Take the gradient of ``entry``'s round from ``holders``; None: no holder does."""
     return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
 
 
@@ -122,7 +122,7 @@ async def _from_holders(
     *,
     tied: bool,
 ) -> T | None:
-    """``take`` the gradient from ``holders``: live holders first, a few at a time, since each must encode and hash it.
+    """``take`` the gradient from ``holders``: live holders first, a few at a time, because of the encoding and hashing.
     The absence of all holders is noticed soon, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
@@ -236,7 +236,7 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
 
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for ``work``, which depends on ``holders``, and probe them meanwhile. Raises PeerUnreachable once no holder
+    """Wait for ``work``, which depends on ``holders``, with probes meanwhile. Raises PeerUnreachable once no holder
     answers."""
     task, there = asyncio.ensure_future(work), list(holders)
 

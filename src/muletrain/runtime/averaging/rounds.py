@@ -1,7 +1,7 @@
 """A round of averaging: its members, the owners' shards, and the attendance of members.
 
 The arrival time of a chunk tells nothing about its sender: links may be slow, and members send to few receivers at a
-time. So a member is judged by the arrival of anything from it, and by its own answers.
+time. So a member is judged by the arrival of any message, and by its own answers.
 """
 
 from __future__ import annotations

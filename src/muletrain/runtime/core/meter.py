@@ -40,9 +40,9 @@ class Meter:
         self.pulse = Pulse(PULSE)
         """Ends of the peer's forward and backward passes; written by ``StageServer``."""
         self.late = ""
-        """Names the device operation that takes unusually long, and the remedy; ``Watchdog`` writes it."""
+        """Names the device operation that takes unusually long, and the remedy; written by ``Watchdog``."""
         self.validated: Validated | None = None
-        """The held-out loss measured last by this peer; ``Validator`` writes it."""
+        """The held-out loss measured last by this peer; written by ``Validator``."""
         self.works = asyncio.Event()
         """Cleared by ``Watchdog`` while an operation takes so long that no peer should count on this peer."""
         self.works.set()

@@ -1,4 +1,4 @@
-"""An actor waits for other peers with a deadline, asks them after a missed deadline, and looks around at all news."""
+"""An actor waits for other peers with a deadline, asks after a missed deadline, and looks around at all news."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Context:
         frame: Frame | None = None,
         channel: Channel | None = None,
     ) -> None:
-        """Send a frame and count it. ``frame``: the message's frame, if already made; ``channel``: in place of the
+        """Send and count a frame. ``frame``: the message's frame, if already made; ``channel``: in place of the
         message's own. Raises PeerUnreachable or DeadlineExceeded."""
         if not self.meter.works.is_set():  # until the device is back, or the watchdog ends the peer
             await self.meter.works.wait()

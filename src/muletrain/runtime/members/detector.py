@@ -98,10 +98,10 @@ class FailureDetector:
         self._waited_s: deque[float] = deque(maxlen=RECENT)
         """Delays of recent answers beyond the fastest answer of the same peer [s]."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
-        """Awaited answers in the order of their begin: the order of a set would depend on addresses."""
+        """Awaited answers in order of creation: the order of a set would depend on addresses."""
         self._looked_after: set[PeerId] = set()
         self._late: set[PeerId] = set()
-        """Peers that reported a late device: suspected until they report otherwise."""
+        """Peers that reported a late device: suspected until a better report."""
         self._tried: dict[PeerId, tuple[float, float]] = {}
         """First and last try of each peer that is down."""
         self._alarms: Counter[PeerId] = Counter()
@@ -186,8 +186,8 @@ class FailureDetector:
         return own_s + QUEUES * queued_s
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
-        """Route around ``peer`` until news of it, and let the other peers ask, too, so that all learn at the same time
-        whether it lives. Only routes change, so a suspicion may be wrong."""
+        """Route around ``peer`` until there is news, and let the other peers ask, too, so that all peers get news at
+        the same time. Only routes change, so a suspicion may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -198,7 +198,8 @@ class FailureDetector:
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Find out whether ``peer`` is there, once at a time: other peers suspect it, or a stream ended."""
+        """Find out whether ``peer`` is there, once at a time: after a suspicion by other peers, or the end of a
+        stream."""
         asked = (peer in self.suspected and peer not in self._late) or peer in self._looked_after
         if self._peer.roster.is_alive(peer) and peer != self._peer.net.peer_id and not asked:
             self._looked_after.add(peer)

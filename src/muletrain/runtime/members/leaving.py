@@ -3,8 +3,8 @@
 
 A peer announces the wish to leave in its seal, like a request to stop. The leavers are a pure function of the record
 (``StepRecord.leavers``), so all members stop counting on a leaver from the same step on: no member waits for the leaver
-or sends to it, and no number changes. The leaver stays until the other replicas of its stage have that step, since they
-may still need data.
+or sends messages there, and no number changes. The leaver stays until the other replicas of its stage have that step,
+and need no more data.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
-"""Questions to the other replicas whether they have the step, and first and longest pause between, which doubles [s].
-Two minutes in all: a replica that lost a chunk of the gradient waits for its deadlines before taking our state."""
+"""Questions to the other replicas for the step, and first and longest pause between, which doubles [s]. Two minutes in
+all: a replica that lost a chunk of the gradient waits for its deadlines before taking our state."""
 
 
 class Unsaved(Protocol):
@@ -42,8 +42,8 @@ class Departure:
         self._told: str | None = None
 
     def announced(self) -> bool:
-        """Returns whether our seal says that we leave: we want to, and are not needed. Emits the reason for staying
-        when it changes."""
+        """Returns whether our seal says that we leave: we want to, and are not needed. Emits each new reason for
+        staying."""
         if not self.wanted:
             return False
         reason = self._ctx.roster.needs_us() or self._unsaved.unsafe()

@@ -95,8 +95,8 @@ class Membership:
         return False
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
-        """``peer`` speaks to us: ask it for an introduction if it is unknown, or not known to serve ``stage``, because
-        it came or moved during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
+        """``peer`` speaks to us: ask for an introduction if ``peer`` is unknown, or not known to serve ``stage``, after
+        an arrival or a move during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
         expelled."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):

@@ -56,9 +56,9 @@ class Progress(Message):
 
     ``accumulated``: microbatches in the accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
     ``in_flight``: requests in work; ``answering``: requests with an answer on the way; ``given``: microbatches that the
-    peer's trainer gave out and waits for; ``asking``: microbatches given out unless another peer has them;
-    ``completed``: microbatches known to be through all stages, with ``losses`` [nats/token]. ``round``: the present or
-    held round of averaging. ``moved``: bytes of tensors sent and received in total, so that two answers show progress.
+    peer's trainer gave out and waits for; ``asking``: microbatches to give out unless found elsewhere; ``completed``:
+    microbatches known to be through all stages, with ``losses`` [nats/token]. ``round``: the present or held round of
+    averaging. ``moved``: bytes of tensors sent and received in total, so that two answers show progress.
     """
 
     KIND: ClassVar[str] = "progress"
@@ -94,8 +94,8 @@ class Progress(Message):
 
 
 class Suspected(Message):
-    """``peer`` does not answer the sender. The receivers ask ``peer``, too, before they need it; no peer is marked down
-    on hearsay."""
+    """``peer`` does not answer the sender. The receivers ask ``peer``, too, before any need; no peer is marked down on
+    hearsay."""
 
     KIND: ClassVar[str] = "suspected"
     lineage: Digest

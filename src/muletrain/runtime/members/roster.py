@@ -236,8 +236,8 @@ class Roster:
         return [self._members[p] for p, declines in self._dead.items() if not declines]
 
     def mark_alive(self, peer: str) -> bool:
-        """There is news of ``peer``, perhaps after it left, since it was needed after all; only ``FailureDetector``
-        calls this. Returns True if ``peer`` was not counted on before."""
+        """There is news of ``peer``, perhaps needed after all and back; only ``FailureDetector`` calls this. Returns
+        True if ``peer`` was not counted on before."""
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left

@@ -2,13 +2,13 @@
 
 The three deadlines come from measured times. A peer that owes answers gives an answer every so often. A peer that is
 silent for longer gets a question, which costs nothing. If that answer takes longer than usual, the peer is *suspected*:
-another peer also computes the owed microbatches, and the suspect gets no new work. Suspicion changes routing alone, so
-it may be wrong. The peer is marked down after missing the question's own, patient deadline (``FailureDetector.probe``):
+another peer also computes the owed microbatches, and the suspect gets no new work. Suspicion changes routing alone, and
+may be wrong. The peer is marked down after missing the question's own, patient deadline (``FailureDetector.probe``):
 from then on its accumulated microbatches are run again.
 
 A peer whose event loop answers may have a device that hangs. The peer reports this in its answers
-(``members.watchdog``), is then suspected, too, and marked down when it refuses to answer. A long queue or a slow link
-is no reason.
+(``members.watchdog``), is then suspected, too, and marked down on refusing to answer. A long queue or a slow link is no
+reason.
 """
 
 from __future__ import annotations

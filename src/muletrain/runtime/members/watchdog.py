@@ -1,5 +1,5 @@
 """Notices that an operation of this peer's own device hangs while the event loop still answers: only the peer itself
-knows its device's operation, and since when it runs.
+knows its device's operation, and since when.
 
 A slow link or a long queue is no hang. A hang shows in the running time of one operation, as a multiple of its usual
 time (``compute.jobs``). There are three limits, from measured times:
@@ -7,8 +7,8 @@ time (``compute.jobs``). There are three limits, from measured times:
 - *late*, after about four usual times (at least 2 s; 300 s before the operation has ended once): answers to probes
   report this. Other peers suspect this peer, which changes routing alone: they compute copies of the owed microbatches,
   within their budgets, and send no new work.
-- *out*, after four times as long (at least 8 s; as soon as it is late the first time): no peer should count on this
-  peer. It refuses probes and sends nothing, like a frozen peer, so its accumulated microbatches are run again. When the
+- *out*, after four times as long (at least 8 s; the first time, as soon as late): no peer should count on this peer.
+  The peer refuses probes and sends nothing, like a frozen peer, so its accumulated microbatches are run again. When the
   operation ends after all, the peer comes back as a frozen peer does. The last peer of a stage is never out: no other
   peer could do its work.
 - *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.

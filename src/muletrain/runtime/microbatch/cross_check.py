@@ -60,8 +60,8 @@ class GradientCrossCheck:
         self._beginning = asyncio.Lock()
 
     async def gradient(self, forward: Forward, sent: list[Encoded], answer: Answer) -> tuple[Tensor, bool]:
-        """Returns the gradient to continue with, and whether to trust the gradient: not if it stands out and no other
-        peer could be asked."""
+        """Returns the gradient to continue with, and whether to trust the gradient: not if a second peer was needed,
+        but none could be asked."""
         first = await self._read(answer)
         if not forward.accumulate or answer.unfinite:
             return first.values, True

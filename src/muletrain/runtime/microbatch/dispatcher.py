@@ -1,8 +1,8 @@
 """Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and waits for the answer.
 
 Trainers (towards stage 0) and peers (towards the next stage) do this alike. Activations travel from peer to peer. The
-strategy names the peers that may get the microbatch; each sender chooses among them by its own measurements
-(``Dispatcher._choose``; SWARM sec. 3.2, app. C).
+strategy names the peers that may get the microbatch; each sender then chooses by measurements (``Dispatcher._choose``;
+SWARM sec. 3.2, app. C).
 """
 
 from __future__ import annotations

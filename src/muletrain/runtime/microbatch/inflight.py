@@ -45,8 +45,8 @@ class Ledger:
     the ledger, room ``step`` seals and reopens it.
 
     A ledger is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once over all attempts.
-    Announcing the set seals it: later microbatches are recomputed without accumulating, until the step's record decides
-    otherwise.
+    Announcing the set seals the ledger: later microbatches are recomputed without accumulating, until the step's record
+    decides otherwise.
     """
 
     def __init__(self, lineage: bytes, step: int, microbatches: int) -> None:
@@ -134,7 +134,7 @@ class Ledger:
 
 
 class Accumulation:
-    """Reserves a microbatch in the ledger; commits it if its gradient was accumulated, releases it otherwise."""
+    """Reserves a microbatch in the ledger; commits accumulated microbatches, releases all others."""
 
     def __init__(self, ledger: Ledger, index: int, news: News, *, wanted: bool) -> None:
         """``news``: wakes waits for the end of all accumulation; ``wanted``: whether to accumulate the microbatch at

@@ -24,8 +24,8 @@ MAX_WITHOUT = 64
 
 
 class Attempt(Request):
-    """One attempt at one microbatch, passed from stage to stage. ``without``: peers that compute it only if no other
-    peer can, since their replicas do not count on their accumulators."""
+    """One attempt at one microbatch, passed from stage to stage. ``without``: peers to avoid if possible, because
+    replicas do not count on their accumulators."""
 
     without: Annotated[tuple[Id, ...], Field(max_length=MAX_WITHOUT), FailFast()] = ()
 
@@ -115,10 +115,10 @@ class TrainerDone(Message):
 
 
 class Gap(Message):
-    """Microbatches ``indices`` are in no accumulator of a stage: trainers inject them again, for that stage alone.
-    Every replica sends this. ``early``: sent before all microbatches are through, after a replica died; some died with
-    the replica, the rest has not reached this stage yet. ``turn``: times that this was sent without effect; each time
-    the next trainer is responsible. ``without``: replicas that the sender does not count on, regardless of their
+    """Microbatches ``indices`` are in no accumulator of a stage: trainers rerun these, for that stage alone. Every
+    replica sends this. ``early``: sent before all microbatches are through, after a replica died; some died with the
+    replica, the rest has not reached this stage yet. ``turn``: times that this was sent without effect; each time the
+    next trainer is responsible. ``without``: replicas that the sender does not count on, regardless of their
     accumulators."""
 
     KIND: ClassVar[str] = "gap"

@@ -35,7 +35,7 @@ class Microbatches:
 
     def __init__(self, ctx: Context, position: Position, source: Source | None, heldout: Heldout | None = None) -> None:
         """``source``: makes microbatches; None: this peer does not train yet. ``heldout``: makes held-out microbatches,
-        if it has the text."""
+        if any."""
         self._ctx, self._position, self.source, self._heldout = ctx, position, source, heldout
         self.survey = Survey(ctx, position)
         stage = ctx.roster.own.stage

@@ -62,7 +62,7 @@ class _Job:
     admitted: float
     busy_s: float = 0.0
     begun: float = math.nan
-    """Begin of the latest turn on the compute slot."""
+    """Start of the latest turn on the compute slot."""
     computed_s: float = 0.0
     excused: bool = False
     absences: int = 0

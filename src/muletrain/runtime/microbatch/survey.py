@@ -45,19 +45,18 @@ class Survey:
         silent: Collection[int] = (),
         given: bool = False,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
-        knows.
+        """Returns the ``stages`` that still lack microbatch ``index``, and the loss [nats/token] if known anywhere.
 
         A stage has the microbatch if a peer that is not ``ignored``, ourselves included, holds it in its accumulator;
-        that peer recomputes without accumulating. While some peer still works on it, wait: a second accumulation would
+        that peer recomputes without accumulating. While some peer is still at work, wait: a second accumulation would
         cost a whole accumulator. With ``given``, wait, too, while another trainer has given the microbatch out; of two
         trainers that ask at the same time, the trainer with the higher id waits. (A call on behalf of such a trainer
         must not set ``given``: the trainer would wait for itself.) The wait ends ``patience_s`` (at least
         ``PATIENCE_S``) after the awaited peers last accumulated anything, or after ``PATIENCE_S`` if their devices are
         late.
 
-        Once some stage has the microbatch, ``silent`` stages without a live peer's report count as having it: a silent
-        peer may come back with its accumulator, and microbatches missing when the stage seals are run again then.
+        Once some stage has the microbatch, ``silent`` stages count as well, without a live peer's report: a silent peer
+        may come back with its accumulator, and microbatches missing when the stage seals are run again then.
         """
         if not stages:
             return (), None

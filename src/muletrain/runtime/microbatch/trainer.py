@@ -37,7 +37,7 @@ MOST_HELD_BACK = 3
 """Number of consecutive late checks that find peers at work, after which microbatches of live trainers pass on all the
 same."""
 DOUBTED_TURN = 2
-"""Vain requests of a replica before a trainer, too, ignores the peers that the replica does not count on."""
+"""Requests of a replica without effect before a trainer, too, ignores the peers that the replica does not count on."""
 MOST_AGAIN = 3
 """Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
@@ -85,7 +85,7 @@ class Trainer:
         self._absences = ctx.meter.absences
         """Times that other peers may have believed us dead, before this step."""
         self._down_before = self._down()
-        """Peers down before this step, which hold no part of it."""
+        """Peers down before this step, which hold no microbatches of the step."""
         self._silent: set[int] = set()
         """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
@@ -184,8 +184,8 @@ class Trainer:
                 repair.cancel()
 
     def _doubted(self, sender: PeerId, gap: Gap, index: int) -> tuple[PeerId, ...]:
-        """Returns the peers that ``sender`` does not count on, if it has asked for long: two replicas may each wait for
-        microbatches of the other. Once for each microbatch, since ``sender`` may lie."""
+        """Returns the peers that ``sender`` does not count on, if ``sender`` has asked for long: two replicas may each
+        wait for microbatches of the other. Once for each microbatch, since ``sender`` may lie."""
         replica = self._ctx.roster.member(sender).stage == gap.stage
         if not replica or gap.turn < DOUBTED_TURN or (sender, index) in self._believed:
             return ()
@@ -209,7 +209,7 @@ class Trainer:
             self._refilling.discard((stage, index))
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
-        """Claim our share of ``indices``, see it through, and tell all peers."""
+        """Claim and see through our share of ``indices``, and tell all peers."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
@@ -260,8 +260,8 @@ class Trainer:
         asked: bool = False,
         doubted: tuple[PeerId, ...] = (),
     ) -> float:
-        """Try one microbatch until it is through. Returns the loss [nats/token]. ``retry``: some peer may already have
-        it; ``asked``: no peer has it; ``doubted``: see ``refill``."""
+        """Try one microbatch until success. Returns the loss [nats/token]. ``retry``: some peer may already have the
+        microbatch; ``asked``: no peer has the microbatch; ``doubted``: see ``refill``."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)

@@ -118,7 +118,7 @@ class Arrival:
 
     async def _may_stay(self) -> bool:
         """Has no replica a later state, and can the step still be done? No peer keeps weights of more than one step
-        back, so our state is of no use once most peers are further on: a single replica that went on with it is
+        back, so our state is of no use once most peers are further on: a single replica that goes on with our state is
         lost."""
         ctx, lineage, step = self._ctx, self._position.lineage, self._position.step
         answers = await ctx.detector.ask_all(ctx.roster.replicas(), lineage, step)

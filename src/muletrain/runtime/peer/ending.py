@@ -23,7 +23,7 @@ WEIGH_S = 0.1
 LATE = b"late"
 """Answer to ``Finished`` of a peer that has not applied the last step."""
 LATE_S, LATE_MAX_S = 60.0, 2.0
-"""Seconds for which a peer waits at the end for a late replica, and most seconds between two questions to it."""
+"""Seconds for which a peer waits at the end for a late replica, and most seconds between two questions."""
 OFFER_S = 20.0
 """Seconds after which every replica offers its stage's part of the last checkpoint, if the writer's is missing; and
 between two offers."""

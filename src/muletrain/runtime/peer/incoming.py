@@ -74,8 +74,7 @@ LIMIT, BYTES = 4096, 1 << 30
 """Most kept frames, and most bytes of their tensors: a peer with more early frames is far behind, and finds that
 out."""
 NOTICES = 256
-"""Most kept frames without tensors of one sender. With tensors, the limit is this peer's request capacity: with more it
-would be full."""
+"""Most kept frames without tensors of one sender. With tensors, the limit is this peer's request capacity."""
 
 
 class EarlyFrames:

@@ -271,7 +271,7 @@ class Peer:
         return leavers
 
     async def _leave(self) -> None:
-        """Leave, once the other replicas have the step. If none has it, we are needed and come back."""
+        """Leave, once the other replicas have the step. Otherwise we are needed and come back."""
         ctx, at = self._ctx, self.position
         self._life.to(State.LEAVING)
         if not await self.departure.taken_over(at.lineage, at.step):

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 ROOM = 2
 """Parts that a client takes at once: one to compute, one in transfer."""
 ALIVE_S = 1.0
-"""Seconds between two calls that show the server a live client, and tell the client whether the server counts on it."""
+"""Seconds between two calls that show the server a live client, and tell the client whether the client counts."""
 CUT_OFF_S = 10.0
 """Seconds without an answer from any server, after which our server has surely given us up."""
 SEND_S = 60.0

@@ -2,16 +2,16 @@
 
 A side that covers every stage and has a trainer goes on alone, so a partition may leave two histories of the run. A
 peer that hears of another lineage tells the sender its history, and both peers judge by the same rule
-(``policy.fork_choice``). Peers of the side that gives way drop their accumulators and take the state of the other
-side's replicas, one by one, as newcomers do.
+(``policy.fork_choice``). Peers of the losing side drop their accumulators and take the state of the winning side's
+replicas, one by one, like newcomers.
 
 In a run of one stage, a single peer could make up any history. So there a history held by one peer gives way to a
 history held by several peers, regardless of length.
 
 No stage may be lost on the way, even if the rule's answer changes in between: a peer goes over only while every stage
 of the other side has a peer that promises to stay for the moment. If neither side covers every stage, both stand still
-at the step at which they parted. Then the state of each stage is right in either history, and the peers that give way
-take only the name of the other lineage.
+at the parting step. Then the state of each stage is right in either history, and the peers of the losing side take only
+the name of the winning lineage.
 
 A side that lacks a stage for long may roll back (``rollback``). Then, too, the longer history stays, not the later
 branch.
@@ -42,13 +42,13 @@ AGAIN_S = 5.0
 JUDGE_S = 1.0
 """Seconds between two judgements of histories that the same peer sends."""
 CALL_S = 10.0
-"""Seconds for a peer to tell its history, or whether it stays."""
+"""Seconds for a peer to tell its history or promise to stay."""
 STAY_S = 15.0
 """Seconds for which a promise to stay holds; longer than the caller waits for all answers."""
 STALLED_S = 60.0
 """Seconds in one step with a stage or all trainers out of reach, after which this side counts as stalled."""
 ROUNDS = 5
-"""Number of times that the other side's replicas are asked for their state."""
+"""Number of times that replicas of the winning side are asked for states."""
 
 
 class Stays(MuletrainError):
@@ -56,7 +56,7 @@ class Stays(MuletrainError):
 
 
 class GivesWay(Behind):
-    """Another lineage stays. ``renamed``: a lineage that takes our weights, since it has no other peer of our stage."""
+    """Another lineage stays. ``renamed``: a lineage that takes our weights, for lack of peers at our stage."""
 
     def __init__(self, message: str, renamed: Chain | None = None) -> None:
         super().__init__(message)
@@ -205,8 +205,8 @@ class Forks:
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
 
     async def go_over(self) -> Snapshot | None:
-        """Load the state of a replica of the other lineage. Returns None, with our own state unchanged, if the state is
-        unavailable, or the decision has changed by now. Call this when nothing runs."""
+        """Load the state of a replica of the winning lineage. Returns None, with our own state unchanged, if the state
+        is unavailable, or the decision has changed by now. Call this when nothing runs."""
         ctx, own = self._ctx, self._position.chain
         stalled = self._stalled()
 

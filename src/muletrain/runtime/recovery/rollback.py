@@ -1,4 +1,4 @@
-"""When a stage has lost all its peers, other peers adopt it, and the run goes on from a checkpoint.
+"""When a stage has lost all its peers, other peers adopt the stage, and the run goes on from a checkpoint.
 
 The first live peer, by id, asks all peers for their standing, and orders a rollback: to the newest checkpoint with a
 readable part for each stage, on a new branch, with peers moved to the empty stages. All peers obey, or hear of the
@@ -293,7 +293,7 @@ class Rollback:
             self._learning = False
 
     def _obey(self, order: StepBack) -> None:
-        """Begin anew by ``order``, if it concerns us and is later. Raises ProtocolError for an invalid order."""
+        """Begin anew by a later ``order`` that concerns us. Raises ProtocolError for an invalid order."""
         self._check(order)
         if self._position.life.joining and self._ctx.roster.own.stage not in order.lost:
             return  # replicas give their state on any branch

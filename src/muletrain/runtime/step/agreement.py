@@ -1,5 +1,5 @@
-"""Replicas of a stage agree on a round: they seal and announce their accumulators, until all members count on the same
-members and the sets cover the step (CONTRIBUTING, "How a step goes", 3)."""
+"""Replicas of a stage seal and announce accumulators to agree on a round, until all members count on the same members
+and the sets cover the step (CONTRIBUTING, "How a step goes", 3)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_PATIENCE = 0.75
 """Share of our patience after which a silent replica is overdue at the latest. After the whole patience we would give
 up."""
 LOOKING_S = 3000.0
-"""Longest time that we look on, since reports by those replicas may be lies [s]."""
+"""Longest time that we look on, since reports may be lies [s]."""
 
 
 class RoundAgreement:
@@ -56,15 +56,15 @@ class RoundAgreement:
         self._ledger = state.work.ledger
 
     def next_attempt(self) -> int:
-        """Number of our next attempt: after our last, and not below those of the members that we count on. It begins at
-        1 if we leave out a replica, which must know that from our first seal on."""
+        """Number of our next attempt: after our last, and not below the members' attempts. The number begins at 1 if we
+        leave out a replica, which must know that from our first seal on."""
         roster, announced = self._ctx.roster, self._state.announced
         first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
         latest = self._state.latest_attempt(self._company.members())
         return max(first if announced is None else announced.attempt + 1, latest)
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
-        """Announce our accumulator (computed with ``weights``) and hear the others. None if another attempt must
+        """Announce our accumulator (computed with ``weights``) and hear the replicas. None if another attempt must
         follow: gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and
         MuletrainError if this peer must leave."""
         seals = await self._announce(attempt, weights)
@@ -184,7 +184,7 @@ class RoundAgreement:
         return seal
 
     def _leaves(self) -> bool:
-        """May this peer leave after this step? Not if it computes the next step already, because that work would be
+        """May this peer leave after this step? Not during the computation of the next step, because that work would be
         lost."""
         ahead = self._position.ahead
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
@@ -197,8 +197,8 @@ class RoundAgreement:
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 
     async def look_on(self) -> None:
-        """Abstain while other replicas run our part again. Ends when they are lost, count on us again, or get nowhere:
-        then we go on without them. Waiting raises when another replica holds a round."""
+        """Abstain while other replicas run our part again. Ends when these replicas are lost, count on us again, or get
+        nowhere: then we stop waiting. Waiting raises when another replica holds a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()

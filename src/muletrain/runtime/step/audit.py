@@ -4,8 +4,8 @@ goes", 3).
 Seals carry sketches of the accumulators. A member whose sketch stands out (``policy.outliers``) empties its
 accumulator. Its microbatches become a gap like any other: the stage's other replicas fill the gap, and the second
 result counts. Comparing the stage's sums shows whether the two results differ, which is an offence of the member. A
-replica that has found ``MAX_OFFENCES`` of a member accuses it in its seals, and a member that most replicas accuse is
-expelled.
+replica that has found ``MAX_OFFENCES`` of a member accuses the member in its seals, and a member that most replicas
+accuse is expelled.
 
 The left-out sets are a pure function of the seals of one attempt: members with the same seals decide the same.
 """
@@ -42,8 +42,7 @@ luck: a flipped bit, or wrong inputs."""
 MAX_EXPELLED = 64
 """Members that one seal can accuse, or one round can expel."""
 HEARD_S = 0.5
-"""Seconds that an expelled peer waits before the end: replicas need the peer's seal, too, before they hear of its
-end."""
+"""Seconds that an expelled peer waits before the end: replicas need the peer's seal, too, before news of the end."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 SPEAKS_S = 3.0
 """Seconds without a sign of life, after which a replica that is down no longer counts as going on."""
 MAX_UNTRUE = 2
-"""False statements after which a replica is left out of the step: claims of microbatches that it lacks, or of a step
-that it is not at."""
+"""False statements after which a replica is left out of the step: claims of microbatches that the replica lacks, or of
+a step that is not its own."""
 MAX_OUTRAN = 4
 """Attempts of ours that a replica ends by later attempts, before being left out of the step: honest replicas take
 turns."""
@@ -57,12 +57,12 @@ class Standing:
     apart: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
     stalled: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Replicas that went on without this peer and got nowhere: until which step it does not wait for them, and for how
+    """Replicas that went on without this peer and got nowhere: until which step this peer does not wait, and for how
     many steps."""
     silent: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Amount of each replica's missing chunks (``Averager.silent``), and the last step with missing chunks."""
     differed: int | None = None
-    """The last step at which our weights differed from those of the other replicas."""
+    """The last step at which our weights differed from the replicas' weights."""
     offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
     """The last steps in which another peer's results differed from a member's, or from ours (``audit``)."""
 
@@ -108,14 +108,13 @@ class Company:
 
     def _hurries(self, peer: PeerId) -> bool:
         """Does ``peer`` end most attempts by later attempts, so that none succeeds? Half as many suffice if another
-        replica says so. A liar may make other replicas hurry, too, but cannot hurry less than they do."""
+        replica says so. A liar may make honest replicas hurry, too, but cannot hurry less."""
         left_out = any(peer not in s.members for m, s in self._state.seals.items() if m != peer)
         most = max(self._outran, key=lambda m: (self._outran[m], m), default=None)
         return peer == most and self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
 
     def is_apart(self, peer: PeerId) -> bool:
-        """Is ``peer`` left out because of earlier steps or rounds, in which its chunks did not arrive, or it
-        stalled?"""
+        """Is ``peer`` left out because of earlier steps or rounds, with missing chunks or a stall?"""
         return self._state.step < self._standing.apart.get(peer, (0, 0))[0] or self._stalled(peer)
 
     def _stalled(self, peer: PeerId) -> bool:
@@ -131,7 +130,7 @@ class Company:
         return {m: v for m, v in self._known_views().items() if not self._state.stands_aside(m)}
 
     def _known_views(self) -> dict[PeerId, GroupView]:
-        """The views of replicas that we hear, even if they do not hear us."""
+        """The views of replicas that we hear, perhaps without hearing us."""
         roster, detector = self._ctx.roster, self._ctx.detector
 
         def heard(member: PeerId) -> bool:
@@ -157,7 +156,7 @@ class Company:
     # Whom to count on less --------------------------------------------------------------------------------------------
 
     def note_lost(self, members: Iterable[PeerId]) -> None:
-        """``members`` were marked down while we counted on them."""
+        """``members`` of our rounds were marked down."""
         self._lost.update(members)
 
     def note_untrue(self, members: Iterable[PeerId]) -> None:
@@ -173,8 +172,8 @@ class Company:
         self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def note_stalled(self) -> None:
-        """The replicas that go on without us get nowhere: do not wait for them any more, in this step and some that
-        follow. Their reports may be lies."""
+        """The replicas that go on without us get nowhere: stop waiting, in this step and some that follow. Their
+        reports may be lies."""
         me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
         for peer in [m for m, view in self.views().items() if me not in view.members]:
             stalled[peer] = _, steps = left_out(stalled.get(peer), step, STALLED)
@@ -198,11 +197,12 @@ class Company:
                 self._ctx.emit(ReplicaApart(step=step + 1, name=name, why=why, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
-        """Compare the weights with which replicas began the step: devices that differ in the last bit, or a lying
-        donor, make them differ. The weights of most replicas count (ties: the lowest id's), accumulators of the others
-        do not.
+        """Compare the weights with which replicas began the step: differences come from devices that differ in the last
+        bit, or from a lying donor. The weights of most replicas count (ties: the lowest id's); accumulators from
+        different weights do not.
 
-        Raises Behind if our weights do not count, and MuletrainError if they did not at the previous step, either."""
+        Raises Behind if our weights do not count, and MuletrainError if our weights did not count at the previous step,
+        either."""
         ctx, step, me, votes = (
             self._ctx,
             self._state.step,

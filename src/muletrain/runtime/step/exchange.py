@@ -42,7 +42,7 @@ may lie."""
 MAX_ASKED = 8
 """Peers asked to confirm that the run is beyond this step, and asked for the record after the first that knew it."""
 LATE_S = 3.0
-"""Shortest time that a peer may stay at an earlier step, after our first question, before it is left out [s]."""
+"""Shortest time that a peer may stay at an earlier step, after our first question, before being left out [s]."""
 
 
 class Rivals(Protocol):
@@ -148,7 +148,8 @@ class Exchange:
         return self._recorded() if applied else self._work.all_completed
 
     def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
-        """``sender`` has a result that we wait for. Usually we have it soon, too; if not, a notice was lost."""
+        """``sender`` has a result that we wait for. Usually the result comes soon here, too; if not, a notice was
+        lost."""
         if not (self._overtaken or self._position.away or self._reached(applied=applied)):
             self._overtaken = True
             self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
@@ -231,8 +232,8 @@ class Exchange:
         return progress
 
     def _leave_out(self, peer: PeerId, progress: Progress) -> None:
-        """Mark ``peer`` down once it has been at an earlier step for long. Its device may be at a microbatch that
-        another peer has done since, and applies the step after that."""
+        """Mark ``peer`` down after a long time at an earlier step. Its device may be at a microbatch that another peer
+        has done since, and applies the step after that."""
         now, observed = self._ctx.clock.now(), self._observed
         busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
         if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
@@ -303,7 +304,7 @@ class Exchange:
         await asyncio.gather(self.ask_everyone(), *map(self.learn_seal, others))
 
     async def entries_from(self, peer: PeerId) -> Entries | None:
-        """Learn the round of this step that ``peer`` attests to, or the record that it applied. None: no answer."""
+        """Learn the round of this step that ``peer`` attests to, or the applied record. None: no answer."""
         ctx, state = self._ctx, self._state
         ask = AskEntries(lineage=state.lineage, step=state.step).pack()
         try:
@@ -386,8 +387,8 @@ class Answers:
         return Entries(step=state.step, applied=applied, product=record.product, record=record.hash).pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless it asks for the
-        part tied to its own stage."""
+        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless for the part tied
+        to the peer's own stage."""
         ask, state = AskGradient.unpack(payload), self._current.state
         own, sharing = self._ctx.roster.own.stage, state.builder.tied
         if ask.tied and own not in sharing:

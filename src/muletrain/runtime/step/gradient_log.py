@@ -1,8 +1,8 @@
 """Replicas keep the mean gradients of the last steps for peers that missed steps (CONTRIBUTING, "How a step goes", 5).
 
-Copying a state may take a newcomer many steps; the newcomer takes the missed gradients from here and applies them in
-order. The last step's gradient is always kept. Earlier gradients are kept while a replica that may need them is heard
-of, and yield to the traffic of the step.
+Copying a state may take a newcomer many steps; the newcomer then applies the missed gradients from here in order. The
+last step's gradient is always kept. Earlier gradients are kept while a replica that may need them is heard of, and
+yield to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class GradientLog:
         return image.manifest
 
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The copy with that digest, if ``peer`` serves a stage that needs it."""
+        """The copy with that digest, if the stage of ``peer`` needs that copy."""
         for tied in (False, True):
             found = list(self._current[tied]) if self._needs(peer, tied=tied) else []
             for image in found:

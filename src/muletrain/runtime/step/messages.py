@@ -68,7 +68,7 @@ class AskEntries(Message):
 class Entries(Message):
     """The answer to ``AskEntries`` of a peer at ``step``. ``own``: the peer's attestation; ``abstains``: see
     ``Abstain``. ``applied``: one round of each stage of the applied record; empty if the peer did not apply the step,
-    or has forgotten it. ``tied``: the peer's product. A peer is believed about its own entry only."""
+    or has forgotten the record. ``tied``: the peer's product. A peer is believed about its own entry only."""
 
     KIND: ClassVar[str] = "entries"
     step: Natural

@@ -131,7 +131,8 @@ class RecordBuilder:
     state."""
 
     def add(self, entry: RoundEntry) -> None:
-        """Take in a statement by ``entry.holder``. Raises ProtocolError if it contradicts the step or itself."""
+        """Take in a statement by ``entry.holder``. Raises ProtocolError for a contradiction to the step or within the
+        entry."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if same_facts(entry, k.facts)), None)

@@ -1,5 +1,5 @@
 """A peer reduces the whole mean gradient of its stage with the other replicas, or takes the gradient from a holder
-(CONTRIBUTING, "How a step goes", 4). A holder attests to the gradient and keeps it for other replicas."""
+(CONTRIBUTING, "How a step goes", 4). A holder keeps and attests to the gradient."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Reduction:
         return gradient
 
     async def take(self, entry: RoundEntry) -> bool:
-        """Get the gradient of the agreed round ``entry`` from a holder. False if no holder has it (any more)."""
+        """Get the gradient of the agreed round ``entry`` from a holder. False if no holder is left."""
         if self._state.gradient is None or not same_facts(self._state.gradient.entry, entry):
             holders = self._state.builder.holders(entry)
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
@@ -143,9 +143,9 @@ class Reduction:
     # While we wait ----------------------------------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """Check during every wait whether it still makes sense. A holder of a round attests to it and never tries
-        another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our round tries
-        another; Behind when the run agreed on a gradient that we do not hold."""
+        """Check during every wait whether the wait still makes sense. A holder of a round attests to that round and
+        never tries another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our
+        round tries another; Behind when the run agreed on a gradient that we do not hold."""
         state, roster = self._state, self._ctx.roster
         if self._position.away:
             return
@@ -173,7 +173,7 @@ class Reduction:
         """Tell all peers that we hold the round. Repeat this when another member is marked down, or when we hear of
         another round of our stage: a peer that knows only one round would build another record. A member that is alive
         after all applies our round on hearing of the record. A member that answers, but does not attest for longer than
-        a round takes, is given up, too, because it may never attest."""
+        a round takes, may never attest, and is given up, too."""
         ctx, state, builder = self._ctx, self._state, self._state.builder
         overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
         seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
@@ -210,7 +210,7 @@ class Reduction:
 
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
-        run its microbatches again. We still attest to our round, which the replicas take if it counts after all."""
+        repeat its microbatches. We still attest to our round, for the case that our round counts after all."""
         ctx, state, work = self._ctx, self._state, self._work
         if state.gradient is None or work.gave_way or work.ledger.in_flight or state.builder.record() is not None:
             return
@@ -232,7 +232,7 @@ class Reduction:
                 work.cancel()
 
     async def _ask_what_is_through(self) -> None:
-        """Ask for finished microbatches, and take over those of dead trainers; if the step is late, also of trainers
+        """Ask for finished microbatches, and take over the rest of dead trainers; if the step is late, also of trainers
         that give out nothing."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()

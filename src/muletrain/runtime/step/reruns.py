@@ -86,8 +86,8 @@ class Reruns:
         await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches", look)
 
     async def rerun_lost(self) -> None:
-        """Have a dead replica's microbatches run again while the rest of the step goes on. Only if it is gone for sure:
-        a silent replica may come back with its accumulator, and one of two accumulators would be discarded."""
+        """Have a dead replica's microbatches run again while the rest of the step goes on. The replica must be gone for
+        sure: a silent replica may come back with its accumulator, and one of two accumulators would be discarded."""
         ctx, state, down = self._ctx, self._state, self._down()
         new, self._known_down = down - self._known_down, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
@@ -160,8 +160,8 @@ class Reruns:
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, max(FILLED_MAX_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when they
-        never are; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may have changed.
+        """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when gaps
+        remain; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may have changed.
         Further trainers would begin the same work, so their turn comes only when no peer works on the gaps any more, or
         when none was filled for as long as a full queue takes."""
         ctx, begin = self._ctx, self._ctx.clock.now()

@@ -1,6 +1,6 @@
 """The runner takes a peer through each step, from the first microbatch to the applied update.
 
-A peer that holds its stage's whole mean gradient attests to the gradient and keeps it; other replicas take the gradient
+A peer that holds its stage's whole mean gradient keeps and attests to the gradient; other replicas take the gradient
 from a holder. The attestations of all stages make the record that every peer applies.
 """
 

@@ -1,7 +1,7 @@
-"""Two stages that share parameters add their gradients of these parameters (``optim.tied``).
+"""Two stages that share parameters add their gradients of the shared parameters (``optim.tied``).
 
 Once both stages' rounds count, each peer of either stage takes the other stage's part, and states the inner product of
-both parts, which the record needs for the global norm. Both copies are updated with the sum, so they stay equal.
+both parts, which the record needs for the global norm. Both copies are updated with the sum, and so stay equal.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ HASHED_AT_ONCE = 16 << 20
 MANIFEST_S = 60.0
 """Seconds for a donor to answer with a manifest: a bound for a dead donor, not for a large copy."""
 CALL_S = 30.0
-"""Seconds for a donor to confirm that it sends blocks."""
+"""Seconds for a donor to confirm the sending of blocks."""
 LOOK_S = 0.1
 """Shortest pause between two checks for new blocks [s]."""
 LONGEST_S = 600.0

@@ -69,7 +69,7 @@ class _Kept:
     part: bool
     """A checkpoint's part, whose taker needs no later gradients."""
     takers: set[PeerId] = field(default_factory=set)
-    """Peers that the copy was offered to, and no other, get it."""
+    """Peers that the copy was offered to, the only peers to get the copy."""
 
 
 class PastGradients(Protocol):
@@ -370,10 +370,10 @@ class Receiver:
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """The copy to take, and its donors. A state comes first if two donors have it in their histories, since a single
-    donor could make up a later branch or step, and if no other copy of it has as many donors. Then come the latest
-    branch, the most donors, the newest copy, and the lowest donor's. So a newcomer may take an older state than the
-    newest, at the cost of another transfer."""
+    """The copy to take, and its donors. A state comes first if two donors have the state in their histories, since a
+    single donor could make up a later branch or step, and if no rival copy of the state has as many donors. Then come
+    the latest branch, the most donors, the newest copy, and the lowest donor's. So a newcomer may take an older state
+    than the newest, at the cost of another transfer."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))

@@ -1,5 +1,5 @@
-"""The run's tokens reach peers without the data, if the founder shares them (``data.share``), so that a run outlives
-its only data owner.
+"""The run's tokens reach peers without the data, if the founder agrees (``data.share``), so that a run outlives its
+only data owner.
 
 Tokens travel as states do (``blocks``): the welcome names a manifest, and blocks yield to all other traffic. While
 fewer than ``WANTED`` peers can build microbatches, peers that may take the tokens do so, ``TAKERS`` at a time. Each

@@ -68,7 +68,7 @@ class Sample:
     averaging_s: list[float]
     """Seconds of averaging and applying."""
     flops: dict[str, list[float]]
-    """Operations/s by device, without devices that a fleet file paces."""
+    """Operations/s by device that no fleet file paces."""
 
     def rates(self, costs: Costs) -> Rates:
         trainers = self.config.fleet.trainers or TRAINERS
@@ -276,7 +276,7 @@ def _serving(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scen
 
 
 def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[float]:
-    """Seconds of a call beyond the declared time, by peer and step without repeated work."""
+    """Seconds beyond the declared time, by peer and step without repeated work."""
     found = []
     for e in applied:
         kind = scene.kinds[kind_of[e.peer]]

@@ -34,8 +34,8 @@ STEADY = 0.9
 SMALL = 12
 """Up to this many machines, a subset is rated with every microbatch size; above, with the whole fleet's size."""
 PLANNED = 1.25
-"""A planned pipeline is assumed at most so many times as fast as swarm by rates on the same machines, and is otherwise
-not searched. In a large fleet: by as much as on all machines."""
+"""Assumed most speed of a planned pipeline, as a multiple of swarm's rate on the same machines; in a large fleet, the
+multiple on all machines counts."""
 HURRY = 8
 """Each subset's searches get this part of the time limit."""
 SEARCH_S = 5.0

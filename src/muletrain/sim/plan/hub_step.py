@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from muletrain.sim.steps.steps import Took
 
 BUBBLE = "waiting for the first and the last microbatches of a step (less with a larger batch or fewer stages)"
-"""Limit of a step whose machines wait at begin and end."""
+"""Limit of a step whose machines wait at the start and at the end."""
 ROOM = 2
 """Parts that a client takes at once (``runtime.pool.client``)."""
 
