@@ -44,7 +44,7 @@ JUDGE_S = 1.0
 CALL_S = 10.0
 """Seconds for a peer to tell its history or promise to stay."""
 STAY_S = 15.0
-"""Seconds for which a promise to stay holds; longer than the caller waits for all answers."""
+"""Seconds for which a promise to stay holds: longer than the caller waits for all answers."""
 STALLED_S = 60.0
 """Seconds in one step with a stage or all trainers out of reach, after which this side counts as stalled."""
 ROUNDS = 5

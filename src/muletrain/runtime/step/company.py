@@ -172,8 +172,8 @@ class Company:
         self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def note_stalled(self) -> None:
-        """The replicas that go on without us get nowhere: stop waiting, in this step and some that follow. Their
-        reports may be lies."""
+        """The replicas that go on without us get nowhere: stop waiting, in this step and some that follow. Reports may
+        be lies."""
         me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
         for peer in [m for m, view in self.views().items() if me not in view.members]:
             stalled[peer] = _, steps = left_out(stalled.get(peer), step, STALLED)

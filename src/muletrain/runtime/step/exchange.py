@@ -259,7 +259,7 @@ class Exchange:
             await self.entries_from(peer)
 
     async def ask_replicas(self) -> list[Progress]:
-        """Ask all replicas for seals and entries, since a notice may be lost. Returns the replicas' progress."""
+        """Ask all replicas for seals and entries, since a notice may be lost. Returns their progress."""
         answers = await asyncio.gather(*map(self._ask_seal, self._ctx.roster.replicas()))
         return [progress for progress in answers if progress is not None]
 

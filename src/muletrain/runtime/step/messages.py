@@ -14,11 +14,11 @@ SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETC
 
 
 class Seal(Message):
-    """A member announces its accumulator: microbatches, sketch (``optim.sketch``, seeded by the lineage), and the
-    digest of the used weights. ``members``: the replicas that the member counts on, itself included. ``stop``: request
-    for an orderly end after this step; ``leaves``: wish to leave. ``gave_up``: microbatches of an earlier seal that
-    stood out, so other replicas compute them again. ``excused``: the inputs stood out, too, and no other peer could be
-    asked. ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
+    """A member announces its accumulator: microbatches, sketch (``optim.sketch``, seeded by the lineage), and digest of
+    the used weights. ``members``: the replicas that the member counts on, itself included. ``stop``: request for an
+    orderly end after this step; ``leaves``: wish to leave. ``gave_up``: microbatches of an earlier seal that stood out,
+    so other replicas compute them again. ``excused``: the inputs stood out, too, and no other peer could be asked.
+    ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
 
     KIND: ClassVar[str] = "seal"
     lineage: Digest

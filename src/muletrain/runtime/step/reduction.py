@@ -210,7 +210,7 @@ class Reduction:
 
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
-        repeat its microbatches. We still attest to our round, for the case that our round counts after all."""
+        repeat its microbatches. We still attest to our round, in case it counts after all."""
         ctx, state, work = self._ctx, self._state, self._work
         if state.gradient is None or work.gave_way or work.ledger.in_flight or state.builder.record() is not None:
             return

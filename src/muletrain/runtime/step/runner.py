@@ -114,8 +114,8 @@ class StepRunner:
             self._weights = await self._ctx.compute.digest()
 
     async def meet(self, *, sure: bool) -> None:
-        """We were away: ask replicas about this step. Raises Behind if the replicas have gone on, or if most replicas
-        have another history, unless we are ``sure`` of our history: then the replicas told lies."""
+        """We were away: ask replicas about this step. Raises Behind if the replicas have gone on, or if most have
+        another history, unless we are ``sure`` of our history: then the replicas lied."""
         answers, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
         if sure:
             return
