@@ -1,6 +1,6 @@
-"""Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
-clients. ``planning.allocate`` allocates them, by the paper's eq. 1 and 2; ``hub_step`` says how long a step takes as our
-servers and clients do it, and chooses the number of stages and the microbatch."""
+"""Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, with unreliable machines
+as clients. ``planning.allocate`` allocates both by the paper's eq. 1 and 2; ``hub_step`` predicts the time of a step of
+our servers and clients, and chooses the number of stages and the microbatch."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ NO_CLIENTS = (
     "recommended"
 )
 PLAYED = 5
-"""Allocations that are played: those that are fastest if microbatches wait for nothing."""
+"""Number of allocations to play: the fastest by an estimate without queueing."""
 
 
 @dataclass(frozen=True)
 class Allocated:
-    """A hub on a ``scene``. ``stages``: names of the servers and the clients of each."""
+    """A hub on a ``scene``. ``stages``: names of the servers and the clients of each stage."""
 
     question: Question
     scene: Scene
@@ -58,7 +58,7 @@ class Allocated:
 
     @cached_property
     def step(self) -> HubStep:
-        """A step of it."""
+        """A step of the hub."""
         kind_of = self.kinds()
         stages = (StageMachines(*(tuple(kind_of[name] for name in names) for names in both)) for both in self.stages)
         run = self.scene.run
@@ -72,8 +72,8 @@ class Allocated:
 
     @cached_property
     def kept(self) -> float:
-        """The part of its tokens/s that is left under churn: of what clients add, the part of the time that they are
-        there."""
+        """The part of the tokens/s that remains under churn: the clients' contribution counts for the time of their
+        presence."""
         clients = sum(len(names) for _, names in self.stages)
         if not clients or self.question.weather == Weather():
             return 1.0
@@ -103,7 +103,7 @@ def predict(
     least: float = 0.0,
 ) -> Prediction:
     """Predict the hub with the best number of stages and microbatch, or why none is possible. ``least``: tokens/s of
-    interest: what cannot do as many is not played."""
+    interest; layouts with a lower estimate are not played."""
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
@@ -143,7 +143,7 @@ def predict(
 
 
 def _servers(question: Question) -> str:
-    """What bounds the stages of a hub, for those that are told to take more of them."""
+    """Explain the bound on a hub's stages, for users who are advised to take more stages."""
     peers = question.fleet.peers()
     return f" (of a hub, each stage needs a reliable machine, and {sum(p.reliable for p in peers)} of {len(peers)} are)"
 
@@ -153,7 +153,7 @@ def _problem(why: str) -> Prediction:
 
 
 def _placed(question: Question, microbatch: int, allocation: Allocation) -> Allocated:
-    """``allocation`` on its scene; where servers of a stage differ, the CPU updates the weights. Raises
+    """Place ``allocation`` on its scene; if servers of a stage differ, the CPU updates the weights. Raises
     CapacityError."""
     peers = question.fleet.peers()
     names = tuple(
@@ -181,7 +181,7 @@ def task_of(question: Question, run: RunConfig) -> HubTask:
     memory = []
     for peer in question.firsts:
         offer = offer_of(peer)
-        room = offer.device * (whole.on_device / whole.total if offer.host is None else 1.0)  # of one memory, a part
+        room = offer.device * (whole.on_device / whole.total if offer.host is None else 1.0)  # part of shared memory
         memory.append(room if peer.reliable else room * whole.on_device / client.on_device)
     return HubTask(
         delay_ms,
@@ -197,7 +197,7 @@ def task_of(question: Question, run: RunConfig) -> HubTask:
 
 
 def _chain(question: Question, run: RunConfig, parameter_bytes: float) -> Chain:
-    """The model's layers. ``parameter_bytes``: what a server holds by parameter."""
+    """The model's layers. ``parameter_bytes``: a server's bytes per parameter."""
     spec, tokens, precision = question.spec, run.train.microbatch * question.spec.context, precision_of(run)
     of_layer = stash_bytes(spec, ((0, 1), (1, 2)), 0, tokens, precision)
     of_head = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
@@ -260,7 +260,7 @@ def _memory(a: Allocated) -> tuple[Memory, ...]:
 
 
 def as_told(question: Question, scene: Scene, chosen: Prediction) -> Allocated:
-    """The hub that ``chosen`` tells of, on ``scene``."""
+    """The hub described by ``chosen``, on ``scene``."""
     names = tuple((tuple(m for m in s.machines if m not in s.clients), s.clients) for s in chosen.stages)
     return Allocated(question, scene, names)
 
