@@ -130,7 +130,7 @@ class GradientStandsOut(Notice):
     Honest data do that at times: no fault unless ``ResultsDiffer`` follows."""
 
     TEXT = (
-        "step {step}: the gradient of {name} is far longer or shorter than others; {who} computes it again, as a check"
+        "step {step}: the gradient of {name} is far longer or shorter than others; {who} computes it again, as a check (honest data do that, too)"
     )
     level = "info"
     step: int
