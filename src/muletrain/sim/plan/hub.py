@@ -6,33 +6,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import client_memory, stash_bytes
+from muletrain.compute.estimate import client_memory
 from muletrain.config.plan_file import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.planning.allocate import allocate
-from muletrain.planning.hub_task import Aggregated, HubTask
+from muletrain.planning.groups import Work, search
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.fleet.rates import TRAINERS
-from muletrain.sim.machine import flops_of, offer_of, precision_of
+from muletrain.sim.machine import precision_of
 from muletrain.sim.plan import churn
 from muletrain.sim.plan.hub_step import HubStep, StageMachines, sent
-from muletrain.sim.plan.question import fullest, matrices, mixing, traffic, with_haste
-from muletrain.sim.setting import run_cost, stage_needs
+from muletrain.sim.plan.question import fullest, mixing, traffic, with_haste
+from muletrain.sim.setting import takes_s
 from muletrain.strategies import find
-from muletrain.strategies.hub import Hub
-from muletrain.wire.codec import encoded_size
+from muletrain.strategies.hub import Hub, stage_to_help
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from muletrain.config.plan_file import Memory
-    from muletrain.config.schema import RunConfig
-    from muletrain.planning.allocate import Allocation
-    from muletrain.planning.partition import Chain
+    from muletrain.planning.groups import Serving
+    from muletrain.planning.partition import Cut
     from muletrain.sim.plan.question import Question, Scene
 
 NOTE = (
@@ -44,8 +41,8 @@ NO_CLIENTS = (
     "without clients, since moving weights and gradients takes longer than they save: that is 'swarm' on fewer machines, so it is not "
     "recommended"
 )
-PLAYED = 5
-"""Allocations that are played: those that are fastest if microbatches wait for nothing."""
+PLAYED = 8
+"""Hubs that are played at most: of each number of stages those that are fastest if microbatches wait for nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,30 @@ class Allocated:
         servers = replace(self.step, stages=tuple(stage._replace(clients=()) for stage in self.step.stages))
         return there + (1 - there) * min(1.0, self.step.roughly_s / servers.roughly_s)
 
+    def with_clients(self) -> Iterator[Allocated]:
+        """The same servers with one client, two, four, ... and all, the fastest first, each at the stage that it helps
+        most."""
+        setting, kind_of = self.scene.setting, self.kinds()
+        each_s = {n: [setting.kinds[k].service_s(s) for s in range(len(self.stages))] for n, k in kind_of.items()}
+        leaving = [n for n, k in kind_of.items() if not setting.kinds[k].reliable]
+        rates = [sum(1 / each_s[n][s] for n in names) for s, (names, _) in enumerate(self.stages)]
+        hub = self
+        for count, name in enumerate(sorted(leaving, key=lambda n: sum(each_s[n])), 1):
+            stage = stage_to_help([1.0] * len(rates), rates, setting.kinds[kind_of[name]].fits)
+            if stage is not None:
+                rates[stage] += 1 / each_s[name][stage]
+                servers, clients = hub.stages[stage]
+                hub = replace(hub, stages=(*hub.stages[:stage], (servers, (*clients, name)), *hub.stages[stage + 1 :]))
+            if count & (count - 1) == 0 or count == len(leaving):
+                yield hub
+
+    def unmixed(self) -> Allocated:
+        """The same with weights that the CPU updates, if the servers of a stage differ. Raises CapacityError."""
+        setting, other = self.scene.setting, self.question.once_mixed(self.scene.setting, self.serving())
+        if other is self.question:
+            return self
+        return Allocated(other, other.scene(len(setting.cut), setting.cost.sequences, setting.cut), self.stages)
+
     def kinds(self) -> dict[str, int]:
         """The kind of each machine by name."""
         kinds = enumerate(self.scene.setting.kinds)
@@ -107,39 +128,28 @@ def predict(
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
-    reliable = sum(peer.reliable for peer in question.fleet.peers())
-    ways = [
-        (stages, size)
-        for stages in question.stage_counts()
-        if stages <= max(1, reliable)
-        for size in question.microbatches()
-    ] or [(question.stages or 1, question.run.train.microbatch)]
-    placed: list[Allocated] = []
-    problem, hurried = "", False
-    for n, (stages, size) in enumerate(ways):
+    asked, reliable = question.asking(find("hub")), sum(peer.reliable for peer in question.fleet.peers())
+    counts = [n for n in question.stage_counts() if n <= max(1, reliable)] or [question.stages or 1]
+    hubs, hurried, problem = list[Allocated](), False, ""
+    for n, stages in enumerate(counts):
         try:
-            with_clients = question.asking(find("hub"))
-            task = task_of(with_clients, with_clients.with_microbatch(size))
-            allocation = allocate(task, seed=seed, stages=stages, time_limit_s=time_limit_s / len(ways))
-            placed.append(_placed(with_clients, size, allocation))
-            hurried |= not allocation.complete
+            found, complete = allocated(asked, stages, seed, time_limit_s / len(counts))
+            hubs, hurried = hubs + found, hurried or not complete
         except (CapacityError, ConfigError) as e:
-            problem = f"{e}{_servers(question) if isinstance(e, CapacityError) else ''}"
-        watch((n + 1) / len(ways))
-    found = []
-    for a in sorted(placed, key=lambda a: -a.roughly_per_s):
-        if a.roughly_per_s < least:
+            problem = f"{e}{_servers(question)}"
+        watch((n + 1) / len(counts))
+    played = list[Prediction]()
+    for hub in sorted(hubs, key=lambda hub: -hub.roughly_per_s)[:PLAYED]:
+        if hub.roughly_per_s < least:
             problem = "others are faster by estimate"
             break
         try:
-            found.append(told(a))
+            played.append(told(hub))
         except CapacityError as e:
             problem = str(e)
-        if len(found) == PLAYED:
-            break
-    if not found:
+    if not played:
         return _problem(problem)
-    return with_haste(max(found, key=lambda p: p.expected_per_s), hurried=hurried)
+    return with_haste(max(played, key=lambda p: p.expected_per_s), hurried=hurried)
 
 
 def _servers(question: Question) -> str:
@@ -152,60 +162,42 @@ def _problem(why: str) -> Prediction:
     return Prediction(strategy="hub", runnable=find("hub").runs, problem=why)
 
 
-def _placed(question: Question, microbatch: int, allocation: Allocation) -> Allocated:
-    """``allocation`` on its scene; where servers of a stage differ, the CPU updates the weights. Raises
-    CapacityError."""
-    peers = question.fleet.peers()
-    names = tuple(
-        (tuple(peers[d].name for d in stage.servers), tuple(peers[d].name for d in stage.clients))
-        for stage in allocation.stages
-    )
-    cut = tuple(stage.layers for stage in allocation.stages)
-    first = Allocated(question, question.scene(len(cut), microbatch, cut), names)
-    if small := [name for servers, clients in names for name in (*servers, *clients) if name not in first.kinds()]:
-        raise CapacityError(f"'{small[0]}' has no room for a stage of {len(cut)}: more stages, or another strategy")
-    other = question.once_mixed(first.scene.setting, first.serving())
-    return first if other is question else Allocated(other, other.scene(len(cut), microbatch, cut), names)
+def allocated(question: Question, stages: int, seed: int, time_limit_s: float) -> tuple[list[Allocated], bool]:
+    """The hubs of so many stages that are fastest by estimate, without clients and with them, and whether the search for
+    their servers ended by itself. Raises CapacityError and ConfigError."""
+    fleet, sizes = question.fleet, question.microbatches()
+    takes = takes_s(fleet, question.with_microbatch(sizes[0]), question.spec, stages)
+    work = Work(takes, tuple(m.count * m.reliable for m in fleet.machines))
 
+    @cache
+    def served(size: int, serving: Serving, cut: Cut) -> Allocated | None:
+        """None: no room."""
+        try:
+            scene = question.scene(stages, size, cut)
+        except CapacityError:
+            return None
+        left = [iter(question.names[m.name]) for m in fleet.machines]
+        names = [tuple(next(left[k]) for k, n in enumerate(row) for _ in range(n)) for row in serving]
+        hub, kinds = Allocated(question, scene, tuple((own, ()) for own in names)), scene.setting.kinds
+        kind_of = hub.kinds()
+        held = all(
+            n in kind_of and s in kinds[kind_of[n]].fits - kinds[kind_of[n]].swaps
+            for s, own in enumerate(names)
+            for n in own
+        )
+        return hub if held else None
 
-def task_of(question: Question, run: RunConfig) -> HubTask:
-    """The task of the search. Raises ConfigError for a machine of unknown speed."""
-    fleet, spec = question.fleet, question.spec
-    peers, entries = fleet.peers(), [n for n, m in enumerate(fleet.machines) for _ in range(m.count)]
-    flops = [flops_of(n, peer)[0] for n, peer in enumerate(question.firsts)]
-    links = [[fleet.between_kinds(a.index, b.index) for b in question.firsts] for a in question.firsts]
-    delay_ms, gbps = matrices(links, entries)
-    sequences, tokens = run.train.microbatch, spec.context
-    (whole,), (whole_cost,) = stage_needs(run, spec, spec.cut(1)), run_cost(run, spec, spec.cut(1)).stages
-    client = client_memory(spec, spec.cut(1), 0, tokens=sequences * tokens, precision=precision_of(run))
-    memory = []
-    for peer in question.firsts:
-        offer = offer_of(peer)
-        room = offer.device * (whole.on_device / whole.total if offer.host is None else 1.0)  # of one memory, a part
-        memory.append(room if peer.reliable else room * whole.on_device / client.on_device)
-    return HubTask(
-        delay_ms,
-        gbps,
-        tuple(flops[n] for n in entries),
-        tuple(peer.reliable for peer in peers),
-        _chain(question, run, (whole.on_device - whole.activations) / spec.stage_params(spec.cut(1), 0)),
-        encoded_size(run.wire.activations, (sequences, tokens, spec.width)),
-        run.microbatches,
-        tuple(memory[n] for n in entries),
-        Aggregated(whole_cost.weight_bytes, whole_cost.averaged_bytes),
-    )
+    def cost_s(serving: Serving, cut: Cut, slowest_s: float) -> float:
+        hub = served(sizes[0], serving, cut)
+        return math.inf if hub is None else hub.step.roughly_s
 
-
-def _chain(question: Question, run: RunConfig, parameter_bytes: float) -> Chain:
-    """The model's layers. ``parameter_bytes``: what a server holds by parameter."""
-    spec, tokens, precision = question.spec, run.train.microbatch * question.spec.context, precision_of(run)
-    of_layer = stash_bytes(spec, ((0, 1), (1, 2)), 0, tokens, precision)
-    of_head = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
-    chain = spec.chain(
-        run.train.microbatch, spec.context, parameter_bytes=parameter_bytes, token_bytes=of_layer / tokens
-    )
-    *before, last = chain.activation_bytes
-    return replace(chain, activation_bytes=(*before, last + of_head))
+    choices, complete = search(work, cost_s, seed=seed, time_limit_s=time_limit_s)
+    alone = [hub for c in choices for size in sizes if (hub := served(size, c.serving, c.cut)) is not None]
+    if not alone:
+        question.scene(stages, sizes[0])  # says why
+        raise CapacityError(f"the reliable machines have no room for {stages} stages")
+    helped = [hub for a in alone for hub in a.with_clients()]
+    return [max(hubs, key=lambda hub: hub.roughly_per_s).unmixed() for hubs in (alone, helped) if hubs], complete
 
 
 def told(a: Allocated) -> Prediction:
