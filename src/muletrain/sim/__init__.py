@@ -10,6 +10,6 @@ a hundred times as much:
 - ``fleet.flow`` carries rates through days of churn; ``fleet.pace`` corrects them by steps of similar memberships.
 - ``fleet.churn`` has equal peers and no links: hundreds of runs of 32 hours for SWARM's table 5 and figures 5 and 7.
 - ``planning.splits.roughly_s`` estimates one pipeline, to rank thousands of placements before a few are played.
-- ``planning.swapping`` and ``planning.hub_task`` are the papers' closed forms of strategies that do not run as they are predicted.
+- ``planning.swapping`` is ATOM's closed form of swapping.
 - ``papers.baselines`` are other systems as their papers describe them (sends that block), and predict nothing of ours.
 """

@@ -1,6 +1,6 @@
 """Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
-clients. ``planning.allocate`` allocates them, by the paper's eq. 1 and 2; ``hub_step`` says how long a step takes as our
-servers and clients do it, and chooses the number of stages and the microbatch."""
+clients. Servers are found by the search that unequal pipelines have (``planning.groups``), and clients go where they help
+most, as in a run; ``hub_step`` says how long a step takes. HYBRID's own allocation is in ``reproduction``."""
 
 from __future__ import annotations
 
