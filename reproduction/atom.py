@@ -157,7 +157,9 @@ def _statements(needed: dict[str, float], apart: float) -> tuple[Statement, ...]
 
 CONSTANTS = (
     Constant("loading from the host", LOAD_BYTES_PER_S / 1e9, "GB/s", "PCIe 3.0 x16 in practice; not in the paper"),
-    Constant("V100, fp32", FP32_FLOP_PER_S / 1e12, "TFLOP/s", "as SWARM's V100 in table 1; not in the paper"),
+    Constant(
+        "V100, fp32", FP32_FLOP_PER_S / 1e12, "TFLOP/s", "between SWARM's V100 in tables 1 and 2; not in the paper"
+    ),
     Constant("V100, fp16", FP16_FLOP_PER_S / 1e12, "TFLOP/s", "40 % of its peak; not in the paper"),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.errors import ConfigError
+from muletrain.planning.devices import find_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -59,6 +60,23 @@ def _lines(reproductions: Sequence[Reproduction]) -> Iterable[str]:
         yield f"| [{r.name}](#{r.name}) | {r.title} | {bars} | {statements} |"
     for r in reproductions:
         yield from ("", *_section(r))
+    yield from ("", *_speeds(reproductions))
+
+
+def _speeds(reproductions: Sequence[Reproduction]) -> Iterable[str]:
+    """Speeds of GPUs that the models use, in one place."""
+    v100 = find_device("V100")
+    assert v100 is not None, "the catalogue has it"
+    yield from ("## Speeds of GPUs", "")
+    yield "No paper states how fast its GPUs compute, so each model has a speed of its own; precision, kernels and overheads"
+    yield "differ. HYBRID's minutes need none (they imply 0.07 TFLOP/s, with which `benchmarks/hub` plays). Outside these models a"
+    yield "V100 has its catalogue's speed (`planning/devices.py`),"
+    yield f"{v100.flops / 1e12:g} TFLOP/s ({v100.source})."
+    yield from ("", "| model | constant | TFLOP/s | origin |", "|---|---|--:|---|")
+    for r in reproductions:
+        for c in r.constants:
+            if c.unit == "TFLOP/s":
+                yield f"| {r.name} | {c.name} | {c.value:.4g} | {c.origin} |"
 
 
 def _section(r: Reproduction) -> Iterable[str]:

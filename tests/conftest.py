@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,17 +18,24 @@ if TYPE_CHECKING:
 settings.register_profile("no deadline", deadline=None)  # a busy machine is slow now and then; pytest ends what hangs
 settings.load_profile("no deadline")
 
+FULL = {line for line in (Path(__file__).parent / "full.txt").read_text().splitlines() if not line.startswith("#")}
+"""Files, tests and single cases, for ``scripts/check --full``."""
 NO_GPU = "no CUDA device here: the tests marked 'cuda' are deselected"
 
 
 def pytest_configure() -> None:
-    """What is started in the background (``nohup``, ``&`` in a script) ignores Ctrl-C, and so would all that tests
-    start."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A process that is started in the background ignores Ctrl-C (``&`` in a script) or the end of its terminal
+    (``nohup``), and so would all that tests start."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if FULL & {name, name.partition("[")[0], name.partition("::")[0]}:
+            item.add_marker("full")
     if torch.cuda.is_available():
         return
     without = [item for item in items if item.get_closest_marker("cuda")]

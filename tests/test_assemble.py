@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -14,7 +15,9 @@ from muletrain.compute.estimate import Offer
 from muletrain.config.dump import dump_toml
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision, RunConfig
+from muletrain.data.samples import SampleData
 from muletrain.errors import CheckpointError, ConfigError
+from muletrain.model.chain import TensorType
 from muletrain.model.hf import export_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
@@ -83,6 +86,21 @@ def test_layers_are_shared_only_where_they_are_equal(exported: Path, tmp_path: P
         compute = build_compute(facts, stage, MACHINE, None)
         assert compute.n_params == facts.spec.stage_params(facts.cut, stage)
         assert end - first > 1
+
+
+def test_the_data_go_on_at_an_offset() -> None:
+    """Tokens and samples: after 4 sequences, two microbatches further."""
+    side = [(np.float32(k), np.int64(k)) for k in range(50)]
+    samples = SampleData("own", side, side, TensorType("float32", ()), TensorType("int64", ()), "")
+    plain, later = (
+        RunFacts.of(load_config(None, [*SIZES, "train.batch=8", "train.microbatch=2", f"train.data_offset={offset}"]))
+        for offset in (0, 4)
+    )
+    ours, theirs = later.source_of(np.arange(1000)), plain.source_of(np.arange(1000))
+    for begun, whole in ((ours, theirs), (later.source(samples), plain.source(samples))):
+        for index, other in (((0, 0), (0, 2)), ((0, 2), (1, 0)), ((1, 3), (2, 1))):
+            assert np.array_equal(begun.microbatch(*index), whole.microbatch(*other))
+        assert not np.array_equal(begun.microbatch(0, 0), whole.microbatch(0, 0))
 
 
 def checkpoint_of(config: RunConfig, **manifest: object) -> Checkpoint:

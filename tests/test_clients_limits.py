@@ -5,21 +5,32 @@ from __future__ import annotations
 import asyncio
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from muletrain.clock import LoopClock
+from muletrain.compute.estimate import Offer
+from muletrain.config.schema import Precision
 from muletrain.errors import Refused
 from muletrain.events import ClientEnlisted, Event
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.passes import Part, Pass
+from muletrain.runs.client import Help, Helping
+from muletrain.runs.measure.machine import Machine
+from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.checks import LEAST, Checks
 from muletrain.runtime.pool.client import PATIENCE_S, Client
 from muletrain.runtime.pool.clients import ENLISTS, ENLISTS_PER_S, Clients
 from muletrain.runtime.pool.messages import Enlist
+from muletrain.runtime.pool.servers import NoServer
+from tests.runners import TICKET, host_of
 from tests.virtual import virtually
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CONFIG = bytes(32)
 
@@ -110,6 +121,45 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
         return clock.now() - begin
 
     assert virtually(scenario()) < PATIENCE_S / 10
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, tmp_path: Path) -> None:
+    """A compute is made for seconds, in which the client of the former stage is told, or its user stops it. He is no
+    server that takes leave."""
+    spec = WorkerSpec(role="join", name="c", folder=str(tmp_path), ticket=TICKET, client=True)
+    plan = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
+    config = SimpleNamespace(fleet=SimpleNamespace(profile=None))
+    facts: Any = SimpleNamespace(plan=lambda: plan, config=config, config_digest=CONFIG)
+
+    async def scenario() -> None:
+        hub, tasks, host = MemoryHub(), Tasks(), host_of(spec)
+        server, net, helping = server_in(hub, lambda event: None, tasks), hub.join("client"), Helping(host)
+        enlist = Enlist(name="c", config=CONFIG, stage=0, enlistment=1).pack()
+        await net.call("server", Enlist.KIND, enlist, timeout_s=1)
+
+        async def made(facts: object, stage: int, machine: object) -> object:
+            if stage == 1 and stopped:
+                helping.stop()
+            elif stage == 1:
+                await server.end(over=True)
+                await asyncio.sleep(1.0)
+            return SimpleNamespace(stage=stage, n_params=1, n_trained=1, delayed=False, close=lambda: None)
+
+        host.build_client = made  # type: ignore[assignment, method-assign]
+        help = Help(facts, net, Machine(torch.device("cpu"), Precision.FP32, Offer(1)), "server", None)
+        servers = {0: ("server",), 1: ("another",)}
+        former = await helping.client(help, 0, servers, tasks)
+        assert not former.over
+        if stopped:
+            assert (await helping.client(help, 1, servers, tasks)).over, "it leaves in order"
+        else:
+            with pytest.raises(NoServer, match="a server of its former stage takes leave"):
+                await helping.client(help, 1, servers, tasks)
+        assert former.over
+        await tasks.close()
+
+    virtually(scenario())
 
 
 @pytest.mark.parametrize("usual", [2.5, 1e8])

@@ -238,6 +238,26 @@ def test_a_refusal_is_told_unless_the_peer_is_admitted_right_after() -> None:
     assert told == [f"..{OTHER_ID[-8:]} was not admitted: call before admission"]
 
 
+def test_who_was_refused_is_named_and_who_was_admitted_is_known_by_name() -> None:
+    refused = ev.JoinRefused(OTHER_ID, "stage 0 needs 4 GiB", "mule-3")
+    said = plain([refused, ev.Admitted(ID, "mule-2"), ev.FrameRefused(ID, "of another step")], [])
+    assert said == [
+        f"mule-3 (..{OTHER_ID[-8:]}) was not admitted: stage 0 needs 4 GiB",
+        "refused a message from mule-2: of another step",
+    ]
+
+
+def test_that_a_gradient_stands_out_is_no_warning() -> None:
+    """Honest data do that. Only another result of a second peer is news."""
+    stands_out, differs = ev.GradientStandsOut(step=3, name="b", who="a"), ev.ResultsDiffer(step=3, name="b")
+    assert (stands_out.level, differs.level) == ("info", "warning")
+    assert not fold([stands_out]).warnings
+    assert plain([stands_out], []) == []
+    assert fold([differs]).warnings.total() == 1
+    (line,) = plain([differs], [])
+    assert "microbatches of b, whose hardware may be faulty" in line
+
+
 def test_messages_name_peers_of_which_they_have_the_end_of_an_id() -> None:
     view = fold([started(members={ID: "a"}), late(name="b"), ev.MemberAdmitted(ID[:-1] + "v", "c", 1)])
     heard = f"{ID[-6:]}: get_progress to {OTHER_ID[-6:]}: step {ID[:-1]}v, /p2p/{ID}"

@@ -79,9 +79,8 @@ def test_an_error_and_an_activity_are_told_without_it(
     def fails(**_: object) -> None:
         raise MuletrainError(BAD + "\nsecond line")
 
-    monkeypatch.setattr(program, "app", fails)
     with pytest.raises(SystemExit):
-        program._run()  # (main ends a process at once whose threads are busy, and other tests leave some)
+        program._run(fails)  # (main ends a process at once whose threads are busy, and other tests leave some)
     monkeypatch.setattr("muletrain.cli.show.doing.SOON_S", 0.0)
     with doing(BAD) as tell:
         tell(0.5)

@@ -33,6 +33,10 @@ QUICK = ("muletrain config", "muletrain config --fleet", "python -m reproduction
 """Commands of the pages that run here. Tests of their own run others; the rest need machines, a run folder, or
 minutes."""
 PEERS, CLIENTS = (tuple(f"{kind}-{k}" for k in range(4)) for kind in ("peer", "client"))
+FOLDERS = ("src", "tests", "benchmarks", "proofs", "reproduction", "docs")
+MODULES = [f"/{path.relative_to(ROOT).as_posix()}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+WRITTEN = {"blocks/blocks.py"}
+"""Modules that a command writes."""
 PLACEHOLDERS = {"TICKET": f"{PREFIX}x", "-": f"{PREFIX}x", "N": "7", "GIB": "7", "PLAN": "random"}
 
 
@@ -186,9 +190,10 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_test_that_is_named_exists(page: str) -> None:
-    named = set(re.findall(r"`(tests/\w+\.py)`", PAGES[page]))
-    assert {name for name in named if not (ROOT / name).is_file()} == set()
+def test_every_module_that_is_named_exists(page: str) -> None:
+    """By the end of its path, since pages leave the package's folders out."""
+    named = set(re.findall(r"`([\w/]+\.py)`", PAGES[page])) - WRITTEN
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in MODULES)} == set()
 
 
 def test_the_readme_is_short_and_leads_to_every_page() -> None:
@@ -216,3 +221,12 @@ def test_what_does_not_parse_is_found(line: str, why: str) -> None:
 def test_links_that_lead_nowhere_are_found() -> None:
     text = "# One Page\n[a](#one-page) [b](#other) [c](LICENSE) [d](absent.md) [e](docs/plan.md#a-strategy) [f](https://example.org)"
     assert broken(text, ROOT) == ["#other", "absent.md"]
+
+
+def test_the_list_of_longer_tests_names_tests() -> None:
+    for line in (ROOT / "tests" / "full.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        if not line.startswith("#"):
+            assert re.search(
+                rf"^(async )?def {name.partition('[')[0]}\b", (ROOT / "tests" / file).read_text(), re.MULTILINE
+            ), line

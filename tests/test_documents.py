@@ -77,7 +77,7 @@ def test_a_long_document_is_held_out_by_its_end(folder: Path) -> None:
     assert train.endswith(" "), "a text of one line is cut between words"
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 30])
+@pytest.mark.parametrize("count", [2, 3, 7, 13, 17, 30])
 def test_a_few_documents_leave_no_side_empty(count: int, folder: Path) -> None:
     rows = [f"{text} " * (n % 3 + 1) for n, text in enumerate(words(0, count))]
     write_rows(folder / "a.jsonl", [{"text": text} for text in rows])

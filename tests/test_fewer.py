@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,19 @@ import pytest
 
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
+from muletrain.config.plan_file import Prediction, Stage
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.plan import swarm as plan_swarm
+from muletrain.sim.plan.fewer import compared
+from muletrain.sim.plan.limits import without_work
 from muletrain.sim.plan.planner import confirmed, plan
 from muletrain.sim.plan.question import Question
+from muletrain.sim.setting import stage_needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from muletrain.config.plan_file import Plan, Prediction
+    from muletrain.config.plan_file import Plan
 
 HOMES = """
 [[machines]]
@@ -128,3 +133,49 @@ def test_a_machine_with_a_third_of_the_memory_swaps_its_stage_and_is_worth_it(tm
     off = plan(in_two(tmp_path, SMALL, "swap.backing='off'"))
     assert off.swapping == ""
     assert told == pytest.approx(chosen.tokens_per_s / recommended(off).tokens_per_s, rel=0.05)
+
+
+def test_what_a_swapped_stage_takes_adds_up(tmp_path: Path) -> None:
+    """The columns of a plan, and what updates it in memory. (In 16 bits: a resident stage has a working copy, too.)"""
+    question = in_two(tmp_path, SMALL, "compute.precision=bf16")
+    cut = question.spec.cut(2)
+    for stage, need in enumerate(stage_needs(question.run, question.spec, cut)):
+        offer, swapped = question.offer("small"), need.swapped
+        assert swapped is not None
+        assert not need.resident(offer)
+        found = question.memory("small", stage, need)
+        columns = found.weights + found.optimizer + found.gradients + found.activations + found.buffers
+        assert columns == found.host_needs - swapped.update - swapped.tied
+        assert found.weights == 4 * question.spec.stage_params(cut, stage), "fp32 masters alone"
+        assert swapped.update < 0.03 * columns
+
+
+def test_a_machine_that_is_too_small_hears_what_it_lacks_for_a_swapped_stage(tmp_path: Path) -> None:
+    """Of the device, or beside it."""
+    for small, lacks in (
+        ("memory_gib = 0.25, host_gib = 64", r"even swapped it needs .*, and 256 MiB may be used: give more memory"),
+        (
+            "memory_gib = 5.6, host_gib = 4",
+            r"swapped it needs .* beside a GPU, and 4 GiB may be used: take swap.backing",
+        ),
+    ):
+        question = in_two(tmp_path, SMALL.replace("memory_gib = 5.6, host_gib = 64", small))
+        (told,) = without_work(question, plan_swarm.predict(question))
+        assert re.match(r"small: too little memory for a stage of this plan, which needs .*; it has .*; " + lacks, told)
+
+
+def test_a_plan_says_what_the_whole_fleet_does_while_nobody_leaves(tmp_path: Path) -> None:
+    """Where churn takes much of it: otherwise the figures are alike, and one is enough."""
+    question = asked(tmp_path, 256)
+    stage = Stage(layers=(0, 24), machines=("desk-0",))
+    chosen = Prediction(strategy="swarm", runnable=True, stages=(stage,), tokens_per_s=900.0)
+    every = stage.model_copy(update={"machines": ("desk-0", "desk-1", "desk-2")})
+    for churned, told in (
+        (500.0, "(swarm, 1k while nobody leaves, limited by churn)"),
+        (950.0, "(swarm, limited by churn)"),
+    ):
+        whole = chosen.model_copy(
+            update={"stages": (every,), "tokens_per_s": 1000.0, "churned_tokens_per_s": churned, "limit": "churn"}
+        )
+        said = compared(question, chosen, whole)
+        assert said == f"desk-0 alone is faster than several machines: 900 tokens/s against {churned:.0f} on 3 {told}"

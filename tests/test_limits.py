@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from muletrain.clock import LoopClock
+from muletrain.compute.estimate import Offer
 from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, CapacityError, ConfigError, MuletrainError
 from muletrain.events import EventLog
@@ -20,6 +21,7 @@ from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.host import Host
 from muletrain.runs.join import messages, newcomer
 from muletrain.runs.join.limits import check_tokenizer, largest_tokenizer
+from muletrain.runs.join.messages import PIECE
 from muletrain.runs.join.newcomer import join
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import Machine
@@ -27,7 +29,7 @@ from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.checkpoint.messages import largest_part
 from muletrain.runtime.core.disk import SPARE_BYTES, check_room
 from muletrain.wire.statefile import state_buffers
-from tests.newcomers import NoTrial
+from tests.newcomers import GIB, NoTrial
 from tests.runners import TICKET, host_of
 from tests.targets import resident_bytes
 
@@ -75,7 +77,9 @@ class Founder:
         return answer
 
 
-def joined(tmp_path: Path, memory_gib: float, *overrides: str, **told: Any) -> tuple[MuletrainError, Founder]:
+def joined(
+    tmp_path: Path, memory_gib: float, *overrides: str, text: str = "none", **told: Any
+) -> tuple[MuletrainError, Founder]:
     """What a machine that offers so much says to such a founder."""
 
     async def scenario() -> tuple[MuletrainError, Founder]:
@@ -83,7 +87,13 @@ def joined(tmp_path: Path, memory_gib: float, *overrides: str, **told: Any) -> t
         founder = Founder(hub, overrides, **told)
         ticket = Ticket("run", bytes(32), bytes(32), ("/memory/p2p/founder",))
         spec = WorkerSpec(
-            role="join", name="a", folder=str(tmp_path), ticket=str(ticket), device="cpu", memory_gib=memory_gib
+            role="join",
+            name="a",
+            folder=str(tmp_path),
+            ticket=str(ticket),
+            device="cpu",
+            memory_gib=memory_gib,
+            data=text,
         )
         with EventLog(tmp_path / "a.jsonl", "a") as log, pytest.raises(MuletrainError) as refusal:
             await join(Host(spec, log, LoopClock()), hub.join("a"))  # type: ignore[arg-type]
@@ -143,6 +153,46 @@ def test_a_founder_that_asks_for_too_much_is_refused_before_anything_is_taken(
     assert founder.asked == ["join.admitter", "join.request", "join.declined"]
     assert not list(temporary.iterdir())
     assert resident_bytes() - before < 64 << 20
+
+
+@pytest.mark.parametrize("too_large", ["model", "tokenizer"])
+def test_what_the_trial_did_not_get_through_is_never_built_here(
+    too_large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    class Tried(NoTrial):
+        def bound(self, offer: Offer) -> None:
+            done.append(f"bound {offer.device / GIB:.0f}")
+
+        async def build(self, config: str, stage: int) -> None:
+            assert config == load_config(None, list(SMALL)).model_dump_json(by_alias=True)
+            self._try("model", f"{stage}")
+
+        async def tokens(self, config: str, tokenizer: bytes, data: str, digest: str) -> None:
+            assert tokenizer == bytes(PIECE)
+            self._try("tokenizer", f"{data} {digest[:2]}")
+
+        async def close(self) -> None:
+            done.append("close")
+
+        def _try(self, what: str, of: str) -> None:
+            done.append(f"{what} {of}")
+            if what == too_large:
+                raise CapacityError(f"the run's {what} is too large")
+
+    def built(what: str) -> Any:
+        return lambda *_: done.append(f"{what} here")
+
+    monkeypatch.setattr(newcomer, "Trial", Tried)
+    monkeypatch.setattr(newcomer, "own_data", built("data"))
+    if too_large == "model":
+        monkeypatch.setattr(newcomer, "told_config", built("model"))
+    told = {"stage": 1, "tokenizer_size": PIECE, "data": b"\x01" * 32}
+    error, founder = joined(tmp_path, 2.0, *SMALL, text="ours.txt", **told)
+    assert (type(error), str(error)) == (CapacityError, f"the run's {too_large} is too large")
+    assert done == ["bound 2", "model 1", *(["tokenizer ours.txt 01"] if too_large == "tokenizer" else []), "close"]
+    assert founder.declined == [str(error)]
 
 
 def test_a_stage_that_does_not_fit_is_never_built_whoever_says_so(tmp_path: Path) -> None:

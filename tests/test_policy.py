@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
+import statistics
 from collections import Counter
 from itertools import combinations
 
@@ -228,13 +230,44 @@ def test_wiring_takes_one_long_time_for_no_slow_peer(long: int) -> None:
     for step in range(300):
         free_s = {"a": now_s, "b": now_s}
         for _ in range(4):
-            peer = wiring.choose(under_way={p: round((s - now_s) / 0.05) for p, s in free_s.items()}, step=step, now_s=now_s)
+            peer = wiring.choose(
+                under_way={p: round((s - now_s) / 0.05) for p, s in free_s.items()}, step=step, now_s=now_s
+            )
             assert peer is not None
             free_s[peer] += 10.0 if (peer, counts[peer]) == ("b", long) else 0.05
             counts[peer] += 1
             wiring.measured(peer, 10.0 if (peer, counts[peer]) == ("b", long + 1) else 0.05, now_s=free_s[peer])
         now_s = max(free_s.values())
     assert counts["b"] > 450, "of 600"
+
+
+@pytest.mark.parametrize("senders", [1, 4])
+@pytest.mark.parametrize("slow_s", [1.0, 5.0])
+def test_wiring_gives_slow_peers_no_queue_while_the_fast_one_is_full(senders: int, slow_s: float) -> None:
+    """A GPU among three CPUs, and half of what they admit under way: the GPU was full, the CPUs got the rest, and the step
+    took 2.5 and 12.6 times as long as the GPU alone. That was then the usual length of a step, for ever."""
+    times_s = {"gpu": 0.05, "cpu0": slow_s, "cpu1": slow_s, "cpu2": slow_s}
+    wirings, now_s, microbatches, lengths_s = [Wiring(random.Random(k)) for k in range(senders)], 0.0, 64, list[float]()
+    for wiring in wirings:
+        wiring.serve(times_s)
+    for step in range(12):
+        begun_s, back, free_s = now_s, list[tuple[float, int, str]](), dict.fromkeys(times_s, now_s)
+        left, done = dict.fromkeys(range(senders), microbatches // senders), 0
+        while done < microbatches:
+            for k, wiring in enumerate(wirings):
+                while left[k] and sum(sender == k for _, sender, _ in back) < 48 // senders:
+                    mine = Counter(peer for _, sender, peer in back if sender == k)
+                    full = {p for p, held in Counter(p for *_, p in back).items() if held >= 24}
+                    if (peer := wiring.choose(under_way=mine, full=full, step=step, now_s=now_s)) is None:
+                        break
+                    free_s[peer] = max(now_s, free_s[peer]) + times_s[peer]
+                    heapq.heappush(back, (free_s[peer], k, peer))
+                    left[k] -= 1
+            now_s, k, peer = heapq.heappop(back)
+            wirings[k].measured(peer, times_s[peer], now_s=now_s)
+            done += 1
+        lengths_s.append(now_s - begun_s)
+    assert statistics.median(lengths_s) < 1.3 * microbatches * times_s["gpu"]
 
 
 def test_wiring_waits_for_a_fast_peer_that_is_full_but_not_longer_than_a_slow_one_takes() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from muletrain.cli.actions.session import Session
 from muletrain.cli.show.console import LiveConsole, plain_line
+from muletrain.cli.show.final_report import quality_table
 from muletrain.cli.show.view import PeerView
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import RunConfig
@@ -27,6 +28,8 @@ from muletrain.model.stage import Stage
 from muletrain.runs import result
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet
+from muletrain.runs.measure.quality import Quality
+from muletrain.runs.worker_files import EXIT_SKIPPED
 from tests.whole_model import build_full
 
 STARTED = RunStarted(
@@ -159,6 +162,59 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
     assert "  stopped" in plain_line(session.view)
     assert f"muletrain run --resume {tmp_path}   # go on after step 0 of 9" in screen.getvalue()
     assert "0 of 9 steps, 0 tokens in 0 ms: no step was completed (stopped by the user)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_no_person_at_the_keyboard_sent_is_named(tmp_path: Path, number: signal.Signals) -> None:
+    session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
+    session.console = LiveConsole(session.view, Console(file=screen, width=200))
+    session.view.fold(STARTED)
+    with session.interruptible(), session.console:
+        os.kill(os.getpid(), number)
+        session.poll()
+    session.close()
+    (line,) = [line for line in screen.getvalue().splitlines() if "stopping" in line]
+    who = "" if number == signal.SIGINT else f"{number.name}: "
+    assert line == f"{who}stopping after this step; checkpoint and report follow (Ctrl-C again ends at once)"
+
+
+@pytest.mark.parametrize("code", [0, EXIT_SKIPPED])
+def test_a_run_that_learned_nothing_gives_no_advice_as_after_a_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    session = Session(tmp_path, LocalFleet(tmp_path, 1), json=False)
+    session.view.fold(STARTED)
+    session.checkpoint = tmp_path / "gone"
+    monkeypatch.setattr(session.fleet, "exit_codes", lambda: {"peer-0": code})
+    if code:
+        with pytest.raises(MuletrainError, match="the run learned nothing at its end"):
+            session.report()
+    else:
+        session.report()
+    session.close()
+    out = capsys.readouterr().out
+    assert f"checkpoint   {tmp_path / 'gone'}" in out.replace("\n", "")
+    for advice in ("muletrain generate", "muletrain export", "--resume"):
+        assert (advice in out) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("trained", "unigram", "told"),
+    [(0, None, []), (9, None, ["-", "-", "-"]), (9, 4.0, ["4.000", "54.6", "better by 1.000 nats"])],
+)
+def test_models_of_counts_are_shown_beside_a_model_that_was_trained(
+    trained: int, unigram: float | None, told: list[str]
+) -> None:
+    """'muletrain eval --data' holds out all of its text: there is none to count."""
+    quality = Quality(3.0, unigram, unigram, tokens=8, heldout=8, counted=trained, trained=trained, before=3.5)
+    screen = io.StringIO()
+    Console(file=screen, width=100).print(quality_table(quality))
+    rows = [line for line in screen.getvalue().splitlines() if "gram" in line and "training tokens" not in line]
+    assert [" ".join(row.split()) for row in rows] == [
+        " ".join([name, *told]) for name in ("interpolated bigram", "unigram") if told
+    ]
+    few = "too few training tokens for a unigram or bigram"
+    assert (few in screen.getvalue()) == (trained > 0 and unigram is None)
 
 
 def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:

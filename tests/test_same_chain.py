@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import fx
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama4 import modeling_llama4
 
 from benchmarks.traced.architectures import KINDS, architecture
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.making import made
+from muletrain.model.traced.ordering import by_need
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
 torch.set_num_threads(1)
+aten = torch.ops.aten
 SEEDS = range(8)
 CHANGES: dict[str, dict[str, Any]] = {
     "llama4_text": {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]},
@@ -50,6 +53,38 @@ def test_the_order_of_a_set_makes_no_other_chain(
         found.append(([part.code for part in parts.parts], parts.tables.code, parts.constants, shapes, spec.chain_name))
     assert len({*orders}) == 2
     assert found[0] == found[1]
+
+
+PARTS = {"a": 0, "b": 0, "far": 0, "unused": 0, "c": 1, "d": 1, "e": 1, "f": 2}
+TAKES = {"c": "a", "d": "b", "e": "cd", "f": ["far", "e"]}
+
+
+def in_need(order: Iterable[str], drops: str = "") -> list[list[str]]:
+    """The parts of a graph whose code computes in this ``order``, in the order of need. ``drops``: dropouts."""
+    graph = fx.Graph()
+    nodes = {"x": graph.placeholder("x")}
+    parts: list[list[fx.Node]] = [[], [], []]
+    for name in order:
+        args = tuple(nodes[taken] for taken in TAKES.get(name, "x"))
+        if name in drops:
+            nodes[name] = graph.create_node("call_function", aten.dropout.default, (*args, 0.5, True), name=name)
+        else:
+            nodes[name] = graph.create_node("call_function", torch.add, (*args, args[0])[:2], name=name)
+        parts[PARTS[name]].append(nodes[name])
+    return [[node.name for node in part] for part in by_need(parts, nodes["f"])]
+
+
+def test_nodes_come_in_the_order_of_need_whatever_order_they_were_made_in() -> None:
+    """A value that a later part alone needs comes after what the next part needs, and what nobody needs is left out."""
+    expected = [["a", "b", "far"], ["c", "d", "e"], ["f"]]
+    assert in_need(["a", "b", "far", "unused", "c", "d", "e", "f"]) == expected
+    assert in_need(["unused", "far", "b", "d", "a", "c", "e", "f"]) == expected
+
+
+def test_nodes_that_draw_random_numbers_stay_where_they_are() -> None:
+    """The second dropout draws what the model's code has drawn second."""
+    for order, first in (("abcd", ["a", "b"]), ("bacd", ["b", "a"]), ("abdc", ["a", "b"])):
+        assert in_need([*order, "far", "e", "f"], drops="ab") == [[*first, "far"], ["c", "d", "e"], ["f"]]
 
 
 PRINT = """

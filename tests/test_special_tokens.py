@@ -147,7 +147,10 @@ def test_what_others_read_has_no_end_after_a_text(folder: Path) -> None:
     assert read(CHAT).input_ids == own(CHAT).input_ids
 
 
-@pytest.mark.parametrize("text", ["a b, c.\n\n", "mule", "ab ", "ß𝄞", "日本語。", "\n \n\t "])
+@pytest.mark.parametrize(
+    "text",
+    ["Paragraph number 7 speaks of the mule. ", "a b, c.\n\n", "mule", "ab ", "ß𝄞", "日本語。", "\n \n\t "],
+)
 def test_a_long_document_has_the_tokens_of_the_whole(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_module, "WINDOW", 500)
     monkeypatch.setattr(encoder_module, "OVERLAP", 40)

@@ -20,7 +20,7 @@ from muletrain.model.traced.architecture import build
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.cutting import cut
 from muletrain.model.traced.export import trace
-from muletrain.model.traced.folder import import_traced, load_traced, traced_in
+from muletrain.model.traced.folder import import_traced, load_traced, traced_in, whole_in
 from muletrain.model.traced.stage import Tables, TracedStage, numbers, pack, unpack
 from muletrain.runs.assemble import resolve_start
 from tests.traced_models import (
@@ -100,6 +100,17 @@ def test_rotary_embeddings_made_for_longer_texts_get_them(tmp_path: Path) -> Non
     assert traced_in(tmp_path).context == 16
     with pytest.raises(CheckpointError, match=r"was made for 64 tokens; set model.context = 64 or less, not 65"):
         traced_in(tmp_path, context=65)
+
+
+def test_rotary_settings_are_of_the_name_that_transformers_looks_at_first(tmp_path: Path) -> None:
+    """A folder of version 4 that version 5 has written again has both names."""
+    dynamic, plain = {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "default", "rope_theta": 10000.0}
+    config = config_of("qwen2", rope_scaling=dynamic, rope_parameters=plain)
+    assert CONFIG_MAPPING["qwen2"].from_dict(config).rope_parameters["rope_type"] == "dynamic"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert traced_in(tmp_path, context=128).context == 128
+    with pytest.raises(CheckpointError, match="was made for 128 tokens"):
+        traced_in(tmp_path, context=129)
 
 
 def test_a_chain_states_its_costs() -> None:
@@ -230,6 +241,16 @@ def test_weights_under_older_names_are_found(tmp_path: Path) -> None:
     chain = import_traced(tmp_path / "mixtral", context=CONTEXT)
     load = load_traced(tmp_path / "mixtral", chain)
     assert all(torch.equal(load(n), p) for n, p in experts.named_parameters())
+
+
+def test_reading_weights_shows_no_bars_of_transformers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They stood in the midst of what 'eval' prints. A notebook that wants them keeps them."""
+    write_folder(tmp_path / "hf", write_text(tmp_path / "mine.txt"), "qwen2")
+    capfd.readouterr()
+    whole_in(str(tmp_path / "hf"), (tmp_path / "hf" / "config.json").read_text())
+    assert capfd.readouterr().err == ""
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert "100%" in capfd.readouterr().err
 
 
 def test_dropout_of_the_configuration_can_be_replaced(tmp_path: Path) -> None:

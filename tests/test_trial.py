@@ -31,6 +31,13 @@ HUGE: dict[str, dict[str, Any]] = {
         "attention_types": [[["global"], 64]],
     },
     "bart layers": {"model_type": "bart", "decoder_layers": 10**8, "encoder_layers": 10**8, "vocab_size": 300},
+    "prophetnet layers": {
+        "model_type": "prophetnet",
+        "num_decoder_layers": 10**8,
+        "num_encoder_layers": 10**8,
+        "vocab_size": 300,
+    },
+    "xlstm layers": {"model_type": "xlstm", "num_hidden_layers": 10**8, "num_blocks": 10**8, "vocab_size": 300},
     "labels": {"model_type": "gpt2", "num_labels": 10**8, **SMALL},
 }
 

@@ -10,19 +10,25 @@ import pytest
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.final_report import final_report
 from muletrain.cli.show.view import RunView
-from muletrain.errors import AdmissionError, PeerUnreachable, Refused
-from muletrain.events import Note
+from muletrain.errors import AdmissionError, DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
+from muletrain.events import EventLog, Note, events_in
+from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.memory import MemoryHub
 from muletrain.policy.chaos import Fault
+from muletrain.runs import worker
 from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.messages import Ready
-from muletrain.runs.join.patience import PATIENCE_S, patiently
+from muletrain.runs.join.patience import FIRST_S, PATIENCE_S, patiently
+from muletrain.runs.spec import WorkerSpec
 from tests.newcomers import introduction, rendezvous_of
+from tests.runners import TICKET
 from tests.test_chaos_targets import World
 from tests.virtual import virtually
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from muletrain.network.base import Network
 
 
 def test_a_newcomer_tries_again_while_nobody_answers() -> None:
@@ -52,12 +58,74 @@ def test_its_patience_ends_and_a_refusal_is_final() -> None:
             await patiently(lambda: find_admitter(newcomer, ("/memory/p2p/founder",)))
         assert PATIENCE_S <= clock.time() - begin < PATIENCE_S + 10.0
         hub.join("founder")  # it answers, and admits nobody
+        begin = clock.time()
         with pytest.raises(AdmissionError):
             await patiently(lambda: find_admitter(newcomer, ("/memory/p2p/founder",)))
         with pytest.raises(Refused):
             await JoinClient(newcomer, "founder").join(introduction("newcomer"))
+        assert clock.time() - begin < FIRST_S, "neither was tried again"
 
     virtually(scenario(), 1000.0)
+
+
+def test_a_peer_that_gets_into_no_network_at_once_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members at the ticket's addresses are cut off for a moment, before the first question can be asked."""
+    tried: list[str] = []
+
+    async def create(*, run_id: str, **_: object) -> Network:
+        tried.append(run_id)
+        if len(tried) < 3:
+            raise PeerUnreachable("no member of the ticket can be dialled")
+        return MemoryHub().join("a")
+
+    monkeypatch.setattr(Libp2pNetwork, "create", create)
+    monkeypatch.setattr(worker, "serve_members", lambda *_: None)
+    spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket=TICKET)
+
+    async def scenario() -> Network:
+        with EventLog(tmp_path / "a.jsonl", "a") as log:
+            return await worker.Worker(spec, log)._connected(tmp_path)
+
+    assert virtually(scenario()).peer_id == "a"
+    assert tried == ["run"] * 3
+    (said,) = events_in(tmp_path, Note)
+    assert "no member of the ticket can be dialled; trying again" in said.message
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"),
+    [
+        (PeerUnreachable("cut off"), 3),
+        (DeadlineExceeded("frozen"), 3),
+        (Refused("full"), 1),
+        (ProtocolError("another version"), 1),
+        (AdmissionError("another run"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_only_silence_is_repeated(error: Exception, tries: int) -> None:
+    tried = 0
+
+    async def attempt() -> int:
+        nonlocal tried
+        tried += 1
+        if tried < 3:
+            raise error
+        return tried
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop()
+        begin = clock.time()
+        if tries == 1:
+            with pytest.raises(type(error)):
+                await patiently(attempt)
+            assert clock.time() == begin
+        else:
+            assert await patiently(attempt) == tries
+            assert clock.time() - begin >= 2 * FIRST_S
+        assert tried == tries
+
+    virtually(scenario())
 
 
 def test_the_run_begins_without_who_cannot_come() -> None:

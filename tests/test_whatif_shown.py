@@ -10,6 +10,7 @@ import pytest
 from muletrain.cli.actions.simulate_fleet import what_if
 from muletrain.errors import MuletrainError
 from muletrain.sim.fleet.simulation import EXAMPLE
+from tests.tiny_fleets import PACED, TINY
 
 
 def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -41,6 +42,15 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert not said["partial"]
     best = said["advice"][0]
     assert best["tokens_per_s"] == pytest.approx((1 + best["gain"]) * said["tokens_per_s"])
+
+
+def test_one_machine_has_no_traffic_to_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "fleet.toml").write_text(PACED.replace("count = 4", "count = 1"))
+    plot = tmp_path / "out.png"
+    overrides = [*TINY, "fleet.stages=1", "train.batch=4"]
+    what_if(tmp_path / "fleet.toml", None, None, overrides, hours=0.1, seed=0, plot=plot, json=False)
+    assert "traffic" not in capsys.readouterr().out
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_moves_are_no_losses_to_recover_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ namespaces)."""
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -92,3 +93,4 @@ def report(applied: list[StepApplied], events: list[object], facts: RunFacts, ke
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -4,6 +4,8 @@ soon does one that joins work? See README.md. ``python clients.py`` writes clien
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -78,3 +80,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

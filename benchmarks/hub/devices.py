@@ -4,6 +4,9 @@ See README.md. ``python devices.py [--stages 2 3 4] [--devices 16 48] [--draws 1
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from pathlib import Path
 
 from figure2 import STEP_S
 from plays import EVEN, LAST, MODEL, Draw, compared, cut, keep
@@ -37,3 +40,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -5,6 +5,9 @@ disconnect, on fleets drawn at random. See README.md. ``python figure2.py [--sha
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from pathlib import Path
 
 from plays import DEDLOC, EVEN, LAST, MODEL, STRATEGIES, Draw, compared, cut, keep
 
@@ -36,3 +39,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 from plays import EVEN, LAST, MODEL, STRATEGIES, Draw, compared, cut, keep
 
@@ -40,3 +43,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

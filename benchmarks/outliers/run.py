@@ -8,6 +8,8 @@ import asyncio
 import json
 import math
 import random
+import subprocess
+import sys
 from collections import deque
 from pathlib import Path
 
@@ -124,3 +126,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -11,6 +11,7 @@ import json
 import math
 import platform
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -283,3 +284,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

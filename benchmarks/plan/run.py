@@ -13,6 +13,8 @@ import contextlib
 import json
 import math
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -218,3 +220,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from muletrain.sim.steps.steps import cast, play
 
 sys.path.insert(0, str(Path(__file__).parent))
 from draw import bound_s, drawn
+from tables import fleets, off
 
 if TYPE_CHECKING:
     from muletrain.events import Event
@@ -166,11 +168,6 @@ def _described(scene: Setting, config: RunConfig, fleet: str) -> dict[str, str]:
     }
 
 
-def off(row: dict[str, Any], against: str) -> float:
-    """By how much the protocol misses it."""
-    return float(row["protocol"] / row[against] - 1)
-
-
 def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def clean(row: dict[str, Any]) -> bool:
         return not (row["repeated"] or row["rerouted"] or row["suspected"] or row["failed"])
@@ -193,23 +190,6 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "CPU minutes": round(sum(row["cpu_s"] for row in rows) / 60, 1),
         "longest play, CPU seconds": max(row["cpu_s"] for row in rows),
     }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, worst first."""
-    lines = [
-        "| seed | machines | run | links, queue | bound | rates | plan | protocol [tokens/s] | of the bound | against rates | against plan "
-        "| repeated | sent again | suspected | failed |",
-        "|" + "---|" * 15,
-    ]
-    for row in sorted(rows, key=lambda row: -max(abs(off(row, "rates")), abs(off(row, "plan")))):
-        speeds = " | ".join(f"{row[name]:,.0f}" for name in ("bound", "rates", "plan", "protocol"))
-        shares = f"{row['protocol'] / row['bound']:.0%} | {off(row, 'rates'):+.1%} | {off(row, 'plan'):+.1%}"
-        told = " | ".join(str(row[name]) for name in ("seed", "machines", "run", "links"))
-        lines.append(
-            f"| {told} | {speeds} | {shares} | {row['repeated']} | {row['rerouted']} | {row['suspected']} | {row['failed']} |"
-        )
-    return "\n".join(lines)
 
 
 def effort(seed: int) -> float:
@@ -267,7 +247,8 @@ def main() -> None:
                 f"{row['suspected']} suspected, {row['cpu_s']} s of CPU {row['failed']}"
             )
     rows = [json.loads(files[seed].read_text()) for seed in seeds]
-    print(table(rows), json.dumps(summed_up(rows), indent=1), sep="\n\n")
+    print(*(" | ".join(map(str, row)) for row in fleets(rows)), sep="\n")
+    print(json.dumps(summed_up(rows), indent=1))
     out = args.out or (HERE / TABLES[args.seeds] if args.seeds in TABLES else None)
     if out is not None:
         out.write_text(json.dumps({"summary": summed_up(rows), "fleets": rows}, indent=1) + "\n")
@@ -275,3 +256,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

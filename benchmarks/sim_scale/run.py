@@ -10,6 +10,8 @@ import json
 import multiprocessing
 import platform
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -154,3 +156,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -200,6 +200,7 @@ def main() -> None:
             progress.advance(bar)
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     show(results, given.tokens)
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)
 
 
 def show(results: dict[str, object], tokens: list[int]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
 import sys
 import tempfile
 import time
@@ -79,7 +80,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 KINDS = sorted([*PLAIN.split(), *OTHERS])
 CONTEXT, STEPS, RATE = 32, 3, 1e-9
-BEGIN, END = "<!-- architectures -->", "<!-- end of architectures -->"
 HERE = Path(__file__).parent
 
 
@@ -141,18 +141,8 @@ def off(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    rows = ["| architecture | stored buffers | in | out |", "|---|---|---|---|"]
-    for kind, of in sorted(found.items()):
-        if "refused" in of:
-            rows.append(f"| {kind} | | refused | {of['refused'].split(';')[0].removeprefix('model.from: ')} |")
-        else:
-            rows.append(f"| {kind} | {of['stored_buffers'] or ''} | {of['in']:.0e} | {of['out']:.0e} |")
-    return "\n".join(rows)
-
-
 def main() -> None:
-    """Measure the named architectures, or all, and write the results and the README's table."""
+    """Measure the named architectures, or all, and write the results."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     file = HERE / "architectures.json"
@@ -162,10 +152,8 @@ def main() -> None:
         found[kind] = result(kind)
         print(f"{kind:18} {time.perf_counter() - begin:5.1f} s  {found[kind]}", flush=True)
         file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    readme = HERE / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    readme.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":
     main()
+    subprocess.run([sys.executable, "-m", "benchmarks.figures"], cwd=Path(__file__).parents[2], check=True)

@@ -1,6 +1,6 @@
-"""The program ``muletrain``: its commands, and how it reports errors.
+"""The program ``muletrain``: commands, and error reports.
 
-``commands`` declares options and help, ``actions`` does the work, ``show`` renders what people read. Actions and
+``commands`` declares options and help, ``actions`` does the work, ``show`` renders text for people. Actions and
 libraries are imported when a command runs, so that help and configuration answer at once.
 """
 

@@ -1,7 +1,7 @@
 """The options that several commands share: each is declared once, as an annotated type.
 
 Typer reads annotations when a program runs, so modules that declare commands do without
-``from __future__ import annotations``. They import nothing heavy, so that ``--help`` answers at once.
+``from __future__ import annotations``. Such modules import nothing heavy, so that ``--help`` answers at once.
 """
 
 import itertools
@@ -25,8 +25,8 @@ else:
 
 
 class Command(TyperCommand):
-    """A command in which an option of ``ALONE`` may stand without its value. Before it runs, the context's object, if it has
-    one, is called with the command's name."""
+    """A command in which an option of ``ALONE`` may stand without a value. Before the command runs, the context's
+    object, if any, is called with the command's name."""
 
     ALONE: ClassVar = {"--resume": str(ROOT)}
     """The value that each of these options then has."""

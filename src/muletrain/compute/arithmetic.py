@@ -1,4 +1,4 @@
-"""``StageArithmetic`` computes one stage on torch. It decides nothing about order, threads or cancellation.
+"""``StageArithmetic`` computes one stage on torch, without decisions about order, threads or cancellation.
 
 Shapes: B sequences, T tokens, D width, P parameters.
 """
@@ -47,7 +47,7 @@ class Counters:
     """Forward passes repeated in backward; not part of ``backward_s``."""
     apply_s: float = 0.0
     recomputed: int = 0
-    """Microbatches whose forward pass was repeated."""
+    """Microbatches with a repeated forward pass."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,17 @@ class StageSetup:
 
 
 class StageArithmetic:
-    """Owns the stage's weights, its loss scale and its counters.
+    """Owns the stage's weights, loss scale and counters.
 
-    One thread computes. Another may read the weights (``digest``, ``state``) or update them meanwhile: a lock keeps
-    these apart. Under delayed updates ``versions`` are two copies of the stage, which steps use in turn.
+    One thread computes. Another may read the weights (``digest``, ``state``) or update the weights meanwhile: a lock
+    serializes both. Under delayed updates ``versions`` are two copies of the stage, which steps use in turn.
     """
 
     def __init__(
         self, stage: int, versions: list[StageModule], setup: StageSetup, source: Callable[[str], Tensor] | None
     ) -> None:
-        """``source`` gives initial weights by name; None: they are drawn from the seed. Raises CheckpointError when
-        ``source`` gives other shapes."""
+        """``source`` gives initial weights by name; None: draw from the seed. Raises CheckpointError when ``source``
+        gives wrong shapes."""
         self.stage, self.spec = stage, versions[0].spec
         self.setup, self.counters, self._versions = setup, Counters(), versions
         shapes = versions[0].shapes()
@@ -115,7 +115,8 @@ class StageArithmetic:
     # Microbatches ----------------------------------------------------------------------------------------------------
 
     def forward(self, mb: Microbatch, inputs: Tensor, stash: bool) -> tuple[Kept, Tensor]:
-        """Compute ``mb``. Returns what backward needs (with the graph if ``stash``), and the output, fp32 on the device."""
+        """Compute ``mb``. Returns the inputs of backward (with the graph if ``stash``), and the output, fp32 on the
+        device."""
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(stash):
             output = self._run(mb, leaf)
@@ -123,7 +124,7 @@ class StageArithmetic:
         return Kept(leaf, output if stash else None, tuple(output.shape)), result
 
     def backward(self, mb: Microbatch, kept: Kept, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
-        """Differentiate ``mb``. Returns what ``differentiate`` returns."""
+        """Differentiate ``mb``. Returns the gradients of ``differentiate``."""
         if self.stage == 0 and not accumulate:
             return (), None  # nothing is wanted
         if kept.output is None:
@@ -137,8 +138,8 @@ class StageArithmetic:
     def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
     ) -> tuple[float, Gradients, Tensor | None]:
-        """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: its share of the
-        microbatch's), and what ``differentiate`` returns."""
+        """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: the share of the
+        microbatch's), and the gradients of ``differentiate``."""
         checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
@@ -155,8 +156,8 @@ class StageArithmetic:
     def differentiate(
         self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
     ) -> tuple[Gradients, Tensor | None]:
-        """Gradients of what is trained (scaled; none unless ``accumulate``) and of the inputs (fp32; None at stage
-        0)."""
+        """Gradients of the trained parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at
+        stage 0)."""
         wanted = [leaf] if leaf.requires_grad else []
         wanted += self.weights.parameters(mb.step) if accumulate else []
         if not wanted:
@@ -236,8 +237,9 @@ class StageArithmetic:
 
 
 class Timer:
-    """Adds the seconds of operations to ``counters``. On CUDA it is the device's time, and an operation's kernels may be
-    launched while the one before computes, so that the device does not wait for this thread. Only one thread uses it."""
+    """Adds the seconds of operations to ``counters``. On CUDA this is device time, and an operation's kernels may be
+    launched while the previous operation computes, so that the device does not wait for this thread. Only one thread
+    uses it."""
 
     def __init__(self, counters: Counters, device: torch.device) -> None:
         self._counters, self._device = counters, device
@@ -257,7 +259,7 @@ class Timer:
         self._collect(1)
 
     def finish(self) -> None:
-        """Returns when the device is through; its failure shows up here, or at an earlier operation."""
+        """Returns when the device has finished; a device failure shows up here, or at an earlier operation."""
         self._collect(0)
 
     def _collect(self, left: int) -> None:
@@ -270,8 +272,8 @@ class Timer:
 
 @contextmanager
 def timed(counters: Counters, counter: str, device: torch.device) -> Iterator[None]:
-    """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not later.
-    Copies of earlier results, on a stream of their own, are not waited for."""
+    """Adds the seconds until this thread's kernels are done to ``counter``; a device's failure shows up here, not
+    later. Copies of earlier results, on a separate stream, are not waited for."""
     begin = time.perf_counter()
     yield
     if device.type == "cuda":

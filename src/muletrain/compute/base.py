@@ -1,17 +1,17 @@
-"""The ``Compute`` seam owns one stage's weights and does the arithmetic on them.
+"""The ``Compute`` seam owns one stage's weights and computes with the weights.
 
 Shapes: B sequences per microbatch, T tokens per sequence, D model width, P parameters of the stage (flat).
 
-What every implementation promises:
+Every implementation promises:
 
 * No call blocks the event loop, and all calls are made on the event loop's thread.
 * ``forward``, ``backward``, ``loss_backward`` and ``apply`` take a ``Turn``: how urgent the call is, and a check to run
   right before the work. The implementation decides which call computes next, and may compute several microbatches
-  together, or give parts of one away. It calls each check exactly once, right before that call's work begins.
+  together, or give parts of one away. Each check is called exactly once, right before the work of the call.
 * A microbatch's gradient is in the accumulator exactly if its call returned. A cancelled or failed call adds nothing.
-* ``gradient``, ``state`` and ``digest`` see every call that returned before them.
-* Forward and backward of a microbatch use the same weights: those of its step.
-* The gradient of a *part* of a microbatch (``Microbatch.whole``) is kept beside the accumulator until ``count`` adds it.
+* ``gradient``, ``state`` and ``digest`` see every call that returned before.
+* Forward and backward of a microbatch use the same weights, of the microbatch's step.
+* The gradient of a *part* of a microbatch (``Microbatch.whole``) is kept beside the accumulator until ``count``.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ R = TypeVar("R")
 
 
 class Microbatch(NamedTuple):
-    """Identity of a microbatch, or of a part of one, from which its tokens and dropout masks follow (CONTRIBUTING, "How
-    a step goes", 1)."""
+    """Identity of a microbatch, or of a part of one, from which tokens and dropout masks follow (CONTRIBUTING, "How a
+    step goes", 1)."""
 
     step: int
     index: int  # type: ignore[assignment]  # the field's name is the papers'; tuple.index is never used
     first: int = 0
     """The sequence with which the part begins."""
     whole: int = 0
-    """Sequences of the microbatch that this is a part of; 0: it is no part. Losses and gradients of parts are weighted
-    by their share, so that they add up to those of the microbatch."""
+    """Sequences of the whole microbatch; 0: this is no part. Losses and gradients of parts are weighted by share, so
+    the sums are the microbatch's."""
 
     heldout: bool = False
-    """Held-out text: its loss is measured without dropout, nothing is kept for a backward, and no gradient comes out.
+    """Held-out text: the loss is measured without dropout, nothing is kept for a backward, and no gradient is returned.
     Targets equal to the vocabulary's size (padding) count for nothing."""
 
     def share(self, sequences: int) -> float:
-        """Returns which share of its microbatch ``sequences`` are."""
+        """Returns ``sequences`` as a share of the microbatch."""
         return sequences / self.whole if self.whole else 1.0
 
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer step's inputs beside the gradient. They follow from the step record."""
+    """An optimizer step's inputs beside the gradient, from the step record."""
 
     step: int
     """The step being applied: schedule and bias corrections follow from it."""
     scale: float
     """Factor of the reduced gradient (global clipping)."""
     skip: bool
-    """Leave weights and moments as they are, since the gradient is not finite."""
+    """Leave weights and moments unchanged, since the gradient is not finite."""
     tied: Sequence[tuple[int, int, Tensor]] = ()
-    """(begin, end, values fp32 on the CPU): the gradient that another stage has for parameters that both share, and where
-    they lie in this one's."""
+    """(begin, end, values fp32 on the CPU): another stage's gradient for the shared parameters, and their range in this
+    stage's."""
 
     def write_scaled(self, gradient: Tensor, begin: int, out: Tensor) -> None:
         """Fill ``out``, fp32 on any device, with the numbers of ``gradient``, fp32 [G], from ``begin`` on: ``tied`` added,
@@ -91,11 +91,11 @@ class Update:
 
 
 class Compute(Protocol):
-    """One stage of the model. The module says what implementations promise.
+    """One stage of the model. The module docstring lists the promises of implementations.
 
     ``forward``, ``backward`` and ``loss_backward`` return as soon as the microbatch is computed; awaiting the
-    ``Result`` brings it to host memory while the next microbatch computes. Under delayed updates a step computes with
-    the weights before the last update, and two steps have an accumulator at once.
+    ``Result`` copies the tensor to host memory while the next microbatch computes. Under delayed updates a step
+    computes with the weights before the last update, and two steps have an accumulator at once.
     """
 
     stage: int
@@ -109,9 +109,9 @@ class Compute(Protocol):
     layout: FlatLayout
     """Where each parameter lies in the flat weights, and each trained one in the flat gradient."""
     parts: int
-    """Parts of the stage that take turns on the device; 1: it stays there as a whole."""
+    """Parts of the stage that take turns on the device; 1: the whole stage stays there."""
     lends: bool
-    """``state`` is no copy, since there is no memory for one: it holds until the next ``apply`` or load."""
+    """``state`` is no copy, since memory is too small: valid until the next ``apply`` or load."""
     jobs: Jobs
     """The operations that run now, and how long each usually takes."""
 
@@ -122,8 +122,8 @@ class Compute(Protocol):
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         """Compute a stage before the last. ``inputs``: int64 tokens [B, T] at stage 0, else activations fp32 [B, T, D].
-        Returns activations fp32 [B, T, D]. What ``backward`` needs is kept until ``backward`` or ``discard``. Raises
-        ProtocolError for inputs that no correct peer sends."""
+        Returns activations fp32 [B, T, D]. The inputs of ``backward`` are kept until ``backward`` or ``discard``.
+        Raises ProtocolError for inputs that no correct peer sends."""
         ...
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
@@ -137,16 +137,18 @@ class Compute(Protocol):
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool
     ) -> tuple[float, Result | None]:
         """Compute and differentiate the last stage. Returns the mean cross-entropy [nats/token] of ``targets`` int64
-        [B, T], and d loss / d inputs (None if it is also stage 0, and for a held-out microbatch). Accumulates as ``backward`` does."""
+        [B, T], and d loss / d inputs (None at stage 0, and for a held-out microbatch). Accumulates as ``backward``
+        does."""
         ...
 
     def busy_s(self, mb: Microbatch, took_s: float) -> float:
         """Returns for how long the last call for ``mb``, which took ``took_s`` and has returned, kept this stage busy:
-        of microbatches that are computed together each has its share."""
+        microbatches computed together share the time."""
         ...
 
     def discard(self, mb: Microbatch) -> None:
-        """Forget what ``forward`` kept for ``mb``, and the gradient of a part that was not counted, if anything."""
+        """Forget the activations that ``forward`` kept for ``mb``, and the gradient of a part that was not counted, if
+        anything."""
         ...
 
     def count(self, mb: Microbatch) -> None:
@@ -163,14 +165,14 @@ class Compute(Protocol):
         ...
 
     async def gather(self, step: int) -> None:
-        """Returns when everything that was accumulated for ``step`` is here: ``gradient`` needs no other machine
-        then. Called before the accumulator is sealed."""
+        """Returns when the whole accumulator of ``step`` is here: ``gradient`` needs no remote machine then. Called
+        before the accumulator is sealed."""
         ...
 
     async def gradient(self, step: int) -> Tensor:
         """The step's accumulator: flat fp32 [G] on the CPU, the *sum* of the accumulated microbatches' gradients. The
-        caller must not use it after ``apply`` or ``clear`` of that step. A caller that changes it must ``apply`` what it
-        has become, or ``clear``: more microbatches cannot be added."""
+        caller must not use the tensor after ``apply`` or ``clear`` of that step. A caller that changes the tensor must
+        ``apply`` the result, or ``clear``: more microbatches cannot be added."""
         ...
 
     async def room(self, numbers: int) -> Tensor:
@@ -180,8 +182,8 @@ class Compute(Protocol):
 
     async def apply(self, gradient: Tensor, update: Update, turn: Turn = AT_ONCE) -> None:
         """Update the weights with the reduced mean gradient (flat fp32 [G], CPU), then clear the step's accumulator. A
-        cancelled call has either not begun or completes. When its turn begins, no microbatch computes with the weights
-        that it replaces."""
+        cancelled call has either not begun or completes. When the update begins, no microbatch computes with the
+        replaced weights."""
         ...
 
     def clear(self, step: int) -> None:
@@ -193,7 +195,7 @@ class Compute(Protocol):
         ...
 
     async def copied_weights(self) -> Tensor:
-        """A copy of the newest fp32 weights, flat [P], on the CPU: what ``digest`` is of."""
+        """A copy of the newest fp32 weights, flat [P], on the CPU: the input of ``digest``."""
         ...
 
     def newest_for(self) -> tuple[int, ...]:
@@ -205,14 +207,14 @@ class Compute(Protocol):
         ...
 
     async def state(self) -> dict[str, Tensor]:
-        """A consistent copy (see ``lends``) of weights and optimizer moments: 'model/NAME', 'moment1/NAME', 'moment2/NAME', fp32, CPU.
-        Under delayed updates it also has 'delayed/NAME', the weights before the newest, and 'step', the step that
-        computes with them."""
+        """A consistent copy (see ``lends``) of weights and optimizer moments: 'model/NAME', 'moment1/NAME',
+        'moment2/NAME', fp32, CPU. Under delayed updates there is also 'delayed/NAME', the weights before the newest,
+        and 'step', the step that uses 'delayed/NAME'."""
         ...
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
-        """Load a ``state``. Absent moments become zero, and absent delayed weights the newest ones. Raises CheckpointError
-        for missing names or other shapes, and changes nothing then."""
+        """Load a ``state``. Absent moments become zero, and absent delayed weights the newest ones. Raises
+        CheckpointError for missing names or wrong shapes, and changes nothing then."""
         ...
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:

@@ -37,8 +37,8 @@ class BlockTimes:
 
 def block_times(spec: Model, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
     """Measure forward, and backward with gradients of weights and inputs, as in training: dropout, residuals, norms,
-    attention over the whole context. Uses fewer than ``sequences`` if they would take too long. Raises CapacityError if
-    memory is too small."""
+    attention over the whole context. Uses fewer than ``sequences`` to save time. Raises CapacityError if memory is too
+    small."""
     try:
         return times(spec, sequences, device, precision)
     except RuntimeError as e:  # torch's lack of memory is one
@@ -73,7 +73,7 @@ def times(spec: Model, sequences: int, device: torch.device, precision: Precisio
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once ``device`` has finished its work."""
+    """Seconds, once ``device`` has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -48,7 +48,7 @@ def check_gradient_shape(grad: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def check_sample_values(name: str, ids: Tensor, vocab: int) -> None:
-    """Integers must be in the vocabulary, other numbers finite."""
+    """Integers must be in the vocabulary, floating-point numbers finite."""
     if ids.is_floating_point():
         if not is_finite(ids):
             raise ProtocolError(f"{name}: not finite")
@@ -59,7 +59,7 @@ def check_sample_values(name: str, ids: Tensor, vocab: int) -> None:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Are all fp32 numbers finite? Their float64 sum, which cannot overflow, is finite exactly then: one pass, no
+    """Are all fp32 numbers finite? The float64 sum, which cannot overflow, is finite exactly then: one pass, no
     temporaries."""
     return math.isfinite(float(x.sum(dtype=torch.float64)))
 

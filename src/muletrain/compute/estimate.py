@@ -1,5 +1,5 @@
-"""Memory of a stage, from its sizes: estimates that decide whether to stash or recompute, and which machine can serve
-it at all.
+"""Memory of a stage, from parameter and activation sizes: the estimates decide between stashing and recomputing, and
+which machine can serve the stage at all.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
 
 
 def stash_bytes(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
-    """Size of what autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes]."""
+    """Size of the activations that autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes]."""
     return int(tokens * spec.stage_kept_bytes(cut, stage, 4 if precision is Precision.FP32 else 2))
 
 
 STASH_SHARE = 0.25
 """Share of the free memory for graphs kept between forward and backward."""
 COPIES = 2
-"""Copies of weights and moments made for a checkpoint or a newcomer while training goes on: tensors, and their bytes."""
+"""Copies of weights and moments made for a checkpoint or a newcomer while training goes on: tensors, and bytes."""
 
 
 TIED_PARTS = 5
-"""Times that a peer holds the gradient of what its stage shares with another one, in fp32: the other stage's once, and
-copies of both for sending, of this step and the last one. These are in fp32 after a round of one member, so any stage may
-need that; in 16 bits it is 3 times. Measured: 5.3 times 82 MB, and 4.2 where one of the stages has two members."""
+"""Copies that a peer holds of the gradient of parameters shared with another stage, in fp32: that stage's gradient, and
+copies of both for sending, of this step and the last one. The copies are in fp32 after a round of one member, so any
+stage may need this factor; in 16 bits the factor is 3. Measured: 5.3 times 82 MB, and 4.2 where one of the stages has
+two members."""
 
 
 def tied_bytes(spec: Model, cut: Cut, stage: int) -> int:
-    """The machine's memory for gradients of what ``stage`` shares with another one [bytes]."""
+    """The machine's memory for gradients of the parameters that ``stage`` shares with another stage [bytes]."""
     return TIED_PARTS * 4 * spec.shared_params(cut, stage)
 
 
@@ -43,7 +44,7 @@ class Offer:
 
     device: int
     host: int | None = None
-    """Memory of the machine beside an accelerator's own; None if they are one (the CPU, Apple's GPUs)."""
+    """Memory of the machine beside an accelerator's own; None if both are one (the CPU, Apple's GPUs)."""
 
     def __str__(self) -> str:
         beside = "" if self.host is None else f" on its GPU and {format_memory(self.host)} beside it"
@@ -52,11 +53,11 @@ class Offer:
 
 @dataclass(frozen=True)
 class SwapMemory:
-    """What a swapped stage needs [bytes]. ``disk``: its backing memory is one; None: it is for a device without other
-    memory beside it (the CPU). ``alone``: no other peer is in the run, and none can join."""
+    """Memory needs of a swapped stage [bytes]. ``disk``: the backing memory is a disk; None: for a device without
+    separate host memory (the CPU). ``alone``: the run has one peer, and none can join."""
 
     beside: int
-    """On the device beside the sub-models: what comes in and goes on, and windows of the update."""
+    """On the device beside the sub-models: inputs, outputs, and windows of the update."""
     least: int
     """On the device, with one block at a time."""
     state: int
@@ -66,9 +67,9 @@ class SwapMemory:
     after a round that failed; alone: one accumulator. Measured with two peers, one killed and one joining: 1.04 times the
     estimate."""
     between: int
-    """In backing memory, at most: what goes from one sub-model to the next, of the microbatches that are on their way."""
+    """In backing memory, at most: activations between sub-models, of the microbatches under way."""
     update: int = 0
-    """In the machine's memory while weights in it are updated."""
+    """In the machine's memory while weights there are updated."""
     tied: int = 0
     """In the machine's memory, never in files: ``tied_bytes``."""
     disk: bool | None = None
@@ -83,8 +84,8 @@ class SwapMemory:
         return offer.host is None if self.disk is None else self.disk
 
     def copies(self, offer: Offer) -> int:
-        """In backing memory: copies of the state, for checkpoints and newcomers. A peer alone makes one if there is room for
-        it; if not, it writes checkpoints from the state itself, and training waits meanwhile."""
+        """In backing memory: copies of the state, for checkpoints and newcomers. A peer alone makes a copy if there is
+        room; if not, checkpoints are written from the live state, and training waits meanwhile."""
         if not self.alone:
             return COPIES * self.state
         room = self.on_disk(offer) or (offer.host is not None and self.on_host + self.state <= offer.host)
@@ -97,7 +98,7 @@ class SwapMemory:
         return self.state + copies + self.gradients + self.between + self.update + self.tied
 
     def of_host(self, offer: Offer) -> int:
-        """What a machine with this offer uses of its memory beside a GPU."""
+        """Use of a machine's memory beside a GPU, with this offer."""
         return self.on_host + (self.copies(offer) if self.alone else 0)
 
     def spare(self, offer: Offer) -> int:
@@ -110,12 +111,12 @@ class SwapMemory:
         return (1 + (1 if self.alone else COPIES)) * self.state + self.gradients + self.between
 
     def fits(self, offer: Offer) -> bool:
-        """Can a machine with this offer swap the stage? Of its disk nothing is known here."""
+        """Can a machine with this offer swap the stage? The disk is not considered here."""
         beside = self.on_disk(offer) or (offer.host is not None and self.on_host <= offer.host)
         return self.on_device(offer) <= offer.device and beside
 
     def problem(self, offer: Offer) -> str:
-        """Why the offer does not do, and what would."""
+        """The reason why the offer does not suffice, and a sufficient offer."""
         if (least := self.on_device(offer)) > offer.device:
             return (
                 f"even swapped it needs {format_memory(least)}, for its largest block, the next one and a microbatch, and "
@@ -136,8 +137,8 @@ class StageMemory:
     """fp32 masters, the working copy of 16-bit arithmetic, and the older weights of delayed updates."""
     moments: int
     gradient: int
-    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and the last step's,
-    kept for peers that missed it; and ``tied_bytes``."""
+    """The accumulator (two under delayed updates), one microbatch's gradient, the reduced gradient, and the last
+    step's, kept for peers that lack that one; and ``tied_bytes``."""
     activations: int
     """The graphs that must exist at once; more are stashed only if memory allows."""
     copies: int
@@ -149,11 +150,11 @@ class StageMemory:
     delayed: int
     """The part that delayed updates need."""
     swapped: SwapMemory | None = None
-    """What it needs where the stage is swapped (``compute.swap``); None: it cannot be."""
+    """The needs of a swapped stage (``compute.swap``); None: swapping is impossible."""
 
     @property
     def total(self) -> int:
-        """All of it, for a machine with one memory."""
+        """The sum, for a machine with one memory."""
         return self.weights + self.moments + self.gradient + self.activations + self.copies
 
     def of_device(self, offer: Offer) -> int:
@@ -181,7 +182,7 @@ class StageMemory:
         return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"
 
     def swapping(self, offer: Offer) -> str:
-        """Why the stage cannot be swapped there either, as the end of a sentence; empty: it is not to be."""
+        """Why the stage cannot be swapped there either, as the end of a sentence; empty: swapping was not asked for."""
         return "" if self.swapped is None else f"; {self.swapped.problem(offer)}"
 
     def __str__(self) -> str:
@@ -196,15 +197,14 @@ class StageMemory:
 
 
 PARTS = 3
-"""Parts of a client's stage whose gradients exist at once, of the one that it computes and of those that do not count
-yet."""
+"""Parts of a client's stage with gradients in memory at once: the part being computed and the parts not counted yet."""
 
 
 def client_memory(
     spec: Model, cut: Cut, stage: int, *, tokens: int, precision: Precision, delayed: bool = False
 ) -> StageMemory:
     """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens.
-    ``delayed``: it has weights and accumulators of two steps."""
+    ``delayed``: with weights and accumulators of two steps."""
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
     older = params * size if delayed else 0
@@ -239,8 +239,7 @@ def stage_memory(
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
     ``state_on_cpu``: masters and moments stay in the machine's memory, an accelerator has a working copy. ``delayed``:
-    two steps are under way at once, each with an accumulator and weights of its own; copies of the state have both
-    weights.
+    two steps are under way at once, each with an accumulator and weights; copies of the state have both weights.
     """
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
@@ -255,7 +254,7 @@ def stage_memory(
     computing = accumulator + second + gradients + activations
     if state_on_cpu:
         on_device = params * size + older + computing
-        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as it came, and scaled
+        on_host = masters + moments + 2 * reduced + kept + copies + tied  # as received, and scaled
     else:
         on_device = masters + copy + moments + computing
         on_host = accumulator + reduced + kept + copies + tied

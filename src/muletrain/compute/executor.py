@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class InlineExecutor(Executor):
-    """Runs a job when it is submitted: for a virtual event loop, whose time must not pass while a thread works."""
+    """Runs a job at submission: for a virtual event loop, where time must not pass while a thread works."""
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         future: Future[R] = Future()

@@ -1,4 +1,4 @@
-"""Jobs show what the threads of a ``Compute`` are doing, so that an operation that never returns is noticed."""
+"""Jobs show the running operations of a ``Compute``'s threads, so that an operation that never returns is noticed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 UNMEASURED_S, LONGEST_S = 300.0, 3600.0
-"""Seconds after which an operation is late, before it has ended once, and at most. First calls load libraries and compile
-kernels, and a slow device may need minutes for each. Who waits for others' answers, too, notices sooner that none comes."""
+"""Seconds after which an operation is late, before the operation has ended once, and at most. First calls load
+libraries and compile kernels, and a slow device may need minutes for each. A wait that includes remote answers notices
+sooner that none comes."""
 FLOOR_S, TIMES, SLOW_TIMES = 2.0, 4.0, 2.0
-"""Later, an operation is late after ``TIMES`` its median and ``SLOW_TIMES`` its second slowest recent run, and not before
-``FLOOR_S`` [s]."""
+"""Later, an operation is late after ``TIMES`` the median and ``SLOW_TIMES`` the second slowest of recent runs, and not
+before ``FLOOR_S`` [s]."""
 OF_MICROBATCHES = {"forward", "backward", "loss"}
-"""Operations on one microbatch, also those of paced devices ("paced forward")."""
+"""Operations on one microbatch, also of paced devices ("paced forward")."""
 
 
 class Job:
@@ -28,7 +29,7 @@ class Job:
     __slots__ = ("begun_s", "device", "part", "what")
 
     def __init__(self, what: str, begun_s: float, *, device: bool, part: int | None = None) -> None:
-        """``device``: it runs on a thread that uses the device; ``part``: the sub-model of a swapped stage."""
+        """``device``: the thread uses the device; ``part``: the sub-model of a swapped stage."""
         self.what, self.begun_s, self.device, self.part = what, begun_s, device, part
 
 
@@ -39,7 +40,7 @@ class Jobs:
         """``now``: seconds on a monotonic clock, in any thread."""
         self._now = now
         self.ended: Callable[[Job, float], None] | None = None
-        """Told of each operation that ended, and its seconds, in its thread; for traces."""
+        """Called for each ended operation with the seconds, in the operation's thread; for traces."""
         self._lock = threading.Lock()
         self._running: dict[Job, None] = {}
         self._usual: defaultdict[str, Usual] = defaultdict(
@@ -54,7 +55,8 @@ class Jobs:
             return tuple(self._running)
 
     def late_s(self, what: str) -> float:
-        """Seconds after which the operation is late. One that has not ended yet may take as long as the others, at least."""
+        """Seconds after which the operation is late. An operation that has not ended yet may take as long as the rest,
+        at least."""
         with self._lock:
             late_s = self._usual[what].seconds()
         return late_s if self.known(what) else max(late_s, self.longest_s())
@@ -84,7 +86,7 @@ class Jobs:
         return job
 
     def end(self, job: Job, *, whole: bool = True) -> None:
-        """An operation has ended. Its time is remembered unless it was broken off (not ``whole``)."""
+        """An operation has ended. The time is remembered unless the operation was broken off (not ``whole``)."""
         took_s = self._now() - job.begun_s
         with self._lock:
             del self._running[job]
@@ -96,7 +98,7 @@ class Jobs:
 
     @contextmanager
     def at(self, what: str, *, device: bool = True, part: int | None = None) -> Iterator[None]:
-        """Wraps an operation, in its thread."""
+        """Wraps an operation, in the same thread."""
         job = self.begin(what, device=device, part=part)
         whole = False
         try:

@@ -1,7 +1,7 @@
 """``PacedCompute`` is a real stage with a declared speed, for fleets emulated on one machine.
 
 On shared cores one peer's sleep is another's speed-up (ENGINE.md), so slowing real peers does not emulate unequal
-machines. Here tensors are real, but each call takes a declared time on the clock, most of it asleep.
+machines. Here tensors are real, but each call takes a declared time on the clock, mostly asleep.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from muletrain.compute.results import Result
 
 R = TypeVar("R")
-_SMOOTHING = 0.3  # weight of the newest measurement of what the real computation takes
+_SMOOTHING = 0.3  # weight of the newest measurement of the real computation
 
 
 class PacedCompute(WrappedCompute):
     """Paces ``inner``: one call at a time, a forward takes ``forward_s``, a backward ``backward_s``, the last stage's
     loss both.
 
-    The real computation comes at the *end* of the declared time, so a call cancelled in its sleep leaves nothing in the
-    accumulator. It starts early by its own usual duration, and the next call's time begins where this one's should have
-    ended, so deviations do not add up. Other calls, ``apply`` included, take their real time.
+    The real computation comes at the *end* of the declared time, so a call cancelled while asleep leaves nothing in the
+    accumulator. The computation starts early by the usual duration, and the next call's time begins at this call's
+    nominal end, so deviations do not add up. All remaining calls, ``apply`` included, take real time.
     """
 
     def __init__(self, inner: Compute, clock: Clock, forward_s: float, backward_s: float) -> None:
@@ -60,7 +60,7 @@ class PacedCompute(WrappedCompute):
     async def _paced(self, turn: Turn, kind: str, share: float, work: Callable[[], Awaitable[R]]) -> R:
         """Do ``work`` on this ``share`` of a microbatch."""
         async with self._slot(turn):
-            # how long a part takes says nothing of others
+            # the time of a part predicts nothing
             with self.jobs.at(f"paced {kind}") if share == 1.0 else nullcontext():
                 return await self._at_pace(kind, share, work)
 
@@ -73,7 +73,7 @@ class PacedCompute(WrappedCompute):
         begin = self._clock.now()
         result = await work()
         took_s = self._clock.now() - begin
-        # the first call is a cold one, and says nothing of the others
+        # the first call is cold, and predicts nothing
         known = kind in self._real_s
         self._real_s[kind] = min(took_s, usual_s + _SMOOTHING * (took_s - usual_s)) if known else 0.0
         return result

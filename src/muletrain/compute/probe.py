@@ -21,8 +21,8 @@ _SIZE = 256  # of the matrices: at the 0.4 GFLOP/s of an emulated bf16 one produ
 
 
 def pick_device(name: str) -> torch.device:
-    """The device ``compute.device`` names; 'auto' prefers CUDA, then MPS, then the CPU. Raises ConfigError when it is
-    not there.
+    """The device ``compute.device`` names; 'auto' prefers CUDA, then MPS, then the CPU. Raises ConfigError for a
+    missing device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -45,8 +45,8 @@ def precision_dtype(precision: Precision) -> torch.dtype:
 def choose_precision(device: torch.device) -> Precision:
     """The fastest arithmetic that trains well, in at most a second.
 
-    CUDA has bf16 or fp16 in hardware. Elsewhere it is measured: a CPU without AMX or AVX512-bf16 emulates bf16, up to a
-    hundred times slower than fp32 (ENGINE.md).
+    CUDA has bf16 or fp16 in hardware. Elsewhere a measurement decides: a CPU without AMX or AVX512-bf16 emulates bf16,
+    up to a hundred times slower than fp32 (ENGINE.md).
     """
     if device.type == "cuda":
         return Precision.BF16 if torch.cuda.get_device_capability(device) >= (8, 0) else Precision.FP16
@@ -60,20 +60,20 @@ def chip(device: torch.device) -> str:
 
 
 def reported(device: torch.device) -> Device:
-    """What a CUDA device tells about itself, as an estimate of its speed."""
+    """Speed of a CUDA device, estimated from the reported properties."""
     has = torch.cuda.get_device_properties(device)
     clock_hz = 1e3 * float(getattr(has, "clock_rate", 0.0))  # not every version of torch tells
     return estimated(has.name, has.multi_processor_count, clock_hz, has.total_memory, (has.major, has.minor))
 
 
 def device_here(name: str) -> Device | None:
-    """The device of this machine that has this name, as it reports itself; None: there is none."""
+    """The device of this machine with this reported name; None: not found."""
     own = (torch.device("cuda", k) for k in range(device_count()))
     return next((reported(device) for device in own if chip(device).lower() == name.lower()), None)
 
 
 def device_count() -> int:
-    """How many CUDA devices this machine has; opens none of them."""
+    """How many CUDA devices this machine has; opens none."""
     return torch.cuda.device_count()
 
 
@@ -97,7 +97,7 @@ def free_memory(device: torch.device) -> int:
 def _system_memory() -> int:
     try:
         meminfo = Path("/proc/meminfo").read_text()
-    except OSError:  # macOS: what is installed is all it tells cheaply
+    except OSError:  # macOS: only the installed memory is cheap to find out
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fields = dict(line.split(":", 1) for line in meminfo.splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024

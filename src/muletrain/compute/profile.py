@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from muletrain.model.module import StageModule
 
 PASSES, LOADS = (3, 50), 5
-"""Fewest passes over a block and most, beside one to warm up; and times that its weights are copied to the device."""
+"""Fewest passes over a block and most, beside one warm-up pass; and number of copies of the weights to the device."""
 BUDGET_S = 2.0
 """Seconds of passes over one block, unless the fewest passes take longer."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a profile is of. ``memory``: bytes of the device that may be used; None: all that are free."""
+    """The subject of a profile. ``memory``: usable bytes of the device; None: all free bytes."""
 
     sequences: int
     device: torch.device
@@ -61,7 +61,7 @@ class Conditions:
 
 
 def name_of(model: Model, part: int) -> str:
-    """What part ``part`` of the chain is called."""
+    """The name of part ``part`` of the chain."""
     return "embedding" if part == 0 else "head" if part == model.layers + 1 else f"block {part - 1}"
 
 
@@ -101,7 +101,7 @@ def profiled(model: Model, at: Conditions) -> Iterator[BlockCost]:
 
 
 def needed(model: Model, part: int, at: Conditions) -> int:
-    """Estimate the bytes that one block takes: weights, gradients, and what is kept and passed on."""
+    """Estimate the bytes that one block takes: weights, gradients, saved activations and outputs."""
     size, tokens = at.dtype.itemsize, at.sequences * model.context
     passed = 3 * size * tokens * model.width
     if part == 0:
@@ -153,7 +153,7 @@ class Block:
         return between - begin, now(self._device) - between
 
     def memory(self) -> tuple[int, int]:
-        """Returns bytes that autograd keeps from forward to backward, and the most that are taken beyond them."""
+        """Returns bytes that autograd keeps from forward to backward, and the peak beyond these."""
         weights = {w.untyped_storage()._cdata for w in self._module.parameters()}
         kept: dict[int, int] = {}
 
@@ -178,7 +178,7 @@ class Block:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
-    """Counts the bytes of tensors that operators make, while they live. What a kernel takes inside is not seen."""
+    """Counts the bytes of live tensors that operators make. Memory inside a kernel is not seen."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PIECE = 1 << 22
-"""Numbers copied at a time: it bounds the pinned memory (16 MiB), and a result's wait for the copy of a gradient."""
+"""Numbers copied at a time: bounds the pinned memory (16 MiB), and a result's wait for the copy of a gradient."""
 
 
 class Result:
-    """A tensor that a stage computed. ``await`` returns it in host memory."""
+    """A tensor that a stage computed. ``await`` returns the tensor in host memory."""
 
     def __init__(self, values: Tensor, to_host: Callable[[Tensor], Awaitable[Tensor]] | None = None) -> None:
-        """``to_host`` copies ``values``; None: they are in host memory."""
+        """``to_host`` copies ``values``; None: already in host memory."""
         self._values, self._to_host = values, to_host
 
     def __await__(self) -> Generator[Any, None, Tensor]:
@@ -29,8 +29,8 @@ class Result:
 
 
 class Staging:
-    """A buffer in host memory through which tensors leave ``device``. On CUDA it is pinned and its copies have a stream
-    of their own, so that they run beside the kernels of the compute thread. Not thread-safe: one thread copies."""
+    """A buffer in host memory through which tensors leave ``device``. On CUDA the buffer is pinned and copies use a
+    separate stream, so that copies run beside the kernels of the compute thread. Not thread-safe: one thread copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,7 +44,7 @@ class Staging:
 
     def copy(self, values: Tensor, out: Tensor) -> None:
         """Returns when ``values``, at most ``PIECE`` fp32 numbers on the device, are in ``out``. The kernels that
-        compute them have ended, or ``follow`` was called after their launch."""
+        compute ``values`` have ended, or ``follow`` was called after the launch."""
         staged = self._buffer[: values.numel()]
         if self._stream is None:
             staged.copy_(values)

@@ -20,7 +20,7 @@ class LossScale:
     of the sequence of updates, so all peers agree. Without ``fp16`` the scale is always 1."""
 
     def __init__(self, *, fp16: bool, versions: int = 1) -> None:
-        """``versions``: how many weights are in use at once (``StageWeights``); each has its own scale."""
+        """``versions``: how many weights are in use at once (``StageWeights``); each has a scale."""
         self._on = fp16
         self._values = [FIRST if fp16 else 1.0] * versions
         self._good = 0
@@ -33,14 +33,14 @@ class LossScale:
         return self._values[step % len(self._values)]
 
     def state(self) -> dict[str, Tensor]:
-        """The state for checkpoints. 'loss_scale' (fp16 alone): the newest value, the good steps since it changed, and the
-        older value if one is in use. 'skipped' [1]: the updates skipped in a row, if any."""
+        """The state for checkpoints. 'loss_scale' (fp16 alone): the newest value, the good steps since it changed, and
+        the older value if in use. 'skipped' [1]: the updates skipped in a row, if any."""
         *older, newest = (self.of(self._next + k) for k in range(len(self._values)))
         scale = {"loss_scale": torch.tensor([newest, self._good, *older], dtype=torch.float64)} if self._on else {}
         return scale | ({SKIPPED: torch.tensor([self.skipped], dtype=torch.float64)} if self.skipped else {})
 
     def load_state(self, state: dict[str, Tensor], step: int) -> None:
-        """Load a ``state``. Without 'loss_scale' (a run in another precision) the scale keeps its first value."""
+        """Load a ``state``. Without 'loss_scale' (a run in another precision) the scale keeps the first value."""
         self.skipped = int(state[SKIPPED].sum()) if SKIPPED in state else 0
         if self._on and "loss_scale" in state:
             newest, good, *older = state["loss_scale"].tolist()

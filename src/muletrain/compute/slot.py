@@ -1,4 +1,4 @@
-"""The compute slot decides which call computes next, and runs the call's check right before its work."""
+"""The compute slot decides which call computes next, and runs the call's check right before the work."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _nothing() -> None:
 
 
 class Turn(NamedTuple):
-    """How urgent a call of ``Compute`` is, and a check for when its turn comes."""
+    """How urgent a call of ``Compute`` is, and a check right before the work."""
 
     priority: int = 0
-    """Lower numbers go first. Calls with the same number go in the order in which they came."""
+    """Lower numbers go first. Calls with the same number go in order of arrival."""
     begins: Callable[[], None] = _nothing
     """Called once, right before the work. If it raises, the call raises the same error and computes nothing."""
 
@@ -64,6 +64,6 @@ class Slot:
         while self._waiting:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():
-                turn.set_result(None)  # stays held: it passes straight to the next
+                turn.set_result(None)  # stays held: the slot passes straight to the next call
                 return
         self._held = False

@@ -15,7 +15,8 @@ Checkpointing = Literal["auto", "always", "never"]
 
 @dataclass
 class Kept:
-    """One microbatch. ``output`` has its graph if it was stashed; None: backward computes it again from ``inputs``."""
+    """One microbatch. ``output`` has the autograd graph if stashed; None: backward recomputes ``output`` from
+    ``inputs``."""
 
     inputs: Tensor
     output: Tensor | None
@@ -24,7 +25,7 @@ class Kept:
 
 
 class Stash:
-    """Owns what is kept, by microbatch. Only the event loop's thread uses it, so it has no lock."""
+    """Owns the stashed entries, by microbatch. Only the event loop's thread uses the stash, so there is no lock."""
 
     def __init__(self, checkpointing: Checkpointing, budget: int, token_bytes: int) -> None:
         """``budget`` [bytes] bounds the graphs kept under 'auto'; ``token_bytes``: size of the graph of one token."""
@@ -45,7 +46,7 @@ class Stash:
         self._used -= reserved
 
     def put(self, mb: Microbatch, kept: Kept, reserved: int) -> None:
-        """Keep ``kept``, which has ``reserved`` bytes, in place of what was kept for ``mb``."""
+        """Keep ``kept``, which has ``reserved`` bytes, in place of the previous entry of ``mb``."""
         self.discard(mb)
         self._kept[mb] = kept, reserved
 
@@ -54,7 +55,7 @@ class Stash:
         return self._kept[mb][0].shape
 
     def pop(self, mb: Microbatch) -> tuple[Kept, int]:
-        """What was kept, and the bytes to ``release`` once it is used up."""
+        """The entry, and the bytes to ``release`` after use."""
         return self._kept.pop(mb)
 
     def discard(self, mb: Microbatch) -> None:

@@ -21,11 +21,11 @@ R = TypeVar("R")
 
 
 class Threads:
-    """Each thread runs its jobs one after the other, in the order in which they were submitted."""
+    """Each thread runs jobs one by one, in the order of submission."""
 
     def __init__(self, stage: int, *, delayed: bool, inline: bool) -> None:
-        """``delayed``: updates have a thread of their own, beside the next step or its beginning. ``inline``: every job runs
-        in the caller's thread."""
+        """``delayed``: updates have a separate thread, beside the next step or the beginning of the next step.
+        ``inline``: every job runs in the caller's thread."""
 
         def thread(name: str) -> Executor:
             return InlineExecutor() if inline else ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{stage}")
@@ -41,7 +41,7 @@ class Threads:
         return thread.submit(self._at, thread, fn, *args)
 
     async def run(self, thread: Executor, fn: Callable[..., R], *args: object) -> R:
-        """Run ``fn`` on ``thread``. A cancelled call that runs already runs to its end."""
+        """Run ``fn`` on ``thread``. A cancelled call that runs already completes."""
         return await asyncio.get_running_loop().run_in_executor(thread, partial(self._at, thread, fn, *args))
 
     def _at(self, thread: Executor, fn: Callable[..., R], *args: object) -> R:
@@ -56,7 +56,7 @@ class Threads:
 
 
 class ThreadedCompute:
-    """What a ``Compute`` on this machine's threads does the same way, resident or swapped."""
+    """Common part of resident and swapped ``Compute`` on this machine's threads."""
 
     threads: Threads
 
@@ -64,7 +64,7 @@ class ThreadedCompute:
         """Everything is here."""
 
     async def end(self, *, over: bool) -> None:
-        """No other machine is told."""
+        """No remote machine is told."""
 
     async def offload(self, fn: Callable[..., R], *args: object) -> R:
         return await self.threads.run(self.threads.aside, fn, *args)
@@ -92,4 +92,4 @@ def on_cores(share: float) -> Iterator[None]:
 
 
 def passed() -> None:
-    """A job that is done when those before it are."""
+    """A job that is done when all earlier jobs are."""

@@ -1,12 +1,12 @@
 """``TorchCompute``: one stage resident on one device.
 
 ``StageArithmetic`` computes, on the compute thread, in the order of the slot. Delayed updates, ``offload`` and copies
-from the device to the host have threads of their own.
+from the device to the host have separate threads.
 
-A cancelled call that has not started never starts. One that has runs to its end, but its result is dropped: the
-gradients of a microbatch are temporaries until the caller's coroutine resumes, and only then are they sent to the
-accumulator, without another await. So a microbatch is in the accumulator exactly when the call returned. Shapes: B
-sequences, T tokens, D width, P parameters.
+A cancelled call that has not started never starts. A cancelled call that has started completes, but the result is
+dropped: the gradients of a microbatch are temporaries until the caller's coroutine resumes, and are sent to the
+accumulator only then, without another await. So a microbatch is in the accumulator exactly when the call returned.
+Shapes: B sequences, T tokens, D width, P parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TorchCompute(ThreadedCompute):
     """The ``Compute`` protocol on torch. ``source`` gives initial weights by name (a checkpoint), default: drawn from
     the seed.
 
-    Raises CheckpointError when ``source`` gives other shapes.
+    Raises CheckpointError when ``source`` gives wrong shapes.
     """
 
     parts = 1
@@ -65,7 +65,7 @@ class TorchCompute(ThreadedCompute):
         self._changed: Future[None] | None = None
         """The last change of the accumulator."""
         self._uncounted: dict[Microbatch, Gradients] = {}
-        """Gradients of parts, until they count."""
+        """Gradients of parts not counted yet."""
 
     def _empty(self, spec: Model, cut: Cut) -> StageModule:
         """The stage, without storage."""
@@ -98,7 +98,7 @@ class TorchCompute(ThreadedCompute):
         return Result(output, self._to_host)
 
     async def backward(self, mb: Microbatch, grad: Tensor, turn: Turn = AT_ONCE, *, accumulate: bool) -> Result | None:
-        """Whatever becomes of the call, ``mb`` is no longer held once its turn has come, unless ``grad`` was refused
+        """However the call ends, ``mb`` is no longer held once the turn has come, unless ``grad`` was refused
         (ProtocolError).
         """
         async with self._slot(turn):
@@ -152,7 +152,7 @@ class TorchCompute(ThreadedCompute):
             self._add(gradients, mb.step)
 
     def _add(self, gradients: Gradients, step: int) -> None:
-        """Queue the addition; whatever is called later sees it."""
+        """Queue the addition; later calls see the sum."""
         self._changed = self.threads.submit(self.threads.compute, self.arithmetic.accumulate, gradients, step)
 
     def add(self, step: int, gradient: Tensor) -> None:
@@ -162,7 +162,8 @@ class TorchCompute(ThreadedCompute):
         self._changed = self.threads.submit(self.threads.compute, self.arithmetic.clear, step)
 
     async def gradient(self, step: int) -> Tensor:
-        """Waits for additions still queued. On the CPU it is the accumulator itself, until the step is applied."""
+        """Waits for additions still queued. On the CPU the result is the accumulator itself, until the step is
+        applied."""
         if self._changed is not None and not self._changed.done():
             await asyncio.shield(asyncio.wrap_future(self._changed))  # a cancelled caller must not cancel the addition
         if self._staging is not None:
@@ -189,7 +190,7 @@ class TorchCompute(ThreadedCompute):
         checks.check_gradient_shape(gradient, (self.n_trained,))
         async with self._slot(turn, brief=self.delayed):
             if self.delayed:
-                await self._compute(passed)  # a ``clear`` that waits would empty what the update computes in
+                await self._compute(passed)  # a waiting ``clear`` would empty the update's buffer
             await self.threads.run(self.threads.updates, self.arithmetic.apply, gradient, update)
 
     # The state ------------------------------------------------------------------------------------------------------

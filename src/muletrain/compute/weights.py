@@ -1,7 +1,7 @@
 """The numbers of one stage: fp32 masters, working copies, moments and gradient accumulators, each one flat buffer.
 
-P: parameters of the stage. G: those that are trained. It is not thread-safe: ``StageArithmetic`` calls it on the compute
-thread or under its lock.
+P: parameters of the stage. G: trained parameters. Not thread-safe: ``StageArithmetic`` calls it on the compute thread
+or under a lock.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MOMENTS = "moment1", "moment2"
 
 
 class StageWeights:
-    """Owns the weights, the moments and the accumulators. The ``versions`` of the stage compute with views of them.
+    """Owns the weights, the moments and the accumulators. The ``versions`` of the stage compute with views.
 
-    There is one version, or two under delayed updates. Step t uses version t mod their number, and its own accumulator.
-    With two, the update by step t makes the weights of step t + 2, while t + 1 computes with the older version. In
-    fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives each parameter's
-    first value. Raises CheckpointError when ``source`` gives another shape.
+    There is one version, or two under delayed updates. Step t uses version t mod their number, and a separate
+    accumulator. With two, the update by step t makes the weights of step t + 2, while t + 1 computes with the older
+    version. In fp32, with the state on the device, the newest working buffer is the masters. ``source`` gives each
+    parameter's first value. Raises CheckpointError when ``source`` gives a wrong shape.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class StageWeights:
         learned = [a[: self.layout.learned] for a in self._accumulators]
         self._accumulator_views = [list(self._trainable.views(a).values()) for a in learned]
         self.next = 0
-        """The step whose update comes next; it computes with the oldest version."""
+        """The step of the next update, which computes with the oldest version."""
 
     def _bound(self, stage: StageModule, working: Tensor) -> list[Tensor]:
         stage.bind(self.layout.views(working) | self._exact)
@@ -90,8 +90,8 @@ class StageWeights:
             torch._foreach_add_(self._accumulator_views[self._version(step)], list(gradients), alpha=1 / loss_scale)
 
     def apply(self, gradient: Tensor, update: Update) -> None:
-        """Update the masters with ``gradient`` (flat fp32 [G], not changed). The newest weights replace those that the
-        step computed with. Clears the step's accumulator."""
+        """Update the masters with ``gradient`` (flat fp32 [G], not changed). The newest weights replace the step's
+        weights. Clears the step's accumulator."""
         step = update.step
         newest, accumulator = self._working[self._version(step)], self.accumulator(step)
         if self._direct and newest is not self.masters:
@@ -114,8 +114,8 @@ class StageWeights:
         return (self.next + 1,) if self.next else (0, 1)
 
     def load(self, weights: Tensor, steps: Collection[int] = ()) -> None:
-        """Replace the versions that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]. They are the newest
-        then."""
+        """Replace the versions that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]. These become the
+        newest."""
         versions = {self._version(step) for step in steps or range(len(self._working))}
         if self._direct:
             self.masters = self._working[min(versions)]
@@ -130,8 +130,8 @@ class StageWeights:
         return flat_digest(self.masters.cpu())
 
     def state(self) -> dict[str, Tensor]:
-        """Copies on the CPU: 'model/NAME', and of what is trained 'moment1/NAME', 'moment2/NAME', fp32. With two versions
-        also 'delayed/NAME', the older weights, and 'step' [1], the step that computes with them."""
+        """Copies on the CPU: 'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32. With two
+        versions also 'delayed/NAME', the older weights, and 'step' [1], the step that uses the older weights."""
         state = {
             f"{kind}/{name}": view
             for kind, flat in self._buffers().items()
@@ -143,7 +143,7 @@ class StageWeights:
         """Load a ``state``. Absent moments become zero, and absent older weights the newest ones. Everything is checked
         before anything changes.
 
-        Raises CheckpointError on missing names or other shapes.
+        Raises CheckpointError on missing names or wrong shapes.
         """
         step = _step_of(state)
         sources = {kind: checked_state(self.layout, state, kind) for kind in self._buffers()}
@@ -170,7 +170,7 @@ class StageWeights:
 
 
 def state_layout(layout: FlatLayout, kind: str) -> FlatLayout:
-    """Of the parameters that a state has ``kind`` of: what is frozen has no moments."""
+    """The parameters that a state has ``kind`` of: frozen ones have no moments."""
     return layout.trainable() if kind in MOMENTS else layout
 
 
@@ -182,7 +182,7 @@ def state_views(layout: FlatLayout, kind: str, flat: Tensor) -> dict[str, Tensor
 
 def checked_state(layout: FlatLayout, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     """The tensors of one kind by parameter name; empty for absent moments. Raises CheckpointError for missing names and
-    other shapes."""
+    wrong shapes."""
     layout = state_layout(layout, kind)
     if kind != "model" and not any(key.startswith(f"{kind}/") for key in state):
         return {}
@@ -197,7 +197,7 @@ def checked_state(layout: FlatLayout, state: dict[str, Tensor], kind: str) -> di
 
 
 def _step_of(state: dict[str, Tensor]) -> int:
-    """The step in ``state``, or 0. Raises CheckpointError if it cannot be a step."""
+    """The step in ``state``, or 0. Raises CheckpointError for an impossible step."""
     step = float(state["step"].sum()) if "step" in state else 0.0
     if not (step.is_integer() and 0 <= step < 2**48):
         raise CheckpointError(f"step is {step}: not a stage's state")

@@ -1,4 +1,4 @@
-"""A ``Compute`` around another one: everything that it does not do itself, the other one does."""
+"""A ``Compute`` around another one: every method not overridden is delegated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class WrappedCompute:
-    """See ``Compute``; microbatches are for those that derive from it."""
+    """See ``Compute``; derived classes handle microbatches."""
 
     def __init__(self, inner: Compute) -> None:
         self.stage, self.stages = inner.stage, inner.stages

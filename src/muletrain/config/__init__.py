@@ -1,1 +1,1 @@
-"""Configuration files: their sections, checks, and errors that name file and line."""
+"""Configuration files: sections, checks, and errors that name file and line."""

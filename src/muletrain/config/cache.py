@@ -1,5 +1,5 @@
-"""The user's cache: what one command computed, for later ones. An entry is a file of JSON that is checked when it is
-read, and nothing in it is executed. Losing an entry costs time only."""
+"""The user's cache: results of one command, for later ones. An entry is a file of JSON that is checked on reading, and
+never executed. Losing an entry costs time only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cache_folder(config: DataConfig) -> Path:
 
 
 def kept(kind: str, about: Mapping[str, object], section: type[S]) -> S | None:
-    """The entry that was kept under ``about``; None: there is none, or it cannot be read."""
+    """The entry that was kept under ``about``; None: missing, or unreadable."""
     try:
         return section.model_validate_json(_path(kind, about).read_bytes())
     except (OSError, DataError, ValidationError):
@@ -47,8 +47,8 @@ def kept(kind: str, about: Mapping[str, object], section: type[S]) -> S | None:
 
 
 def keep(kind: str, about: Mapping[str, object], entry: Section) -> None:
-    """Write ``entry`` to the cache. A reader finds the old entry or the new one, never half of one. A cache that cannot be
-    written stays as it is."""
+    """Write ``entry`` to the cache. A reader finds the old entry or the new one, never half of one. A cache that cannot
+    be written stays unchanged."""
     with contextlib.suppress(OSError, DataError):
         path = _path(kind, about)
         path.parent.mkdir(parents=True, exist_ok=True)

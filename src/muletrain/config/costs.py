@@ -1,5 +1,5 @@
-"""Costs of real runs that no fleet file states, as TOML. ``simulate calibrate`` writes it, ``simulate fleet --costs``
-reads it."""
+"""Costs of real runs that no fleet file states, as TOML. ``simulate calibrate`` writes this file,
+``simulate fleet --costs`` reads the costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_costs(path: Path) -> Costs:
 
 
 def explained(costs: Costs) -> str:
-    """``dump_toml`` with what each field means."""
+    """``dump_toml`` with the meaning of each field."""
     lines = ["# measured by 'muletrain simulate calibrate', for 'muletrain simulate fleet --costs'"]
     for line in dump_toml(costs).splitlines():
         field = Costs.model_fields.get(line.partition(" = ")[0])

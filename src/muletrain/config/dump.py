@@ -39,9 +39,9 @@ def dump_toml(config: Section) -> str:
 
 
 def describe(kind: type[BaseModel] = RunConfig, title: str = "every value is the default") -> str:
-    """The configuration type as TOML that loads unchanged: every field with its default (or an example) and a comment.
+    """The configuration type as TOML that loads unchanged: every field with default (or an example) and comment.
 
-    Fields that are off by default, and fields whose defaults depend on others, are commented out."""
+    Fields that are off by default, and fields with dependent defaults, are commented out."""
     top: list[str] = [f"# {title}"]
     tables: list[str] = []
     for key, info in keys_of(kind).items():

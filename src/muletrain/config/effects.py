@@ -1,5 +1,5 @@
-"""Fields that other fields leave without effect. A user who sets one gets an error. What a checkpoint or another member says
-is read all the same: a version before this one may have written it."""
+"""Fields that lose their effect through another field. A user who sets one gets an error. A configuration from a
+checkpoint or from another member is accepted: an older version may have written the field."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ IDLE = (
 
 
 def check_effects(config: RunConfig, among: Collection[str] | None = None) -> None:
-    """Raises ConfigError for a field that has another value than its default and no effect. ``among``: paths of the only
-    fields that are looked at, and of values inside them; None: all fields."""
+    """Raises ConfigError for a field with a value other than the default and no effect. ``among``: paths of the only
+    checked fields, and of values inside; None: all fields."""
     for idle in IDLE:
         if not idle.where(config):
             continue

@@ -1,7 +1,7 @@
-"""A fleet file: machines, the links between their regions, churn, stalls and pacing.
+"""A fleet file: machines, links between regions, churn, stalls and pacing.
 
-Emulation, simulation and planning read it. The file has bandwidths in Mb/s (10^6 bits per second, as providers state
-them) and round trips in ms (as ``ping`` shows them); methods return SI units.
+Emulation, simulation and planning read this file. Bandwidths are in Mb/s (10^6 bits per second, as stated by providers)
+and round trips in ms (as in ``ping``); methods return SI units.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Link:
     delay_s: float
     """One way: half the round trip."""
     bandwidth_bytes_per_s: float
-    """Narrowest of the sender's upload, the path and the receiver's download; ``inf`` if nothing limits it."""
+    """Narrowest of the sender's upload, the path and the receiver's download; ``inf`` if unlimited."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FleetPeer:
     """Rate of copies from host memory to the accelerator."""
     price_per_hour: float | None = None
     queue_s: float = QUEUE_S
-    """Most data that queues in front of each direction of its link [s]."""
+    """Most data that queues in front of each direction of the link [s]."""
 
 
 def limited_peer(bytes_per_s: float) -> FleetPeer:
@@ -130,8 +130,8 @@ class Fleet(Section):
         return self._expanded
 
     def number(self, name: str) -> int:
-        """Index into ``peers()`` of the machine ``name``. For 'peer-7', if no machine has that name, 7 modulo their
-        number."""
+        """Index into ``peers()`` of the machine ``name``. For 'peer-7', if no machine has that name, 7 modulo the
+        number of machines."""
         found = next((peer.index for peer in self._expanded if peer.name == name), None)
         if found is None:
             tail = name.rsplit("-", 1)[-1]
@@ -210,7 +210,7 @@ class Fleet(Section):
 def load_fleet(path: str | Path, *, peers: int = 1) -> Fleet:
     """The fleet of a file, or the built-in fleet of that name ('slow-home').
 
-    Raises ConfigError, also if it has fewer machines than ``peers``."""
+    Raises ConfigError, also for fewer machines than ``peers``."""
     return load_located_fleet(path, peers=peers)[0]
 
 
@@ -240,7 +240,7 @@ def _check_names(fleet: Fleet) -> None:
         for name in {machine.name, *_names(machine)}:
             if name in seen:
                 raise ValueError(f"machines[{n}].name: '{name}' names two machines; give each its own name")
-        # alone in a region of its own name, both mean the same
+        # alone in a region of the same name, both mean the same
         if also := next((m for m in fleet.machines if m is not machine and m.region == machine.name), None):
             raise ValueError(
                 f"machines[{n}].name: '{machine.name}' is also the region of '{also.name}', so links would be ambiguous; rename "

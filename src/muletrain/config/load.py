@@ -51,8 +51,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunC
 def load_located(
     path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None, *, kept: bool = False
 ) -> tuple[RunConfig, Origins]:
-    """Like ``load_config``, with the origins of the values, for later errors (``located``). ``base``: what stands in for a
-    file. ``kept``: the file is that of an earlier run; its fields, as those of ``base``, need not have an effect. The
+    """Like ``load_config``, with the origins of the values, for later errors (``located``). ``base``: values instead of
+    a file. ``kept``: the file is from an earlier run; fields there, and in ``base``, need not have an effect. The
     factories that the user names are trusted (``trusted``), but not those of ``base``."""
     config, origins = _load(RunConfig, path, overrides, "" if base is None else dump_toml(base))
     with located(origins):
@@ -67,8 +67,8 @@ def load_located(
 def read_output(
     path: Path, kind: type[T], command: str, version: int, remark: Callable[[str], str] = lambda text: ""
 ) -> T:
-    """What ``muletrain COMMAND --json`` wrote to a file: a ``kind`` of this ``version``. ``remark`` says what a file with
-    that text may be instead. Raises ConfigError."""
+    """A file that ``muletrain COMMAND --json`` wrote: a ``kind`` of this ``version``. ``remark`` names another possible
+    kind of file with that text. Raises ConfigError."""
     name, what = kind.__name__.lower(), f"'muletrain {command} --json"
     try:
         text = path.read_text(encoding="utf-8")
@@ -120,7 +120,8 @@ def _fine_tune(raw: dict[str, Any]) -> None:
 
 
 def digest(config: RunConfig) -> str:
-    """SHA-256 (hex) of the fields that define the run's numbers, without those on where it runs and when it saves."""
+    """SHA-256 (hex) of the fields that define the run's numbers, except the place of the run and the times of
+    saving."""
     parts = config.model_dump(
         mode="json",
         by_alias=True,
@@ -147,7 +148,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Origins]:
 
 
 def _syntax(path: Path, message: str) -> str:
-    """tomllib's 'Invalid value (at line 3, column 7)' in the form of our other messages."""
+    """tomllib's 'Invalid value (at line 3, column 7)' in the form of our messages."""
     match = re.fullmatch(r"(.*) \(at line (\d+), column (\d+)\)", message, re.DOTALL)
     if match is None:
         return f"{path}: not valid TOML: {message}"
@@ -184,7 +185,7 @@ def _value(text: str, info: FieldInfo | None) -> Any:
 
 
 def _refuse_dates(value: Any, path: KeyPath, origins: Origins) -> None:
-    """TOML has dates and times, JSON would carry them as text."""
+    """TOML has dates and times, JSON would carry both as text."""
     if isinstance(value, date | time):
         raise ConfigError(
             f'{origins.where(path)}: {dotted(path)}: {value} is a date or a time, which no field takes; put text in "quotes"'

@@ -62,7 +62,7 @@ class _Scanner:
         return path
 
     def _inside(self, key: KeyPath) -> KeyPath:
-        """The path of a header: below an array of tables, it belongs to the newest element."""
+        """The path of a header: below an array of tables, the path is in the newest element."""
         path: KeyPath = ()
         for part in key[:-1]:
             path = (*path, part)
@@ -99,7 +99,7 @@ class Origins:
     overrides: dict[KeyPath, str] = field(default_factory=dict)
 
     def override(self, path: KeyPath, text: str) -> None:
-        """Remember that ``--set text`` wrote ``path`` (and its section, if the file has none)."""
+        """Remember that ``--set text`` wrote ``path`` (and the section, if absent in the file)."""
         self.overrides[path] = text
         if path[:1] not in self.lines:
             self.overrides.setdefault(path[:1], text)

@@ -1,8 +1,8 @@
-"""Delay and bandwidth between every two devices: a JSON file (``NET.json``), or a built-in network by its name.
+"""Delay and bandwidth between every two devices: a JSON file (``NET.json``), or the name of a built-in network.
 
-``dtfm-case1`` to ``-case5`` are the five networks of DT-FM's evaluation (Yuan et al. 2022, sec. 4), copied from its
+``dtfm-case1`` to ``-case5`` are the five networks of DT-FM's evaluation (Yuan et al. 2022, sec. 4), copied from the
 published scheduler (github.com/DS3Lab/DT-FM, 64 devices each). The paper's text gives other numbers for cases 1 to 3;
-``dtfm-case1-text`` to ``-case3-text`` have those.
+``dtfm-case1-text`` to ``-case3-text`` have the text's numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The sections about what is trained: the model and its data."""
+"""The sections about the model and the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _as_typed(value: object) -> object:
 
 
 Argument = Annotated[bool | int | float | str, PlainValidator(_as_typed)]
-"""A value of ``model.arguments``, which keeps its type."""
+"""A value of ``model.arguments``, with the type preserved."""
 ArgumentName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,63}$")]
 
 
@@ -121,12 +121,12 @@ class ModelConfig(Section):
 
     @property
     def sized_elsewhere(self) -> bool:
-        """Sizes come from a preset or a checkpoint: those stated here are not known to be the model's."""
+        """Sizes come from a preset or a checkpoint: sizes stated here are not known to be the model's."""
         return any(x is not None for x in (self.preset, self.from_, self.factory, self.architecture))
 
     @property
     def given(self) -> str | None:
-        """The field that gives the first weights; None: they are drawn from the seed."""
+        """The field that gives the first weights; None: drawn from the seed."""
         return "model.from" if self.from_ is not None else None if self.factory is None else "model.factory"
 
     def stated(self) -> set[str]:
@@ -202,7 +202,7 @@ class DataConfig(Section):
     )
 
 
-# See ``schema`` for what checks raise.
+# See ``schema`` for the errors of checks.
 
 
 def check_shape(m: ModelConfig) -> None:
@@ -228,6 +228,6 @@ def check_factories(m: ModelConfig, d: DataConfig) -> None:
 
 
 def _near(width: int, heads: int) -> int | str:
-    """The usable head count next to ``heads``: it divides the width and leaves an even width per head."""
+    """The usable head count next to ``heads``: a divisor of the width that leaves an even width per head."""
     usable = [h for h in range(1, width + 1) if width % h == 0 and (width // h) % 2 == 0]
     return min(usable, key=lambda h: abs(h - heads)) if usable else "other"

@@ -1,4 +1,4 @@
-"""Published networks between regions, for ``[matrix] preset``, with their sources."""
+"""Published networks between regions, for ``[matrix] preset``, with sources."""
 
 from __future__ import annotations
 

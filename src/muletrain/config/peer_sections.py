@@ -1,6 +1,6 @@
-"""The sections about peers: how many there are, what they serve under each strategy, where they listen.
+"""The sections about peers: number, stages under each strategy, listening addresses.
 
-``check_*`` raise ValueError; ``schema`` explains the form of their messages.
+``check_*`` raise ValueError; ``schema`` explains the form of the messages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The output of ``muletrain plan --json``: predictions for each strategy on a fleet, and the recommended one.
 
-``muletrain run --plan`` reads it (``cli.actions.planned``). ``docs/plan.md`` explains it field by field
+``muletrain run --plan`` reads this file (``cli.actions.planned``). ``docs/plan.md`` explains every field
 (``tests/test_plan.py`` holds the two together). Times in seconds, sizes in bytes.
 """
 
@@ -17,7 +17,7 @@ VERSION = 1
 
 
 class Split(Section):
-    """The parts of a step's time, which sum to it."""
+    """The parts of a step's time; the sum is the step's time."""
 
     compute_s: float = Field(description="compute of the busiest part of the fleet [s]")
     pipeline_s: float = Field(description="additional time for links between stages [s]")
@@ -34,7 +34,7 @@ class Split(Section):
 
 
 class Stage(Section):
-    """Consecutive layers, and the machines that serve them."""
+    """Consecutive layers, and the serving machines."""
 
     layers: tuple[int, int] = Field(description="first layer, and the first of the next stage")
     machines: tuple[str, ...] = Field(description="names; with strategy pipeline, one per pipeline")
@@ -62,7 +62,7 @@ class Memory(Section):
 
 
 class Traffic(Section):
-    """Traffic per step from machines of one region to those of another, or of the same [bytes]."""
+    """Traffic per step from machines of one region to machines of another, or of the same [bytes]."""
 
     sender: str = Field(description="region that sends")
     receiver: str = Field(description="region that receives")
@@ -81,7 +81,7 @@ class Traffic(Section):
 
 class Prediction(Section):
     """One strategy on the fleet, with the best layout found. If there is a ``problem``, only ``strategy``, ``schedule``
-    and ``runnable`` are meaningful beside it."""
+    and ``runnable`` are meaningful as well."""
 
     strategy: StrategyName
     schedule: Literal["", "gpipe", "1f1b"] = Field(default="", description="schedule of strategy pipeline")
@@ -128,7 +128,7 @@ class Prediction(Section):
 
 
 class Improvement(Section):
-    """A change of the run that makes it faster on this fleet."""
+    """A change that makes the run faster on this fleet."""
 
     change: str = Field(description="for --set", examples=["wire.gradients=int8"])
     tokens_per_s: float

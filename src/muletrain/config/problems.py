@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into one sentence: the place, the field, what is wrong, what to do."""
+"""Turns pydantic's errors into one sentence: the place, the field, the problem, the remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DOTTED = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)+")
 
 
 def explain(error: ValidationError, kind: type[BaseModel], origins: Origins) -> ConfigError:
-    """The first problem as a ConfigError. Unknown keys come first: a misspelt key often causes the others."""
+    """The first problem as a ConfigError. Unknown keys come first: a misspelt key often causes further errors."""
     problems = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = problems[0]
     if first["type"] == "value_error":
@@ -83,7 +83,7 @@ def field_at(kind: type[BaseModel], path: KeyPath) -> FieldInfo | None:
 
 
 def keys_of(kind: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a section by their names in TOML."""
+    """The fields of a section by TOML name."""
     return {info.alias or name: info for name, info in kind.model_fields.items()}
 
 
@@ -101,7 +101,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """What to write instead of the unknown ``name``."""
+    """The suggestion for the unknown ``name``."""
     guess = closest(name, known := list(known))
     return f"did you mean '{guess}'?" if guess else f"known: {', '.join(known)}"
 

@@ -1,6 +1,6 @@
-"""The output of ``muletrain profile --json``: what each block of a model takes on a device, measured.
+"""The output of ``muletrain profile --json``: measured time and memory of each block of a model on a device.
 
-``muletrain plan --profile`` reads it. Times are medians in seconds, sizes in bytes, all of one microbatch.
+``muletrain plan --profile`` reads this file. Times are medians in seconds, sizes in bytes, all of one microbatch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The run's configuration: one frozen model per section, with a description and a unit for every field.
 
-``muletrain config`` prints them with defaults and comments. Unknown keys are rejected. ``RunConfig`` checks how fields
-fit together, so every config object can run. Units stand in brackets at the end of a description; ``[1]`` is a pure
-number. ``examples`` is the printed value of a field that is off by default.
+``muletrain config`` prints all fields with defaults and comments. Unknown keys are rejected. ``RunConfig`` checks how
+fields fit together, so every config object can run. Units stand in brackets at the end of a description; ``[1]`` is a
+pure number. ``examples`` is the printed value of a field that is off by default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_MICROBATCHES = 1 << 16
-"""Of a step, at most: peers name those that they hold in one message (``runtime.core.messages``)."""
+"""Microbatches of a step, at most: peers list the held ones in one message (``runtime.core.messages``)."""
 
 
 class Precision(StrEnum):
@@ -96,14 +96,15 @@ class TrainConfig(Section):
 
 
 def _by_rule(adamw: T, lamb: T) -> Callable[[dict[str, Any]], T]:
-    """The default of a field that depends on ``optimizer.name``. LAMB has SWARM's settings (app. G): those of You et
-    al. 2020 for a batch of 16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01), with
-    learning rate 1e-3 and beta2 0.95."""
+    """The default of a field that depends on ``optimizer.name``. LAMB has SWARM's settings (app. G): the settings of
+    You et al. 2020 for a batch of 16384 sequences (warm-up over a tenth, linear decay, eps 1e-6, weight decay 0.01),
+    with learning rate 1e-3 and beta2 0.95."""
     return lambda fields: lamb if fields.get("name") == "lamb" else adamw
 
 
 FINE_TUNING_LR = 2e-5
-"""Peak learning rate of AdamW with ``model.from``: what is usual for training all weights of a language model further."""
+"""Peak learning rate of AdamW with ``model.from``: the usual rate for further training of all weights of a language
+model."""
 
 
 class OptimizerConfig(Section):
@@ -210,7 +211,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        # with a preset or a checkpoint the sizes are known only once they are filled in
+        # with a preset or a checkpoint the sizes are known only once filled in
         if not self.model.sized_elsewhere:
             check_shape(self.model)
             _check_depth(self.model, self.fleet)
@@ -226,7 +227,7 @@ class RunConfig(Section):
 
     def local(self) -> RunConfig:
         """The configuration with the defaults of a local fleet: the peers of the plan, or two per stage, and two
-        trainers. If every peer serves the whole model, there is one: a second one would share its device."""
+        trainers. If every peer serves the whole model, there is one: a second one would share the device."""
         default = 1 if self.swap.whole else self.fleet.local_peers
         peers = self.fleet.peers or len(self.pipeline.machines) or default
         counts = {"peers": peers, "trainers": self.fleet.trainers or min(2, peers)}

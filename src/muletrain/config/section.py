@@ -18,8 +18,8 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     YIELDS: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose defaults give way to other fields, as sizes do to a preset; a printed configuration leaves them
-    out."""
+    """Fields with defaults that yield to other fields, as sizes yield to a preset; a printed configuration omits
+    these."""
 
     def stated(self) -> set[str]:
         """Fields (by attribute name) that a written copy of this section must contain to mean the same."""

@@ -23,7 +23,7 @@ FAR_MS = 10_000.0
 
 @dataclass(frozen=True)
 class Found:
-    """Measurements of one peer. ``place``: number of its machine, which may have several peers. ``forward_s`` and
+    """Measurements of one peer. ``place``: number of the machine, which may have several peers. ``forward_s`` and
     ``backward_s``: one microbatch in one block."""
 
     name: str
@@ -51,7 +51,7 @@ Paths = dict[tuple[int, int], Path]
 
 
 def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
-    """The measured fleet. Every peer is a machine; every place is a region, called '@' and the name of its first peer.
+    """The measured fleet. Every peer is a machine; every place is a region, called '@' and the name of the first peer.
 
     Upload and download of a machine are the fastest that any pair measured, because pairs are measured one by one."""
     places = range(1 + max(p.place for p in peers))
@@ -89,13 +89,13 @@ def fleet_of(peers: Sequence[Found], paths: Paths) -> Fleet:
 
 
 def _fastest(matrix: list[list[tuple[float, float]]], place: int, single: list[bool], *, up: bool) -> float | None:
-    """Fastest bandwidth to or from another machine [Mb/s]; None: there is no other."""
+    """Fastest bandwidth to or from another machine [Mb/s]; None: the only machine."""
     pairs = [(place, other) if up else (other, place) for other in range(len(matrix))]
     return max((matrix[a][b][1] for a, b in pairs if a != b or not single[a]), default=None)
 
 
 def written(fleet: Fleet, peers: Sequence[Found], about: Sequence[str]) -> str:
-    """The fleet as TOML, with other measurements as comments. ``about``: lines for its head."""
+    """The fleet as TOML, with the remaining measurements as comments. ``about``: lines for the head."""
     tables = [*(f"# {line}" for line in about), f"name = {toml_value(fleet.name)}", ""]
     for machine, peer in zip(fleet.machines, peers, strict=True):
         block = f"a block: forward {format_duration(peer.forward_s)}, backward {format_duration(peer.backward_s)}"
@@ -114,5 +114,5 @@ def _rows(matrix: Sequence[Sequence[float]]) -> Iterator[str]:
 
 
 def _digits(value: float) -> float:
-    """Four of them: no measurement has more. More than nothing."""
+    """Rounds to four digits: no measurement has more. More than nothing."""
     return max(1e-9, float(f"{value:.4g}"))

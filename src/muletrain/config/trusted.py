@@ -1,7 +1,7 @@
-"""A process imports only the factories that its own user named, in a configuration or as an option.
+"""A process imports only the factories that the local user named, in a configuration or as an option.
 
-A run's configuration also comes from other machines, and names a function and what to call it with. That alone imports
-nothing here.
+A run's configuration also comes from other machines, and names a function and arguments. That alone imports nothing
+here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _named: set[str] = set()
 
 
 def trust(*names: str | None) -> None:
-    """Allow this process to import ``names``, which its user gave ('package.module:function'; None: nothing)."""
+    """Allow this process to import ``names``, which the local user gave ('package.module:function'; None: nothing)."""
     _named.update(name for name in names if name is not None)
 
 
@@ -30,8 +30,8 @@ def trusted() -> tuple[str, ...]:
 
 
 def imported(field: str, name: str) -> Callable[..., Any]:
-    """The function ``name`` that ``field`` of the configuration gives. Raises ConfigError if the user of this machine did
-    not name it, and if it cannot be imported or called."""
+    """The function ``name`` that ``field`` of the configuration gives. Raises ConfigError if the user of this machine
+    did not name the function, and if importing or calling fails."""
     if name not in _named:
         others = f" (named here: {', '.join(trusted())})" if _named else ""
         raise ConfigError(

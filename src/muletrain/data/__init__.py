@@ -1,4 +1,4 @@
-"""This package turns a corpus into microbatches. Each module uses the ones above it only:
+"""This package turns a corpus into microbatches. Each module uses only modules above:
 
 lines       bytes of a file -> lines of text
 files       one file -> documents

@@ -1,7 +1,7 @@
 """From ``data.path`` to documents: files, Hugging Face datasets, Python's own manual.
 
-A document is a text that is trained as it is: a file of text, a row of a table, a topic. Everything streams: a corpus may
-be larger than memory.
+A document is a text for training without changes: a file of text, a row of a table, a topic. Everything streams: a
+corpus may be larger than memory.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ class Corpus:
 
 
 class PydocSource:
-    """The documentation that ships with Python; it differs a little between Python versions, and so does its digest.
+    """The documentation that ships with Python. Text and digest differ a little between Python versions.
 
-    The manual repeats itself: a topic that another topic contains is left out, so that held-out text is not trained."""
+    The manual has repetitions: a topic that another topic contains is left out, so that held-out text is not
+    trained."""
 
     def __init__(self) -> None:
         from pydoc_data.topics import topics  # half a megabyte that only this source needs
@@ -96,8 +97,8 @@ class PydocSource:
 
 
 class HubDataset:
-    """``hf:NAME[@REVISION][:CONFIG][#SPLIT]``: the split ``train``, or another one, streamed. NAME may be a local folder,
-    known by its files; another is known by its name alone: pin a revision to be sure."""
+    """``hf:NAME[@REVISION][:CONFIG][#SPLIT]``: the split ``train``, or another one, streamed. NAME may be a local
+    folder, identified by the files; a remote data set is identified by name alone: pin a revision to be sure."""
 
     size = 0
 
@@ -141,7 +142,7 @@ class HubDataset:
 
 
 def absolute(path: str) -> str:
-    """``data.path`` so that it means the same in any working directory."""
+    """``data.path`` with the same meaning in any working directory."""
     return ", ".join(
         item if item == PYDOC or item.startswith(HUB) else _absolute(item).replace(",", "\\,") for item in _items(path)
     )
@@ -219,7 +220,7 @@ def _suggest_glob(folder: Path) -> str:
 
 
 def _unrepeated(texts: list[str]) -> list[str]:
-    """``texts`` without those of which longer ones (of equally long ones, later ones) contain most paragraphs."""
+    """``texts``, except where longer ones (of equally long ones, later ones) contain most paragraphs."""
     known = [{" ".join(part.split()) for part in re.split(r"\n\s*\n", text)} for text in texts]
     order = sorted(range(len(texts)), key=lambda k: (len(texts[k]), k))
     repeated = {

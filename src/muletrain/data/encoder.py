@@ -1,8 +1,9 @@
-"""Text to tokens as the model's own tokenizer does it: one rule for training, held-out text, prompts and output.
+"""Text to tokens as by the model's own tokenizer: one rule for training, held-out text, prompts and output.
 
-A document is: the tokens that the tokenizer puts before a text (often one, BOS), the text, the token that ends a document
-(EOS). A prompt has no end. A special token that the text spells becomes that token, or with ``data.special_tokens = "text"``
-stays text. The tokenizer's JSON says all of this: its post-processor adds what begins and what ends a document.
+A document is: the tokens that the tokenizer puts before a text (often one, BOS), the text, the token that ends a
+document (EOS). A prompt has no end. A special token that the text spells becomes that token, or with
+``data.special_tokens = "text"`` stays text. The tokenizer's JSON says all of this: the post-processor adds the tokens
+that begin and end a document.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ SpecialTokens = Literal["parse", "text"]
 WINDOW = 1 << 16
 """Characters that are encoded as one text. A longer document is encoded in windows."""
 OVERLAP = 1 << 10
-"""Characters that a window has in common with each neighbour, so that its tokens do not depend on where it was cut."""
+"""Characters that a window has in common with each neighbour, so that tokens do not depend on the place of the cut."""
 
 
 class Encoder:
-    """The tokenizer that ``json`` describes. Truncation and padding of published files are taken out: they would drop
-    text."""
+    """The tokenizer that ``json`` describes. Truncation and padding of published files are removed: truncation would
+    drop text."""
 
     def __init__(self, json: bytes, special_tokens: SpecialTokens = "parse") -> None:
         self.tokenizer = Tokenizer.from_str(json.decode())
@@ -43,7 +44,7 @@ class Encoder:
         model = loads(json)["model"]
         name = model.get("unk_token")
         self.unknown = self.tokenizer.token_to_id(name) if isinstance(name, str) else model.get("unk_id")
-        """The token of text that the tokenizer does not know, if it has one."""
+        """The token of unknown text, if there is one."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special}
         self.special = sorted({*special, *self.begin, *self.end} - {self.unknown})
@@ -86,7 +87,7 @@ class Encoder:
 
 
 class Window(NamedTuple):
-    """Part of a document. The characters of ``text`` up to ``end`` are new, without those that the window before has."""
+    """Part of a document. The characters of ``text`` up to ``end`` are new, except those of the previous window."""
 
     text: str
     end: int
@@ -113,7 +114,7 @@ class Documents:
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
         self._resume = 0
-        """The character of the next window from which on its tokens count."""
+        """The character of the next window from which on tokens count."""
 
     def tokens(self, pieces: list[Window]) -> Iterator[list[int]]:
         """Tokens of each window, in order."""
@@ -127,8 +128,9 @@ class Documents:
             yield self._encoder.ended(ids) if piece.last else ids
 
     def _part(self, piece: Window, encoding: Encoding) -> list[int]:
-        """The tokens that count: from where those of the window before ended, up to a border beyond ``piece.end`` between
-        two tokens that touch. The next window has the same border, since its tokens there do not depend on the cut."""
+        """The tokens that count: from the end of the previous window's tokens, up to a border beyond ``piece.end``
+        between two tokens that touch. The next window has the same border, since the tokens there do not depend on the
+        cut."""
         skipped, begin = 0, 0 if piece.first else self._resume
         offsets = encoding.offsets
         index = bisect_left(offsets, (begin, begin))
@@ -151,14 +153,14 @@ class Documents:
 
 
 def with_end(tokenizer: Tokenizer, token: str) -> Tokenizer:
-    """``tokenizer``, whose post-processor now ends each text with ``token``, which it has."""
+    """``tokenizer`` with a post-processor that ends each text with the known ``token``."""
     (begin, end), number = _frame(tokenizer), tokenizer.token_to_id(token)
     assert number is not None, token
     return tokenizer if end[-1:] == [number] else _framed(tokenizer, begin, [*end, number])
 
 
 def without_end(json: bytes) -> bytes:
-    """The tokenizer of ``json`` as others read it: nothing after a text."""
+    """The tokenizer of ``json`` for other programs: nothing after a text."""
     tokenizer = Tokenizer.from_str(json.decode())
     begin, end = _frame(tokenizer)
     return (_framed(tokenizer, begin, []) if end else tokenizer).to_str(pretty=True).encode()

@@ -1,6 +1,6 @@
 """Documents of one file: text is one document, and a row of .jsonl, .json, .csv, .tsv or .parquet is one.
 
-A document is text that is trained exactly as it is. Rows stream, so a file may be larger than memory; a row may not.
+A document is text for training without changes. Rows stream, so a file may be larger than memory; a row may not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 LINE = 4096
-"""Bytes of a line of text after which it is cut into pieces; bounds memory."""
+"""Bytes of a line of text after which the line is cut into pieces; bounds memory."""
 ROW = 1 << 26
 """Most characters of a row."""
 _CHUNK = 1 << 16
@@ -32,7 +32,7 @@ _CHAT = ("messages", "conversations", "conversation", "prompt", "completion", "i
 
 
 class Document(NamedTuple):
-    """A text. ``place``: file and line, for messages; ``pieces`` gives the text from its beginning at each call;
+    """A text. ``place``: file and line, for messages; ``pieces`` gives the text from the beginning at each call;
     ``replaced``: half surrogate pairs, which UTF-8 cannot hold, that became U+FFFD."""
 
     place: str
@@ -66,7 +66,7 @@ class FileSource:
 
 
 class TextFile(FileSource):
-    """UTF-8 text (or .gz of it): one document."""
+    """UTF-8 text (also .gz): one document."""
 
     def documents(self) -> Iterator[Document]:
         check_text(self.path)
@@ -74,7 +74,7 @@ class TextFile(FileSource):
 
 
 class JsonlFile(FileSource):
-    """One JSON object per line (or .gz of it)."""
+    """One JSON object per line (also .gz)."""
 
     def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in enumerate(whole_lines(self.path), start=1):
@@ -84,7 +84,7 @@ class JsonlFile(FileSource):
 
 
 class JsonFile(JsonlFile):
-    """A list of JSON objects, or one object per line (or .gz of it)."""
+    """A list of JSON objects, or one object per line (also .gz)."""
 
     def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         first = next((line for line in file_lines(self.path, ROW) if line.strip()), "")
@@ -106,7 +106,7 @@ class JsonFile(JsonlFile):
 
 
 class CsvFile(FileSource):
-    """Rows of .csv (commas) or .tsv (tabulators), or .gz of it. The first row has the names of the columns."""
+    """Rows of .csv (commas) or .tsv (tabulators), also .gz. The first row has the names of the columns."""
 
     def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         comma = "\t" if ".tsv" in self.path.name.lower() else ","
@@ -160,11 +160,11 @@ _KINDS: dict[str, type[FileSource]] = {
     ".tsv": CsvFile,
     ".parquet": ParquetFile,
 }
-"""Other suffixes are text."""
+"""Any further suffix is text."""
 
 
 def open_file(path: Path, field: str) -> FileSource:
-    """The source of the documents in ``path``, by its suffix. Raises DataError."""
+    """The source of the documents in ``path``, by suffix. Raises DataError."""
     suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
     try:
         return _KINDS.get(suffix, TextFile)(path, field)
@@ -173,7 +173,7 @@ def open_file(path: Path, field: str) -> FileSource:
 
 
 def row_document(row: dict[str, Any], field: str, place: str) -> Document:
-    """Column ``field`` of a row; an empty cell is an empty text. Raises DataError if it is no text."""
+    """Column ``field`` of a row; an empty cell is an empty text. Raises DataError if not text."""
     if field not in row:
         raise no_field(field, place, list(row))
     text = "" if row[field] is None else row[field]
@@ -197,14 +197,14 @@ def no_field(field: str, place: str, available: list[str]) -> DataError:
 
 
 class _Listed:
-    """Objects of a JSON list, parsed one by one from pieces of its text."""
+    """Objects of a JSON list, parsed one by one from pieces of text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pieces = file_lines(path, LINE)
         self._held = ""
         self._at = self._counted = 0
-        """Characters of ``_held`` that are parsed, and of these the ones whose line ends count in ``_line``."""
+        """Characters of ``_held`` that are parsed, and the parsed characters with line ends counted in ``_line``."""
         self._line, self._row = 1, 0
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -227,7 +227,7 @@ class _Listed:
         while True:
             try:
                 value, self._at = _DECODE(self._held, self._at)
-            except (ValueError, RecursionError) as error:  # perhaps its end has not been read
+            except (ValueError, RecursionError) as error:  # perhaps the end has not been read
                 if len(self._held) - self._at > ROW or not self._more():
                     raise self._broken(error.msg if isinstance(error, json.JSONDecodeError) else str(error)) from None
             else:

@@ -1,4 +1,4 @@
-"""Lines of a UTF-8 file, perhaps a .gz, as they stream by. A file that is not text is refused, with its name and line."""
+"""Streamed lines of a UTF-8 file, perhaps a .gz. A file that is not text is refused, with name and line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMATS = (
     ({".arrow", ".feather"}, b"ARROW1", "an Arrow file: save its table as .parquet"),
     (set[str](), b"PAR1", "a Parquet file: let its name end in .parquet"),
 )
-"""Suffixes, first bytes, and what to do with such a file."""
+"""Suffixes, first bytes, and the advice for such a file."""
 _HEAD = 4096
 """Bytes in which a file with a NUL is no text."""
 
@@ -53,7 +53,7 @@ def check_text(path: Path) -> None:
 
 
 def file_lines(path: Path, limit: int) -> Iterator[str]:
-    """Lines with their ends, pieces of a line where it is longer than ``limit`` bytes. Raises DataError."""
+    """Lines with line ends, in pieces if longer than ``limit`` bytes. Raises DataError."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     number = 1
     with reading(path), _binary(path) as file:
@@ -70,7 +70,7 @@ def file_lines(path: Path, limit: int) -> Iterator[str]:
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """Lines with their ends, each whole. Raises DataError."""
+    """Whole lines with line ends. Raises DataError."""
     with reading(path), _binary(path) as file:
         for number, raw in enumerate(file, start=1):
             try:
@@ -80,7 +80,7 @@ def whole_lines(path: Path) -> Iterator[str]:
 
 
 class reading:
-    """Turns what a damaged or vanished file raises into a DataError that names it."""
+    """Turns errors of a damaged or vanished file into a DataError with the file's name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -22,7 +22,7 @@ UintArray = npt.NDArray[np.uint64]
 
 IGNORE = -100  # target that no loss counts (torch's default ignore_index)
 
-_LENGTH_MULTIPLE = 8  # lengths are rounded to it, for the sake of tensor cores
+_LENGTH_MULTIPLE = 8  # lengths are rounded to multiples, for the sake of tensor cores
 ROUNDS = 8  # of the permutation; the classical result needs 4, small domains deserve more
 
 
@@ -40,10 +40,10 @@ def sequence_length(step: int, context: int, start: int | None, warmup: int) -> 
 class MicrobatchSource:
     """Cuts tokens into windows and deals them out, each once per epoch, in an order the seed determines.
 
-    An epoch has ``windows`` windows of ``context + 1`` tokens, the last of each being the first of the next (it is only
-    a target in one and only an input in the other). They start at an offset drawn per epoch, so that borders move.
-    Sequence number ``offset + step * batch + index * microbatch + row`` takes the next window of a keyed permutation: O(1),
-    nothing is shuffled or stored. During the sequence warm-up a window gives its first ``T`` tokens.
+    An epoch has ``windows`` windows of ``context + 1`` tokens, the last of each being the first of the next (only a
+    target in one and only an input in the next). Windows start at an offset drawn per epoch, so that borders move.
+    Sequence number ``offset + step * batch + index * microbatch + row`` takes the next window of a keyed permutation:
+    O(1), nothing is shuffled or stored. During the sequence warm-up a window gives its first ``T`` tokens.
 
     Raises DataError when the tokens do not fill one window.
     """
@@ -113,9 +113,9 @@ def permute(values: UintArray, size: int, keys: UintArray) -> UintArray:
     """Images of ``values`` under a permutation of ``range(size)`` that ``keys`` selects.
 
     A generalised Feistel network (Black & Rogaway, "Ciphers with arbitrary finite domains", 2002, sec. 5): x = left + a
-    * right with ``a * b >= size``, each round adds a hash of one half to the other modulo its radix, which is undone by
-    subtraction whatever the hash. Results beyond ``size`` are sent through again (cycle walking); as a * b < size + a,
-    hardly any are.
+    * right with ``a * b >= size``, each round adds a hash of one half to the other modulo that half's radix;
+    subtraction undoes this for any hash. Results beyond ``size`` are sent through again (cycle walking); as a * b <
+    size + a, hardly any are.
     """
     a = math.isqrt(size - 1) + 1
     b = -(-size // a)
@@ -173,8 +173,8 @@ def heldout_batches(tokens: TokenArray, context: int, batch: int) -> Iterator[tu
 class HeldoutSource:
     """Cuts held-out tokens into microbatches of one shape: the windows of ``heldout_batches``, and padding.
 
-    Padded targets are ``vocab``, one more than any token: they count for nothing (``compute.base.Microbatch``). Raises
-    DataError when there is no target at all.
+    Padded targets are ``vocab``, one more than any token: without effect on the loss (``compute.base.Microbatch``).
+    Raises DataError when there is no target at all.
     """
 
     def __init__(self, tokens: TokenArray, context: int, sequences: int, vocab: int) -> None:

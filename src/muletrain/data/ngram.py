@@ -29,7 +29,7 @@ _PIECES = 64
 
 @dataclass(frozen=True)
 class Baselines:
-    """Held-out losses [nats/token] over all held-out tokens but the first, as the model's evaluation counts them."""
+    """Held-out losses [nats/token] over all held-out tokens but the first, as in the model's evaluation."""
 
     unigram: float
     bigram: float
@@ -57,8 +57,8 @@ class Counts:
 
 
 def spread(tokens: TokenArray, limit: int) -> TokenArray:
-    """``tokens``, or where they are more than ``limit``, about so many (never more) in pieces from all over them: a
-    corpus drifts."""
+    """``tokens``, or of more than ``limit``, about so many (never more) in pieces from the whole range: a corpus
+    drifts."""
     if len(tokens) <= limit:
         return tokens
     pieces = min(_PIECES, limit)
@@ -99,7 +99,7 @@ def _pairs(tokens: TokenArray) -> IntArray:
 
 
 def _tune(components: FloatArray) -> FloatArray:
-    """Weights [k] that make the mixture of ``components`` [k, n] likeliest; none of them is zero."""
+    """Weights [k] that make the mixture of ``components`` [k, n] likeliest; none is zero."""
     weights = np.full(len(components), 1.0 / len(components))
     for _ in range(_ITERATIONS):
         shares = weights[:, None] * components

@@ -1,8 +1,8 @@
 """Samples that are not text, as ``data.factory`` returns them: (train, heldout), two sequences of (input, target).
 
-A sequence has a length, and gives sample k at [k], always the same one: arrays or tensors of fixed shape and type.
-Floats become fp32, integers int64. Microbatch ``(step, index)`` is a pure function of seed and samples: each epoch deals
-out every sample once, in an order that the seed determines. The place of a sample that cannot be used is taken by the next
+A sequence has a length, and gives sample k at [k], always the same: arrays or tensors of fixed shape and type. Floats
+become fp32, integers int64. Microbatch ``(step, index)`` is a pure function of seed and samples: each epoch deals out
+every sample once, in an order that the seed determines. The place of a sample that cannot be used is taken by the next
 one that can, so machines with the same samples build the same microbatch.
 """
 
@@ -47,7 +47,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class SampleData:
-    """Both sides, and what their samples are. ``digest`` (hex SHA-256) covers the lengths and some samples."""
+    """Both sides, and the type of the samples. ``digest`` (hex SHA-256) covers the lengths and some samples."""
 
     name: str
     train: Samples
@@ -59,8 +59,8 @@ class SampleData:
 
     @classmethod
     def build(cls, name: str, *, skips: bool = False) -> SampleData:
-        """The samples of the factory ``name``. Raises ConfigError if it cannot be used, and DataError for samples that
-        differ from one reading to the next, and (unless it ``skips`` these) for samples that are not all of one shape."""
+        """The samples of the factory ``name``. Raises ConfigError for an unusable factory, and DataError for samples
+        that differ between readings, and (unless ``skips``) for samples of different shapes."""
         return _built(name, skips)
 
     def sample(self, side: Samples, k: int) -> tuple[Array, Array]:
@@ -75,15 +75,16 @@ class SampleData:
         return found
 
     def usable(self, side: Samples, k: int, vocab: int) -> tuple[Array, Array]:
-        """Sample ``k``. Raises DataError that names it, also for numbers that are not finite or not below ``vocab``."""
+        """Sample ``k``. Raises DataError with the sample's name, also for numbers that are not finite or not below
+        ``vocab``."""
         inputs, targets = self.batch(side, np.array([k]), vocab)
         return inputs[0], targets[0]
 
     def or_next(
         self, side: Samples, k: int, vocab: int, found: Callable[[int, int, str], None] | None = None
     ) -> tuple[Array, Array]:
-        """Sample ``k``, or the first usable one after it, which ``found`` hears of (k, the other one, the reason). Raises
-        DataError if there is none among the next ``TRIED``."""
+        """Sample ``k``, or the first usable one after ``k``, reported to ``found`` (k, the replacement, the reason).
+        Raises DataError if there is none among the next ``TRIED``."""
         reason: DataError | None = None
         for other in (n % len(side) for n in range(k, k + min(TRIED, len(side)))):
             try:
@@ -132,7 +133,7 @@ class SampleData:
 
 
 Data = TokenCache | SampleData
-"""What a run trains on."""
+"""The training data of a run."""
 
 
 class SampleSource:
@@ -142,7 +143,7 @@ class SampleSource:
         self._data, self._seed, self._vocab = data, seed, vocab
         self._batch, self._microbatch, self._offset = batch, microbatch, offset
         self.found: Callable[[int, int, str], None] | None = None
-        """Called with a sample that cannot be used, the one in its place, and the reason."""
+        """Called with an unusable sample, the replacement, and the reason."""
 
     def microbatch(self, step: int, index: int) -> tuple[Array, Array]:
         """Inputs and targets [B, ...] of microbatch ``index`` of ``step``."""
@@ -162,8 +163,8 @@ class SampleSource:
 
 
 class HeldoutSamples:
-    """Whole microbatches of held-out samples, at most ``most`` of them, evenly spread. See ``HeldoutSource``; there is no
-    padding, since the module's own loss would count it. Raises DataError if there is no microbatch."""
+    """Whole microbatches of held-out samples, at most ``most``, evenly spread. See ``HeldoutSource``; there is no
+    padding, since the module's own loss would count padding. Raises DataError if there is no microbatch."""
 
     def __init__(self, data: SampleData, most: int, samples: int, vocab: int) -> None:
         self._data, self._samples, self._vocab = data, samples, vocab
@@ -182,15 +183,15 @@ class HeldoutSamples:
         return self.targets // self._samples
 
     def microbatch(self, index: int) -> tuple[Array, Array, int]:
-        """Inputs and targets [B, ...] of held-out microbatch ``index``, and how many samples they are. Raises DataError."""
+        """Inputs and targets [B, ...] of held-out microbatch ``index``, and the number of samples. Raises DataError."""
         which = self._which[index * self._samples : (index + 1) * self._samples]
         samples = _stacked(self._data.or_next(self._data.heldout, int(k), self._vocab, self.found) for k in which)
         return *samples, self._samples
 
 
 def open_data(config: DataConfig, spec: Model, progress: Callable[[float], None] | None = None) -> Data:
-    """The tokens or the samples that ``spec`` trains on. Raises DataError, and ConfigError if they are not what it
-    takes."""
+    """The tokens or the samples that ``spec`` trains on. Raises DataError, and ConfigError if the model does not take
+    this kind."""
     if config.factory is None:
         if spec.inputs.shape is not None:
             raise ConfigError(f"data.factory: the model takes {spec.inputs}, which no text has; set it")
@@ -239,7 +240,7 @@ def _built(name: str, skips: bool) -> SampleData:
 
 
 def _first(name: str, side: Samples, *, skips: bool) -> tuple[Array, Array]:
-    """The first sample; the first one that can be read, if it ``skips`` others."""
+    """The first sample; with ``skips``, the first readable one."""
     for k in range(min(TRIED, len(side)) - 1 if skips else 0):
         with suppress(DataError):
             return _read(_named(name, k), side, k)

@@ -1,8 +1,8 @@
-"""Which text is held out: whole documents, or other files.
+"""Which text is held out: whole documents, or separate files.
 
 The hash of a document decides, so that adding files moves no document between the sides, and equal documents are on one
-side. In a small corpus this may hold out nothing, or most of the text. Then a document that is more than the held-out share of
-all text gives its end, and more documents follow in the order of their hashes until enough is held out.
+side. In a small corpus this may hold out nothing, or most of the text. Then a document that is more than the held-out
+share of all text gives the end, and more documents follow in the order of hashes until enough is held out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HASHES = 1 << 64
 
 
 class Rule(NamedTuple):
-    """Documents are held out whose hash is ``below``, and the ends of documents of more than ``longest`` characters: the
+    """Documents with a hash ``below`` are held out, and the ends of documents of more than ``longest`` characters: the
     ``share`` of each."""
 
     below: int
@@ -69,8 +69,8 @@ class Split:
     def __init__(self, corpus: Corpus, validation: Corpus | None, rule: Rule, *, unique: bool) -> None:
         self._corpus, self._validation, self._rule, self._unique = corpus, validation, rule, unique
         self.trained = self.heldout = self.ends = self.duplicates = self.empty = self.replaced = self.both = 0
-        """Documents that are trained, held out whole, held out by their end, and left out as duplicates or for lack of text;
-        characters that were replaced; trained documents that ``validation`` has, too."""
+        """Documents that are trained, held out whole, held out by the end, and left out as duplicates or for lack of
+        text; characters that were replaced; trained documents that ``validation`` has, too."""
 
     def parts(self) -> Iterator[Part]:
         """All text in order. Raises DataError."""
@@ -99,7 +99,7 @@ class Split:
                 yield Part(True, document.pieces(), document.place)
 
     def _divided(self, document: Document, first: int, length: int) -> Iterator[Part]:
-        """The parts of a document, of whose hash ``first`` is the first half."""
+        """The parts of a document; ``first`` is the first half of the document's hash."""
         heldout = length <= self._rule.longest and first < self._rule.below
         self.heldout += heldout
         self.trained += not heldout
@@ -113,7 +113,7 @@ class Split:
 
 
 def _weighed(document: Document) -> tuple[int, int]:
-    """Hash of a document without its white space, and its characters, or none if it is all white space."""
+    """Hash of a document without white space, and the number of characters, or none for white space alone."""
     digest, length, empty = hashlib.blake2b(digest_size=16), 0, True
     for piece in document.pieces():
         dense = "".join(piece.split())

@@ -1,6 +1,6 @@
 """``data.tokenizer``: a byte-level BPE trained on the corpus, a file, or the tokenizer of a Hugging Face model.
 
-Each becomes one ``tokenizer.json``, as ``encoder`` reads it. A model's is taken as ``transformers.AutoTokenizer`` reads it,
+Each becomes one ``tokenizer.json``, for ``encoder``. A model's tokenizer is read as by ``transformers.AutoTokenizer``,
 vocabularies and SentencePiece models included.
 """
 
@@ -42,7 +42,7 @@ _FILES = (*VOCABULARIES, *_DECLARED, "merges.txt", "special_tokens_map.json", "a
 _BYTES = 256
 """Tokens with which a byte-level vocabulary starts."""
 _TRAINING_TEXT = 1 << 28
-"""Characters from which the merges are learnt; beyond this they hardly change."""
+"""Characters from which the merges are learnt; more hardly change the merges."""
 
 
 class _Read(Section):
@@ -81,7 +81,7 @@ def load_tokenizer(name: str, vocab: int, end: str | None = None) -> bytes:
     """The ``tokenizer.json`` of a file, of a model's folder, or of a Hugging Face model. ``end``: the token that ends a
     document; default: the declared one.
 
-    Raises DataError when there is none, when its tokens do not fit ``vocab``, or when none ends a document.
+    Raises DataError when there is none, when the tokens do not fit ``vocab``, or when none ends a document.
     """
     tokenizer, declared = read_tokenizer(name)
     if end is not None and tokenizer.token_to_id(end) is None:
@@ -108,8 +108,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
 
 
 def token_range(tokenizer: Tokenizer) -> int:
-    """One more than the largest id that a model needs (ids may have gaps): special tokens count only if documents begin or
-    end with them. Gemma 3's text models, for example, have no row for an image's."""
+    """One more than the largest id that a model needs (ids may have gaps): special tokens count only at the beginning
+    or end of documents. Gemma 3's text models, for example, have no row for an image's."""
     encoder = Encoder(tokenizer_json(tokenizer))
     added = tokenizer.get_added_tokens_decoder()
     special = {number for number, token in added.items() if token.special} - {*encoder.begin, *encoder.end}
@@ -143,7 +143,7 @@ def read_tokenizer(name: str) -> tuple[Tokenizer, str | None]:
 
 
 def _of_file(path: Path) -> tuple[Tokenizer, str | None]:
-    """A file that says by itself what ends a document, or has the token that GPT-2 and our own tokenizers end it with."""
+    """A file that declares the end of a document, or has the end token of GPT-2 and our own tokenizers."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
@@ -155,8 +155,8 @@ def _of_file(path: Path) -> tuple[Tokenizer, str | None]:
 
 
 def _of_folder(folder: Path) -> tuple[Tokenizer, str | None]:
-    """The tokenizer of a model, as ``transformers`` reads it, unless there is ``tokenizer.json`` alone. What was read once
-    is kept: ``transformers`` takes seconds to import."""
+    """The tokenizer of a model, read by ``transformers`` unless there is ``tokenizer.json`` alone. Results are cached:
+    ``transformers`` takes seconds to import."""
     present = [name for name in _FILES if (folder / name).is_file()]
     if not {*present} & {*VOCABULARIES}:
         raise DataError(

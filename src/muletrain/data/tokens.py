@@ -53,15 +53,15 @@ class TokenStats:
     truncated: a long one fills several sequences."""
 
     documents: int
-    """Documents that are trained, some of them without their end."""
+    """Documents that are trained, some without the end."""
     heldout_documents: int
     """Documents that are held out whole: of the corpus, or all of ``data.validation``."""
     ends: int
-    """Long documents whose end is held out. They count among ``documents``."""
+    """Long documents with the end held out, also counted in ``documents``."""
     duplicates: int
     """Documents left out because an earlier one is equal (``data.deduplicate``)."""
     empty: int
-    """Documents left out because they have no text."""
+    """Documents left out for lack of text."""
     both: int
     """Documents that are trained, and in ``data.validation``, too."""
     replaced: int
@@ -77,12 +77,12 @@ class TokenStats:
     heldout_bytes: int
     """Bytes of the held-out text in UTF-8."""
     train_tokens: int
-    """Tokens to train on, with those that begin and end documents."""
+    """Tokens to train on, including the tokens that begin and end documents."""
     heldout_tokens: int
     """Held-out tokens. 0: nothing is held out (``data.heldout = 0``)."""
 
     def changes(self) -> list[str]:
-        """What was left out or changed of the user's text, one line each, with its number."""
+        """Omissions and changes in the user's text, one line each, with the count."""
         lines = [
             (self.empty, "{} without text left out", "document"),
             (self.duplicates, "{} left out that equal an earlier one (data.deduplicate)", "document"),
@@ -96,7 +96,7 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Tokens of both sides, and what they were made with.
+    """Tokens of both sides, and the tokenizer.
 
     ``train`` and ``heldout`` are read-only maps of token ids; position is the index. ``digest`` identifies tokens and
     tokenizer (hex SHA-256): two peers of one digest build the same microbatches.
@@ -349,7 +349,7 @@ def _publish(work: Path, folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    # Renamed before it is deleted, so that nobody meets a half-deleted cache under its own name.
+    # Renamed before deletion, so that nobody meets a half-deleted cache under the final name.
     grave = Path(tempfile.mkdtemp(prefix=".damaged-", dir=folder.parent))
     try:
         os.replace(folder, grave / "cache")

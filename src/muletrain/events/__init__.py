@@ -2,7 +2,7 @@
 
 ``facts`` are for programs; ``notices`` also carry a sentence for people. ``EventLog`` writes and notifies;
 ``read_events``, ``events_in`` and ``EventTail`` read. The log adds ``t`` (wall time [s]) and ``peer`` (name of the
-process). Steps have the number of the state that they lead to; the first is 1.
+process). Steps have the number of the resulting state; the first is 1.
 """
 
 from muletrain.events.event import (

@@ -1,4 +1,4 @@
-"""The base of events, and their form as lines of JSON."""
+"""The base of events, and the form as lines of JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EventError(MuletrainError):
 
 @dataclass_transform(frozen_default=True)
 class _Frozen:
-    """Makes every class that derives from it a frozen dataclass."""
+    """Makes every subclass a frozen dataclass."""
 
     def __init_subclass__(cls, *, kw_only: bool = False) -> None:
         dataclass(frozen=True, kw_only=kw_only)(cls)
@@ -49,7 +49,7 @@ class Event(_Frozen, kw_only=True):
             KINDS[cls.kind] = cls
 
     def to_json(self) -> str:
-        """One line of JSON without its line end."""
+        """One line of JSON without the line end."""
         line = json.dumps({"kind": self.kind, **_plain(dataclasses.asdict(self))}, ensure_ascii=False, allow_nan=False)
         return line if line.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 

@@ -9,11 +9,11 @@ from muletrain.events.event import Event, Number
 
 TrafficClass = Literal["activation", "gradient", "averaging", "state", "control", "relayed"]
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averaging", "state", "control", "relayed")
-"""Classes of traffic; 'relayed' is what a peer carries between two others."""
+"""Classes of traffic; 'relayed': carried by a peer between two other peers."""
 
 
 class RunStarted(Event):
-    """A process began its part of the run."""
+    """A process began to take part in the run."""
 
     run_id: str
     config_digest: str
@@ -47,7 +47,7 @@ class PeerJoined(Event):
     chip: str = ""
     """Product name of the device."""
     swapped: int = 0
-    """Parts of its stage that take turns on the device; 0: the stage stays there."""
+    """Parts of the stage that take turns on the device; 0: the stage stays there."""
 
 
 class ClientBegan(Event):
@@ -73,7 +73,7 @@ class ClientFinished(Event):
 
 
 class Waiting(Event):
-    """The run waits for what is missing, e.g. ['a peer for stage 1']."""
+    """The run waits for conditions, e.g. ['a peer for stage 1']."""
 
     missing: list[str]
 
@@ -110,7 +110,7 @@ class Admitted(Event):
 
 
 class JoinRefused(Event):
-    """A peer asked for admission and was refused. ``name``: the one that it asked for, if it came so far."""
+    """A peer asked for admission and was refused. ``name``: the requested name, if known."""
 
     remote: str
     reason: str
@@ -125,7 +125,7 @@ class FrameRefused(Event):
 
 
 class StepApplied(Event):
-    """One peer applied a step. The seconds are of its compute slot; they add up to the step's wall time."""
+    """One peer applied a step. The seconds are of the peer's compute slot, and add up to the step's wall time."""
 
     step: int
     stage: int
@@ -146,7 +146,7 @@ class StepApplied(Event):
     sent: dict[str, dict[TrafficClass, int]]
     """Bytes sent since the previous StepApplied, by receiving peer and class."""
     not_finite: str = ""
-    """Name of the stage's first parameter whose gradient was not finite; '': all gradients were finite."""
+    """Name of the stage's first parameter with a gradient that was not finite; '': all gradients were finite."""
 
 
 class StepDone(Event):
@@ -167,19 +167,19 @@ PoolCount = Literal["parts", "late", "redone"]
 
 
 class PoolWorked(Event):
-    """A server applied a step, for which clients had computed parts of microbatches since its last one."""
+    """A server applied a step, for which clients had computed parts of microbatches since the last one."""
 
     step: int
     stage: int
     own: int
     """Parts that the server computed itself."""
     clients: dict[str, dict[PoolCount, int]]
-    """By name, the 256 with the most parts: 'parts' that counted, how often it was 'late', and parts 'redone' because they
-    were lost with it."""
+    """By name, the 256 with the most parts: 'parts' that counted, how often the client was 'late', and lost parts
+    'redone'."""
 
 
 class SwapWorked(Event):
-    """A peer applied a step with a swapped stage. Counts are since its last one."""
+    """A peer applied a step with a swapped stage. Counts are since the last one."""
 
     step: int
     stage: int
@@ -189,9 +189,9 @@ class SwapWorked(Event):
     rounds: int
     """Times that the stage was passed through, forward, backward, or both."""
     microbatches: int
-    """Number that passed in these rounds."""
+    """Number that passed in ``rounds``."""
     load_s: Number
-    """Time that loading took, most of it beside the computation."""
+    """Time that loading took, mostly beside the computation."""
     load_wait_s: Number
     """Time in which computing waited for weights, or for gradients to leave."""
 
@@ -211,7 +211,7 @@ class MicrobatchServed(Event):
     index: int
     stage: int
     busy_s: Number
-    """This peer's compute time on it."""
+    """This peer's compute time for the microbatch."""
 
 
 class SlotWorked(Event):
@@ -236,7 +236,7 @@ class MicrobatchRerouted(Event):
 
 
 class PeerDown(Event):
-    """A peer gets no more work until it announces itself again."""
+    """A peer gets no more work until a new announcement."""
 
     peer_id: str
     reason: str
@@ -260,7 +260,7 @@ class PeerLeft(Event):
 
 
 class LineageLeft(Event):
-    """A partition healed, and this peer switched from its side's history to the other one, with a replica's state."""
+    """A partition healed, and this peer switched from one side's history to the other, with a replica's state."""
 
     forked_at: int
     """First step that differs between the two sides."""
@@ -273,7 +273,7 @@ class LineageLeft(Event):
 
 
 class PeerExpelled(Event):
-    """The members expelled a peer, because two others computed another gradient for ``step``."""
+    """The members expelled a peer, because two other peers computed a different gradient for ``step``."""
 
     peer_id: str
     name: str
@@ -288,7 +288,7 @@ class MemberRemoved(Event):
 
 
 class PeerBanned(Event):
-    """This process ignores a peer for a while, because it kept sending malformed messages."""
+    """This process ignores a peer for a while, because of repeated malformed messages."""
 
     peer_id: str
     seconds: Number
@@ -311,8 +311,8 @@ class CheckpointFailed(Event):
 
 
 class SteppedBack(Event):
-    """Stages lost all their peers, so all processes restart from the newest complete checkpoint. Some steps are done
-    again; the final weights are unchanged."""
+    """Stages lost all peers, so all processes restart from the newest complete checkpoint. Some steps are done again;
+    the final weights are unchanged."""
 
     step: int
     """Steps that this process had done; 0: it was joining."""
@@ -329,18 +329,19 @@ class Evaluated(Event):
 
     step: int
     loss: Number
-    """Mean cross-entropy [nats/token], or what a user's module computes; then there is no perplexity."""
+    """Mean cross-entropy [nats/token], or the loss of a user's module; then there is no perplexity."""
     perplexity: Number | None
     tokens: int
     unigram: Number | None = None
     bigram: Number | None = None
-    """Losses of a unigram model on the same text, and of a bigram model interpolated with it; None: too little text."""
+    """Losses of a unigram model on the same text, and of an interpolated bigram model; None: too little text."""
     before: Number | None = None
-    """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""
+    """Loss of the weights of ``model.from`` on the same text; None: the run began with different weights, or
+    unknown."""
 
 
 class Validated(Event):
-    """The held-out loss was measured during training, after ``step`` updates; the fields are those of ``Evaluated``."""
+    """The held-out loss was measured during training, after ``step`` updates; fields as in ``Evaluated``."""
 
     step: int
     loss: Number
@@ -354,13 +355,13 @@ class FaultInjected(Event):
     what: str
     """'kill', 'freeze', 'corrupt', 'partition' or 'join'."""
     who: list[str]
-    """Names of the peers that it hit."""
+    """Names of the affected peers."""
     for_s: Number
     """Duration; 0 for faults without one."""
     planned: str
     """Text of the plan."""
     step: int
-    """Steps done before it."""
+    """Steps done before the fault."""
 
 
 class RunFinished(Event):
@@ -370,4 +371,4 @@ class RunFinished(Event):
     seconds: Number
     reason: str
     skipped: int = 0
-    """Updates that its peer skipped because the gradient was not finite."""
+    """Updates that the peer skipped because the gradient was not finite."""

@@ -1,4 +1,4 @@
-"""Writes events to a JSONL file per process, and reads them back."""
+"""Writes and reads events in a JSONL file per process."""
 
 from __future__ import annotations
 
@@ -133,13 +133,13 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def events_in(folder: Path, *kinds: type[Event]) -> list[Event]:
-    """The events of these ``kinds`` in all files of a run folder, by wall time. Lines that are no event are left out."""
+    """The events of ``kinds`` in all files of a run folder, by wall time. Lines that are no event are left out."""
     begins = tuple(f'{{"kind": "{kind.kind}"'.encode() for kind in kinds)
     found = list[Event]()
     for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file:
-                if line.startswith(begins):  # most are of other kinds, and parsing takes long
+                if line.startswith(begins):  # most are of different kinds, and parsing takes long
                     with suppress(EventError):
                         found.append(parse(line))
     return sorted(found, key=lambda e: e.t)
@@ -149,7 +149,7 @@ class EventTail:
     """Follows all ``*.jsonl`` files of a run folder, including new ones."""
 
     def __init__(self, folder: Path, *, from_now: bool = False) -> None:
-        """``from_now``: skip what is already written."""
+        """``from_now``: skip earlier events."""
         self.folder = folder
         old = folder.glob("*.jsonl") if from_now else ()
         # to the last whole line: the writer cuts off a torn one

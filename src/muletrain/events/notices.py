@@ -11,7 +11,7 @@ Level = Literal["info", "warning", "error"]
 
 
 class Note(Event):
-    """A sentence without a type of its own, for people only."""
+    """A sentence without a specific type, for people only."""
 
     level: Level
     message: str
@@ -32,7 +32,7 @@ class Notice(Event, abstract=True):
 
 
 class MicrobatchesRerun(Notice):
-    """A stage computes microbatches again that are in none of its accumulators."""
+    """A stage computes microbatches again that are in no accumulator."""
 
     step: int
     stage: int
@@ -90,7 +90,7 @@ class AveragingFailed(Notice):
 
 
 class LeftBehind(Notice):
-    """The other replicas average a step without this peer, which fetches their result."""
+    """The remaining replicas average a step without this peer, which fetches the result."""
 
     TEXT = "step {step}: the other replicas cannot reach this peer and average without it"
     step: int
@@ -104,7 +104,7 @@ class RoundGivenUp(Notice):
 
 
 class ReplicaApart(Notice):
-    """A replica answers calls, but its large messages do not arrive, or it holds this peer up."""
+    """A replica answers calls, but large messages do not arrive, or this peer is held up."""
 
     step: int
     name: str
@@ -118,7 +118,7 @@ class ReplicaApart(Notice):
 
 
 class WeightsDiffer(Notice):
-    """A replica's weights differ from those of most replicas."""
+    """A replica's weights differ from the majority's."""
 
     TEXT = "step {step}: the weights of {name} differ from the other replicas'; it copies theirs"
     step: int
@@ -126,8 +126,8 @@ class WeightsDiffer(Notice):
 
 
 class GradientStandsOut(Notice):
-    """A member's gradient is far longer or shorter than the others', so ``who`` computes it again to see whether it is
-    right. Honest data do that at times: no fault unless ``ResultsDiffer`` follows."""
+    """A member's gradient is far longer or shorter than the rest, so ``who`` computes the gradient again as a check.
+    Honest data do that at times: no fault unless ``ResultsDiffer`` follows."""
 
     TEXT = (
         "step {step}: the gradient of {name} is far longer or shorter than others; {who} computes it again, as a check"
@@ -171,14 +171,14 @@ class StateMissed(Notice):
 
 
 class StateKept(Notice):
-    """Others have gone on without this peer, but no replica has a later state of its stage."""
+    """The run has gone on without this peer, but no replica has a later state of the stage."""
 
     TEXT = "{reason}, but no replica has a later state of this stage: this peer tries the step again"
     reason: str
 
 
 class GradientTaken(Notice):
-    """This peer missed a step, and applied it later."""
+    """This peer missed a step, and applied the step later."""
 
     TEXT = "{reason}: fetched it from a replica and applied it"
     level = "info"
@@ -230,7 +230,7 @@ class LeavePutOff(Notice):
 
 
 class LeaveCancelled(Notice):
-    """The other peers of its stage died while this one left, so it stays."""
+    """The remaining peers of the stage died while this one left, so this peer stays."""
 
     TEXT = "no other peer of stage {stage} is alive; this one stays"
     stage: int
@@ -291,7 +291,7 @@ class TrainerAdded(Notice):
 
 
 class SeatEmpty(Notice):
-    """A planned pipeline lost the peer ``seat``. ``spares`` take its microbatches; '': there is no spare."""
+    """A planned pipeline lost the peer ``seat``. ``spares`` take the microbatches; '': there is no spare."""
 
     pipeline: int
     stage: int
@@ -307,7 +307,7 @@ class SeatEmpty(Notice):
 
 
 class SeatFilled(Notice):
-    """A planned peer took its seat again."""
+    """A planned peer took the seat again."""
 
     TEXT = "'{seat}' serves stage {stage} of pipeline {pipeline} again, as planned"
     level = "info"
@@ -324,7 +324,7 @@ class ForkKept(Notice):
 
 
 class DirectoryFailed(Notice):
-    """The directory, or a peer that it named, did not answer."""
+    """The directory, or a peer named there, did not answer."""
 
     TEXT = "{what}: {reason}"
     level = "info"
@@ -333,7 +333,7 @@ class DirectoryFailed(Notice):
 
 
 class PartNotKept(Notice):
-    """This peer could not keep its copy of a checkpoint part."""
+    """This peer could not keep a copy of a checkpoint part."""
 
     TEXT = "this peer does not keep its copy of a checkpoint part: {reason}"
     level = "info"
@@ -354,7 +354,7 @@ class ClientEnlisted(Notice):
 
 
 class ClientLost(Notice):
-    """A client is gone. Gradients of ``parts`` that it had are computed again."""
+    """A client is gone. Gradients of the client's ``parts`` are computed again."""
 
     peer_id: str
     name: str
@@ -367,7 +367,7 @@ class ClientLost(Notice):
 
 
 class ClientLate(Notice):
-    """A client takes unusually long; others may compute what it has."""
+    """A client takes unusually long; other clients may compute that client's parts."""
 
     TEXT = "client {name} is late: others may take what it has"
     peer_id: str

@@ -1,4 +1,4 @@
-"""The event that says what a run is about to do."""
+"""The event that describes a run before the first step."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from muletrain.events.event import Event, Number
 
 
 class RunPrepared(Event):
-    """A command has prepared a run, before its first step: what is trained, on what, how and where."""
+    """A command has prepared a run, before the first step: model, data, method and place."""
 
     data: str
     """Path of the text, or factory of the samples."""
     documents: dict[str, int]
-    """Of a text: fields of ``data.tokens.TokenStats`` that count documents, and what was changed in them."""
+    """Of a text: fields of ``data.tokens.TokenStats`` that count documents and changes."""
     changes: list[str]
-    """What was left out or changed of the text, a line each, with its number."""
+    """Omissions and changes in the text, a line each, with the count."""
     unit: str
     """Unit of ``train``, ``heldout`` and ``taken``: 'tokens' or 'samples'."""
     train: int
@@ -24,7 +24,7 @@ class RunPrepared(Event):
     taken: int
     """Tokens or samples of all steps."""
     epochs: Number
-    """How often the steps take each of them, on average."""
+    """Average number of times that the steps take each one."""
     model: str
     start: str
     """Where the first weights come from."""
@@ -45,7 +45,7 @@ class RunPrepared(Event):
     final_lr: Number
     """Learning rate at the end, as a share of the peak."""
     precision: str
-    """'auto': each peer measures what is fastest on its device."""
+    """'auto': each peer measures the fastest choice on the device."""
     strategy: str
     stages: int
     peers: int

@@ -1,7 +1,7 @@
-"""A model as a chain of blocks: what planning, estimates, runs and exports know of a model. Imports no torch.
+"""A model as a chain of blocks, for planning, estimates, runs and exports. Imports no torch.
 
-A cut separates blocks. The first stage also has what comes before the first block (the embedding), the last one what
-comes after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
+A cut separates blocks. The first stage also has the part before the first block (the embedding), the last one the part
+after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
 ``traced.chain.TracedModel``, any causal language model of ``transformers``.
 
 Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one
@@ -36,7 +36,7 @@ MAX_SAMPLE = 1 << 28
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a microbatch holds for each of its B samples."""
+    """Contents of a microbatch for each of its B samples."""
 
     dtype: Literal["int64", "float32"]
     shape: tuple[int, ...] | None = None
@@ -71,7 +71,7 @@ class TiedParameter(NamedTuple):
     """A parameter that several parts of a chain use."""
 
     parts: tuple[int, ...]
-    """0: what comes before the first block, then the blocks, then what comes after the last one."""
+    """0: the part before the first block, then the blocks, then the part after the last one."""
     size: int
     """Numbers."""
 
@@ -101,12 +101,12 @@ class Model(ABC):
 
     @property
     def inputs(self) -> TensorType:
-        """What goes into the first stage. Integers are below ``vocab``."""
+        """Input of the first stage. Integers are below ``vocab``."""
         return TOKENS
 
     @property
     def targets(self) -> TensorType:
-        """What the loss compares with. Integers are below ``vocab``."""
+        """Targets of the loss. Integers are below ``vocab``."""
         return TOKENS
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Model(ABC):
         """The same of the part after the last block, and ``LOSS_BYTES``."""
 
     def tables_bytes(self, sequences: int) -> int:
-        """Bytes of what all blocks share on the device besides weights, with microbatches of ``sequences``."""
+        """Bytes that all blocks share on the device besides weights, with microbatches of ``sequences``."""
         return 0
 
     @property

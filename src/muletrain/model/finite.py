@@ -33,14 +33,14 @@ def unfit(tensor: Tensor, dtype: torch.dtype = torch.float32) -> str | None:
 
 
 OTHER_WEIGHTS = "begin with other weights"
-"""What to do about weights that are not finite."""
+"""The remedy for weights that are not finite."""
 
 
 def finite(
     load: Callable[[str], Tensor], where: str, dtype: torch.dtype = torch.float32, *, remedy: str = OTHER_WEIGHTS
 ) -> Callable[[str], Tensor]:
-    """``load``, which raises CheckpointError for weights that ``dtype`` cannot hold. ``where``: what they are of, and
-    ``remedy``: what to do if they are not finite, for the error."""
+    """``load``, which raises CheckpointError for weights that ``dtype`` cannot hold. ``where`` and
+    ``remedy``: the place of the weights, and the advice if they are not finite, for the error."""
 
     def checked(name: str) -> Tensor:
         tensor = load(name)

@@ -1,6 +1,6 @@
 """Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``transformers`` reads and writes it.
 
-Every model can be written. What is read here is a Llama that the native decoder computes (``native``). ``traced.folder``
+Every model can be written. Only a Llama that the native decoder computes is read here (``native``); ``traced.folder``
 reads everything else.
 Parameter names are the same on both sides, so nothing is renamed.
 """
@@ -219,7 +219,7 @@ def import_hf(
     Tensors come as fp32; names, shapes and files are checked here, before anything is loaded. Where ``config.json`` ties
     head and embedding, one stands for the other; if the files have both, and these differ, they are not tied, as in
     ``transformers``. ``untie``: in no case. ``context`` limits the sequence length (rotary embeddings have no table to
-    cut). Dropout is 0: the folder does not say. Raises CheckpointError for whatever does not fit.
+    cut). Dropout is 0: the folder does not say. Raises CheckpointError for a tensor that does not fit.
     """
     source = Path(folder)
     tensors, tied = stored(source), bool(read_json(source / CONFIG).get(TIED))
@@ -245,7 +245,7 @@ def import_hf(
 
 
 def spec_in(folder: Path, *, context: int | None = None, untie: bool = False) -> ModelSpec:
-    """The spec that ``config.json`` of a Llama folder describes, whatever its weights. See ``import_hf``."""
+    """The spec that ``config.json`` of a Llama folder describes, for any weights. See ``import_hf``."""
     return spec_of(read_json(folder / CONFIG), str(folder), context=context, untie=untie)
 
 

@@ -1,6 +1,6 @@
 """Files of a Hugging Face folder: which hold the weights, and whether they can, by names and headers alone.
 
-Nothing is unpickled. A folder of another kind, and a file that did not arrive whole, are refused with what to do.
+Nothing is unpickled. A folder of another kind, and a file that did not arrive whole, are refused with a remedy.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _first(files: Collection[str], *endings: str) -> str | None:
 
 
 def _refuse_pointer(path: Path) -> None:
-    """Raises CheckpointError for what git leaves in place of a large file that it did not fetch."""
+    """Raises CheckpointError for the pointer that git leaves in place of a large file."""
     try:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER

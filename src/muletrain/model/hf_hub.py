@@ -71,12 +71,12 @@ def _folder_of(found: _Found, check: Callable[[Path], object], *, weights: bool)
 
 @dataclass(frozen=True)
 class _Found:
-    """A model on the Hub, or what its cache has of it."""
+    """A model on the Hub, or in the cache of the Hub."""
 
     repository: str
     commit: str
     files: frozenset[str]
-    """What the Hub has of it, or the cache if the Hub is out of reach."""
+    """Files on the Hub, or in the cache if the Hub is out of reach."""
     cached: Path | None
     """The folder in the cache, if the Hub is out of reach."""
 

@@ -61,7 +61,7 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
 
 
 def middle_block(model: Model) -> StageModule:
-    """One block, without what comes before the first and after the last one."""
+    """One block, without the parts before the first and after the last one."""
     if isinstance(model, TracedModel):
         return model.middle_block()
     assert isinstance(model, ModelSpec)
@@ -69,8 +69,8 @@ def middle_block(model: Model) -> StageModule:
 
 
 def make_block(model: Model, index: int, blocks: Cut) -> StageModule:
-    """Block ``index`` of the whole chain, without storage. ``blocks``: what comes before the first layer, runs of layers,
-    what comes after the last one."""
+    """Block ``index`` of the whole chain, without storage. ``blocks``: the part before the first layer, runs of layers,
+    the part after the last one."""
     if isinstance(model, TracedModel):
         return model.block(index)
     assert isinstance(model, ModelSpec)

@@ -57,11 +57,11 @@ class StageModule(nn.Module):
         return self
 
     def caches(self) -> Mapping[int, Any] | None:
-        """What ``forward`` fills while it generates text, so that a token is computed once. None: it keeps nothing."""
+        """Cache that ``forward`` fills while it generates text, so that a token is computed once. None: none is needed."""
         return None
 
     def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
-        """The mean loss over the microbatch, a scalar in fp32: of the last stage, from what goes into it (see
+        """The mean loss over the microbatch, a scalar in fp32: of the last stage, from its input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
         count."""
         logits = self(inputs, masks).float()

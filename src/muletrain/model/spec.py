@@ -1,4 +1,4 @@
-"""``ModelSpec``: the sizes of a decoder, and what follows from them (parameters, FLOPs). Imports no torch."""
+"""``ModelSpec``: the sizes of a decoder, with the number of parameters and FLOPs. Imports no torch."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
   implementation.
 - ``libp2p`` is the real network over hivemind's ``daemon``: ``calls``, ``traffic`` (frames, over ``streams`` and
   ``intake``), the ``directory``, and ``relay`` with ``pipes`` and ``ways`` to peers that cannot be dialled.
-- ``gate`` admits peers, ``gated`` applies it to everything that passes the daemon, ``trust`` judges certificates,
-  ``identity`` holds keys, ``entry`` joins a run.
+- ``gate`` admits peers, ``gated`` guards everything that passes the daemon, ``trust`` judges certificates, ``identity``
+  holds keys, ``entry`` joins a run.
 - ``memory`` is the network of virtual worlds (``barriers``, ``conditions``, ``inbox``, ``memory_streams``); ``shaped``
   emulates links on one machine. Both send through ``paced`` streams over ``roads``.
 """
@@ -21,9 +21,9 @@ from typing import Any
 
 
 def _import_in_parts(package: str) -> None:
-    """Let ``import package.part`` import that part alone, and a name of the package the one part that has it. Its
-    ``__init__`` runs only for names that come from nowhere else. hivemind's import its averager, optimizers and servers,
-    torch and scipy: seconds in each command that talks to a peer, for nothing that is used here."""
+    """Let ``import package.part`` import that part alone, and a name of the package the one part that defines the name.
+    The package's ``__init__`` runs only for undefined names. hivemind's ``__init__`` imports the averager, optimizers
+    and servers, torch and scipy: seconds in each command that talks to a peer, for nothing that is used here."""
     spec = None if package in sys.modules else importlib.util.find_spec(package)
     if spec is None or spec.loader is None or spec.origin is None:
         return

@@ -1,4 +1,4 @@
-"""Answering calls: the handlers of one peer, and what callers learn of their errors. All networks share this."""
+"""Answering calls: the handlers of one peer, and the errors reported to callers. All networks share this."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ AT_ONCE = 64
 BURST, PER_S = 64 << 20, 1 << 20
 """Bytes of answers that one member has at once, and per second after that."""
 LEAST = 1 << 12
-"""Bytes that each answer counts for at least: it costs work, too."""
+"""Bytes that each answer counts for at least: small answers cost work, too."""
 
 
 class Quota:
     """Limits one peer's answers, by member: small questions may have large answers, which leave unpaced, beside the traffic
     of the step.
 
-    A member gets BURST bytes of answers at once and PER_S bytes a second after that; its further answers wait. A correct
-    peer needs far less. Calls that hand out a gradient or a checkpoint do not count (``free``): their handlers count what
-    each member takes.
+    A member gets BURST bytes of answers at once and PER_S bytes a second after that; further answers wait. A correct
+    peer needs far less. Calls that hand out a gradient or a checkpoint do not count (``free``): the handlers count each
+    member's bytes.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Quota:
         """Bytes."""
 
     async def answer(self, sender: PeerId, handler: CallHandler, payload: bytes, *, free: bool) -> bytes:
-        """Run ``handler``, and return its answer once the quota of ``sender`` allows it. Raises what the handler
-        raises, and MuletrainError for too many calls at once."""
+        """Run ``handler``, and return the answer once the quota of ``sender`` permits. Raises the handler's errors, and
+        MuletrainError for too many calls at once."""
         if self._answering[sender] >= AT_ONCE:
             raise MuletrainError(f"{AT_ONCE} calls of yours are being answered; wait for some of them")
         self._answering[sender] += 1
@@ -65,13 +65,13 @@ class Answers:
     """Answers the calls to one peer."""
 
     def __init__(self, own: PeerId, delivery: Delivery) -> None:
-        """``own``: this peer, whose calls to itself count for no quota. ``delivery`` hears of wrong calls."""
+        """``own``: this peer, with no quota on calls to itself. ``delivery`` hears of wrong calls."""
         self._own, self._delivery = own, delivery
         self._handlers: dict[str, tuple[CallHandler, bool]] = {}
         self._quota = Quota()
 
     def serve(self, method: str, handler: CallHandler, *, free: bool) -> None:
-        """Answer ``method`` with ``handler``; ``free``: its answers count for no quota."""
+        """Answer ``method`` with ``handler``; ``free``: answers count for no quota."""
         self._handlers[method] = handler, free
 
     async def answer(self, sender: PeerId, method: str, payload: bytes) -> tuple[bool, bytes]:

@@ -1,4 +1,4 @@
-"""What stands between the peers of a virtual world: frozen machines, cut links, packets that do not pass."""
+"""Barriers between the peers of a virtual world: frozen machines, cut links, packets that do not pass."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Watcher(Protocol):
     """Hears which streams the barriers end."""
 
     def broke(self, sender: PeerId, receiver: PeerId) -> None:
-        """What ``sender`` has under way to ``receiver`` is lost."""
+        """Everything under way from ``sender`` to ``receiver`` is lost."""
         ...
 
     def lost(self, peer: PeerId, other: PeerId) -> None:
-        """``peer`` sees that its streams with ``other`` have ended."""
+        """``peer`` sees the end of all streams with ``other``."""
         ...
 
 
 class Barriers:
-    """Decides what passes between two peers. Pairs are unordered where nothing else is said."""
+    """Decides what passes between two peers. Pairs are unordered by default."""
 
     def __init__(self, alive: Collection[PeerId], watcher: Watcher, *, relays: bool) -> None:
         """``alive``: the peers that live now. ``relays``: members carry between two peers that are cut off."""
@@ -47,7 +47,7 @@ class Barriers:
     # Delays: nothing is lost ----------------------------------------------------------------------------------------
 
     def freeze(self, peer: PeerId) -> None:
-        """Stop ``peer`` like SIGSTOP: it refuses nothing and answers nothing."""
+        """Stop ``peer`` like SIGSTOP, without refusals and answers."""
         self._frozen.setdefault(peer, asyncio.Event())
 
     def thaw(self, peer: PeerId) -> None:
@@ -60,7 +60,8 @@ class Barriers:
             await event.wait()
 
     def hold_up(self, a: PeerId, b: PeerId) -> None:
-        """Hold back all traffic of the pair until ``let_pass``; nobody is told. Then it arrives, as with TCP."""
+        """Hold back all traffic of the pair until ``let_pass``; nobody is told. Then all traffic arrives, as with
+        TCP."""
         self._held_up.setdefault(frozenset((a, b)), asyncio.Event())
 
     def let_pass(self, a: PeerId, b: PeerId) -> None:
@@ -68,11 +69,11 @@ class Barriers:
             event.set()
 
     def takes(self, sender: PeerId, receiver: PeerId) -> bool:
-        """Does ``receiver`` take now what ``sender`` sent?"""
+        """Does ``receiver`` take messages of ``sender`` now?"""
         return receiver not in self._frozen and frozenset((sender, receiver)) not in self._held_up
 
     async def taken(self, sender: PeerId, receiver: PeerId) -> None:
-        """Wait until ``receiver`` takes what ``sender`` sent."""
+        """Wait until ``receiver`` takes messages of ``sender``."""
         while self._held_up and (event := self._held_up.get(frozenset((sender, receiver)))) is not None:
             await event.wait()
         await self.awake(receiver)
@@ -80,13 +81,13 @@ class Barriers:
     # Losses ---------------------------------------------------------------------------------------------------------
 
     def cut(self, a: PeerId, b: PeerId) -> None:
-        """Separate the pair until ``mend``: senders find out, and what was under way is lost. Cuts are counted."""
+        """Separate the pair until ``mend``: senders find out, and everything under way is lost. Cuts are counted."""
         self._cut[frozenset((a, b))] += 1
         self._broke(a, b)
         self.way(a, b)
 
     def mend(self, a: PeerId, b: PeerId) -> None:
-        """Take one cut back. Both hear now that their streams have ended."""
+        """Take one cut back. Both now learn that all streams have ended."""
         pair = frozenset((a, b))
         self._cut[pair] -= 1
         if self._cut[pair]:
@@ -96,7 +97,7 @@ class Barriers:
             self._lost(a, b)
 
     def cut_way(self, sender: PeerId, receiver: PeerId) -> None:
-        """Cut one direction: ``sender`` does not reach ``receiver``, but still answers its calls."""
+        """Cut one direction: ``sender`` does not reach ``receiver``, but still answers calls."""
         self._one_way[sender, receiver] += 1
         self._watcher.broke(sender, receiver)
 

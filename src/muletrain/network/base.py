@@ -1,8 +1,8 @@
-"""The ``Network`` seam: calls, frames and a directory, between peers named by their id (base58 of an Ed25519 key).
+"""The ``Network`` seam: calls, frames and a directory, between peers, named by id (base58 of an Ed25519 key).
 
 - *Calls* are request/response control messages (up to 1 MiB).
-- *Frames* are one-way messages over persistent ordered streams, one per (sender, receiver, channel). They carry tensors
-  and the small notices of the step protocol: in a short step a call's round trip and CPU would dominate.
+- *Frames* are one-way messages over persistent ordered streams, one per (sender, receiver, channel). Frames carry
+  tensors and the small notices of the step protocol: in a short step a call's round trip and CPU would dominate.
 - The *directory* gives hints (which peers are there, since when), never decisions.
 """
 
@@ -19,7 +19,7 @@ PeerId = str
 
 class Channel(StrEnum):
     """Streams that do not block each other, the most urgent first: small notices, which are not paced; activations and
-    their gradients; averaging; states and checkpoints."""
+    activation gradients; averaging; states and checkpoints."""
 
     CONTROL = "control"
     PIPE = "pipe"
@@ -34,15 +34,15 @@ LossHandler = Callable[[PeerId, Channel], None]
 
 
 class Bounds(Protocol):
-    """Limits what a receiver takes. It is asked before a header is read, and again before any tensor is."""
+    """Limits the frames that a receiver takes: asked before reading a header, and again before reading any tensor."""
 
     def header(self, kind: str) -> int:
         """The most bytes of a header of ``kind``. Raises Malformed for a kind that no peer sends."""
         ...
 
     async def expect(self, sender: PeerId, frame: Frame) -> None:
-        """Check ``frame``, which has its header and its tensors' codecs and shapes, but not their bytes. Raises
-        ProtocolError if it is not expected from ``sender`` now, Malformed if no correct peer ever sends it."""
+        """Check ``frame``, which has header, codecs and shapes of tensors, but no tensor bytes. Raises ProtocolError if
+        ``sender`` should not send such a frame now, Malformed if no correct peer ever does."""
         ...
 
 
@@ -52,28 +52,29 @@ class Network(Protocol):
     peer_id: PeerId
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        """Ask ``peer`` and return its answer. Raises PeerUnreachable, DeadlineExceeded, or Refused with the message of
+        """Ask ``peer`` and return the answer. Raises PeerUnreachable, DeadlineExceeded, or Refused with the message of
         the MuletrainError that the handler raised."""
         ...
 
     def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
         """Answer calls to ``method``. A MuletrainError raised by the handler reaches the caller as Refused. Each member
-        gets a quota of answers (``network.answers.Quota``); ``free``: not of these, because the handler bounds them."""
+        gets a quota of answers (``network.answers.Quota``); ``free``: no quota, because the handler bounds the
+        answers."""
         ...
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
         """Send ``frame`` in order on the stream to ``peer``. Returns the bytes put on the stream (0 to ourselves: there
-        is no wire), once all were handed over: a paced frame waits for its turn and for room on the link
+        is no wire), once all were handed over: a paced frame waits for earlier frames and for room on the link
         (``network.pacing``). Raises PeerUnreachable, and DeadlineExceeded when ``peer`` takes nothing for
         ``timeout_s``."""
         ...
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
-        """Hand frames of ``kinds`` to ``handler``; without ``kinds``, all that have no handler of their own. While a
-        handler runs its stream waits (back-pressure); frames without a handler wait, too. A frame that ``bounds`` or
-        the handler refuses ends its stream; ``bounds`` None: any frame is read."""
+        """Hand frames of ``kinds`` to ``handler``; without ``kinds``, all without a specific handler. While a handler
+        runs, the stream waits (back-pressure); frames without a handler wait, too. A frame that ``bounds`` or the
+        handler refuses ends the stream; ``bounds`` None: any frame is read."""
         ...
 
     def on_refusal(self, handler: RefusalHandler) -> None:
@@ -82,8 +83,8 @@ class Network(Protocol):
 
     def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
         """Tell ``handler`` (peer, channel) of each stream with a peer that ended, also if this side closed it after a
-        wrong frame. The peer may be gone, or only begin another stream; what was under way on this one is lost.
-        ``handler`` takes the place of an earlier one for the same peers (``whose``)."""
+        wrong frame. The peer may be gone, or only begin another stream; frames under way are lost. ``handler`` takes
+        the place of an earlier one for the same peers (``whose``)."""
         ...
 
     def heard_s(self, peer: PeerId) -> float:
@@ -96,7 +97,7 @@ class Network(Protocol):
         ...
 
     def give_up(self, peer: PeerId) -> None:
-        """Fail with PeerUnreachable what waits for room on the link to ``peer``, which is believed dead."""
+        """Fail every wait for room on the link to ``peer``, which is believed dead, with PeerUnreachable."""
         ...
 
     def moved(self) -> int:
@@ -112,11 +113,11 @@ class Network(Protocol):
         ...
 
     def carried(self) -> dict[PeerId, int]:
-        """Bytes relayed for others since the last question, by receiver."""
+        """Bytes relayed for other peers since the last query, by receiver."""
         ...
 
     def addresses(self) -> list[str]:
-        """Multiaddresses (ending in /p2p/ID) that others can dial."""
+        """Multiaddresses (ending in /p2p/ID) for incoming connections."""
         ...
 
     async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:

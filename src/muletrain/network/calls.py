@@ -24,8 +24,8 @@ OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
 
 
 class Calls:
-    """The calls of one peer, and those to it. A request is a method's length (one byte), the method and the payload;
-    an answer is OK or FAILED, then the answer or a reason."""
+    """The outgoing and incoming calls of one peer. A request is a method's length (one byte), the method and the
+    payload; an answer is OK or FAILED, then the answer or a reason."""
 
     def __init__(self, p2p: GatedP2P, own: PeerId, delivery: Delivery, heard: Callable[[PeerId], None]) -> None:
         """``heard`` is told of each peer that calls or answers."""
@@ -60,7 +60,7 @@ class Calls:
         request = bytes([len(name)]) + name + payload
         await self._p2p.enter(target)
         answer = await self._p2p.exchange(target, CALL, request)
-        if answer[:1] == STRANGER[:1]:  # it was restarted and does not know us any more
+        if answer[:1] == STRANGER[:1]:  # the peer was restarted and does not know us any more
             self._p2p.gate.forget_entry(peer)
             await self._p2p.enter(target)
             answer = await self._p2p.exchange(target, CALL, request)

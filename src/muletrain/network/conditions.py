@@ -1,4 +1,4 @@
-"""What a virtual world does to the messages between its peers."""
+"""Delays and damage of messages between the peers of a virtual world."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 
 class Conditions:
-    """What a world does to messages. These are calm: no time passes and nothing is damaged; subclasses differ."""
+    """Delays and damage of messages. This base class is calm: no time passes and nothing is damaged; subclasses
+    differ."""
 
     def delay_s(self, sender: PeerId, receiver: PeerId) -> float:
-        """How long the next message takes. Order within a stream holds all the same. On narrow links it is asked once
-        per connection."""
+        """How long the next message takes. Order within a stream still holds. On narrow links, queried once per
+        connection."""
         return 0.0
 
     def stall_s(self, sender: PeerId, receiver: PeerId, channel: Channel) -> float:
-        """How much longer the next frame of a stream takes: later ones wait for it, other streams overtake."""
+        """How much longer the next frame of a stream takes: later frames wait, the remaining streams overtake."""
         return 0.0
 
     def path_bytes_per_s(self, sender: PeerId, receiver: PeerId) -> float:
@@ -33,7 +34,7 @@ class Conditions:
         return frame_size(frame)
 
     def sending(self, sender: PeerId, kind: str) -> None:
-        """Called before each frame to another peer; it may kill the sender."""
+        """Called before each frame to another peer; may kill the sender."""
 
     def damage(self, sender: PeerId, receiver: PeerId, packed: bytes) -> bytes:
         """The frame that arrives for ``packed``."""

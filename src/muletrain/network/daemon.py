@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_SOCKET_PATH = {"darwin": 103}
-"""Most bytes of a unix socket's path by platform (``sun_path`` without its final zero); 107 elsewhere."""
+"""Most bytes of a unix socket's path by platform (``sun_path`` without the final zero); 107 elsewhere."""
 SOCKET = "p2pclient-12345678901.sock"
 """The longest name that hivemind gives a socket."""
 START_S = 90.0
 """Longest start of the daemon [s]. An idle machine needs 0.1 s; when fleets shared two cores, 15 s (hivemind's limit)
 were not enough."""
 GARBAGE = "50"
-"""Garbage that the daemon lets pile up, in per cent of its live memory (Go's GOGC; 100 is the default). It keeps a
-little of every peer that it ever met: half the garbage, half the growth."""
+"""Garbage that the daemon lets pile up, in per cent of live memory (Go's GOGC; 100 is the default). The daemon
+remembers a little about every peer ever met: half the garbage, half the growth."""
 
 
 @dataclass(frozen=True)
 class Daemon:
-    """A running daemon, and where it listens."""
+    """A running daemon, and the listening addresses."""
 
     p2p: GatedP2P
     key: Key
@@ -44,7 +44,7 @@ class Daemon:
     async def start(
         cls, folder: Path, listen: str, port: int, announce: tuple[str, ...], *, private: bool = False
     ) -> Daemon:
-        """Start a daemon. ``port`` 0: any free one. ``private``: no other machine can connect to it. Raises
+        """Start a daemon. ``port`` 0: any free one. ``private``: unreachable from remote machines. Raises
         NetworkError."""
         check_socket_folder(folder, sys.platform)
         free = _check_port_free(listen, port)
@@ -75,11 +75,11 @@ class Daemon:
         return cls(p2p, key, listen, port)
 
     async def addresses(self) -> list[str]:
-        """The addresses at which others may dial the daemon."""
+        """The addresses at which peers may dial the daemon."""
         return [str(a) for a in await self.p2p.get_visible_maddrs(latest=True)]
 
     def inside(self, addresses: list[str]) -> tuple[str, int]:
-        """(host, port) at which this process can dial the daemon, given its ``addresses``."""
+        """(host, port) at which this process can dial the daemon, given ``addresses``."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.listen, self.listen)
         told = (a.split("/") for a in addresses)
         return host, self.port or next(int(part[4]) for part in told if part[2:4] == [host, "tcp"])
@@ -118,11 +118,11 @@ def _check_port_free(listen: str, port: int) -> int:
 
 
 async def end_daemon(p2p: GatedP2P) -> None:
-    """Ask the daemon to end, and kill it if it does not."""
+    """Ask the daemon to end, and kill the process on failure."""
     with suppress(Exception):
         async with asyncio.timeout(5.0):
             await p2p.shutdown()
         return
-    with suppress(Exception):  # it does not end when asked
+    with suppress(Exception):  # the daemon does not end when asked
         p2p.daemon.kill()
         await p2p.daemon.wait()

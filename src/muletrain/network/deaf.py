@@ -1,9 +1,9 @@
 """Begins a program that ends by no signal but SIGKILL: ``python -I -S deaf.py PROGRAM ARGUMENTS``.
 
 Batch systems and systemd send SIGTERM to every process of a job. Our daemon would be gone before the run could end in
-order. The daemon installs handlers of its own for all signals, so ignoring them is not enough: a filter of the kernel
-(seccomp) drops its requests to change how it takes these signals. Where there is no such filter (macOS, other chips) the
-program begins without it. Imports nothing of the package: it starts in a fraction of the time.
+order. The daemon installs handlers for all signals, so ignoring signals is not enough: a filter of the kernel (seccomp)
+drops requests to change the handling of ``DEAF_TO``. Without seccomp (macOS, further chips) the program begins without
+a filter. Imports nothing of the package, to start in a fraction of the time.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ _LOAD, _IS, _RETURN = 0x20, 0x15, 0x06
 _CALL, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 """Offsets in ``struct seccomp_data``."""
 _ALLOW, _PRETEND = 0x7FFF0000, 0x00050000
-"""Verdicts: let the call pass, and answer 0 in its place."""
+"""Verdicts: let the call pass, and answer 0 instead."""
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 """Of <linux/prctl.h>."""
 
 
 def rules(arch: int, call: int) -> bytes:
     """The filter as ``struct sock_filter`` (code, jump if true, jump if false, value): rt_sigaction of a signal in
-    ``DEAF_TO`` does nothing, all other calls pass."""
+    ``DEAF_TO`` does nothing, every other call passes."""
     last = 5 + len(DEAF_TO)
     steps = [
         (_LOAD, 0, 0, _ARCH),
@@ -44,7 +44,7 @@ def rules(arch: int, call: int) -> bytes:
 
 
 def stop_listening() -> None:
-    """Ignore ``DEAF_TO`` in this process, and in what it becomes."""
+    """Ignore ``DEAF_TO`` in this process, also after ``exec``."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF_TO)

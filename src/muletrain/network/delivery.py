@@ -1,4 +1,4 @@
-"""Handing frames to their receivers, and reporting what was wrong. All networks share this."""
+"""Handing frames to receivers, and reporting errors. All networks share this."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Door(NamedTuple):
 
 class Delivery:
     """Hands each frame to the handler of its kind, or to the handler for all kinds. Until there is one, frames wait and
-    hold their stream back."""
+    hold the stream back."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Delivery:
         offended: Callable[[PeerId], None] | None = None,
         reports: Reports | None = None,
     ) -> None:
-        """``refused`` is told what was wrong, ``offended`` who sent what no correct peer sends. ``reports`` limits how
-        often ``refused`` is told."""
+        """``refused`` is told the error, ``offended`` the sender of frames that no correct peer sends. ``reports``
+        limits the calls of ``refused``."""
         self.refused: RefusalHandler = refused or (lambda remote, reason: None)
         self.offended: Callable[[PeerId], None] = offended or (lambda remote: None)
         self._reports = reports
@@ -70,7 +70,7 @@ class Delivery:
         self._ready = asyncio.Event()
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
-        """Hand frames of ``kinds`` to ``handler``; without ``kinds``, all that have no handler of their own."""
+        """Hand frames of ``kinds`` to ``handler``; without ``kinds``, all without a specific handler."""
         receiver = _Receiver(handler, bounds)
         if kinds:
             self._of_kind.update(dict.fromkeys(kinds, receiver))
@@ -96,13 +96,13 @@ class Delivery:
             self.refused(remote, told)
 
     def refuse(self, sender: PeerId, error: ProtocolError, where: str = "") -> None:
-        """Report ``error``, and count it against ``sender`` if no correct peer causes it."""
+        """Report ``error``, and count an offence of ``sender`` if no correct peer causes such an error."""
         self.report(sender, f"{where}{error}")
         if isinstance(error, Malformed):
             self.offended(sender)
 
     async def deliver(self, sender: PeerId, frame: Frame) -> bool:
-        """Hand ``frame`` over. False: it was refused or the handler failed; its stream should be closed."""
+        """Hand ``frame`` over. False: refused, or the handler failed; the stream should be closed."""
         try:
             await (await self.receiver(frame.kind)).handler(sender, frame)
         except ProtocolError as e:

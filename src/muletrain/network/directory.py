@@ -1,7 +1,7 @@
-"""The directory: hivemind's DHT among the members. It gives hints, never decisions.
+"""The directory, hivemind's DHT among the members, gives hints, never decisions.
 
-hivemind's nodes store what others bring them, and hand it on. So each peer signs its own records: the signature covers
-the run, the key, the peer, the value and the expiry. It is checked when a record is stored, and when it is read.
+hivemind's nodes store and forward records of any peer. So each peer signs records: the signature covers the run, the
+key, the peer, the value and the expiry. The signature is checked when a record is stored and when a record is read.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 MAX_VALUE = 1 << 16
 """Most bytes of a value."""
 MAX_TTL_S = 120.0
-"""Longest time for which a record is believed, and kept by others [s]."""
+"""Longest time for which a record is believed, and kept by members [s]."""
 SKEW_S = 5.0
 """Tolerated difference of two machines' clocks [s]: hivemind's 3 s and a little more."""
 MAX_KEYS = 1024
-"""Most keys kept for others; the first to expire go first."""
+"""Most keys kept for other members; the first to expire go first."""
 TIMEOUT_S = 20.0
 """Longest time of one question [s]."""
 
 
 class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
-    """Signs our records, opens others', and refuses wrong ones before hivemind takes them."""
+    """Signs our records, opens the rest, and refuses wrong ones before hivemind stores anything."""
 
     def __init__(self, run_id: str, key: Key, trust: Trust) -> None:
         self._run_id, self._key, self._trust = run_id, key, trust
@@ -51,13 +51,13 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
         return packed
 
     def read(self, key: str, peer: Any, record: Any, expires: float) -> bytes | None:
-        """The value of ``record``, or None if ``peer``, a current member, did not make it."""
+        """The value of ``record``, or None unless signed by ``peer``, a current member."""
         value, chain = self._opened(_key_id(key), peer, record, expires) or (None, ())
         return value if self._trust.current(peer, chain) else None
 
     def _opened(self, key_id: bytes, peer: Any, record: Any, expires: float) -> tuple[bytes, Chain] | None:
-        """The value and its maker's chain. None unless ``peer`` signed it for this key, run and expiry, and was ever
-        admitted."""
+        """The value and the maker's chain. None unless signed by ``peer``, once admitted, for this key, run and
+        expiry."""
         public = public_half(peer)
         if public is None or not isinstance(record, bytes) or not expires <= get_dht_time() + MAX_TTL_S + SKEW_S:
             return None
@@ -72,7 +72,7 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
         return None
 
     def validate(self, record: DHTRecord) -> bool:
-        """Is ``record`` genuine? hivemind asks before it stores a record for others, and before it takes one.
+        """Is ``record`` genuine? hivemind asks before storing a record for another peer, and before taking one.
 
         Records of removed peers pass: for one wrong record hivemind would refuse a whole answer."""
         peer, value = unpacked(record.subkey), unpacked(record.value)  # no subkey: hivemind's b"" is no msgpack
@@ -80,15 +80,15 @@ class Records(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
 
 
 class Directory:
-    """Values that members announce about themselves, each under its own peer id. ``node``: hivemind's."""
+    """Values that members announce about themselves, each under a peer id. ``node``: hivemind's."""
 
     def __init__(self, node: DHTNode, records: Records, own: str) -> None:
         self.node, self._records, self._own = node, records, own
 
     @classmethod
     async def join(cls, p2p: GatedP2P, records: Records, known: list[str], *, visitor: bool = False) -> Directory:
-        """Join through the members at the addresses ``known``; without any, begin a directory. A ``visitor`` stores
-        nothing for others, and they do not remember it."""
+        """Join through the members at the addresses ``known``; without any, begin a directory. A ``visitor`` stores no
+        foreign records, and is not remembered by members."""
         node = await DHTNode.create(
             p2p=p2p,
             initial_peers=known or None,
@@ -108,7 +108,7 @@ class Directory:
 
     async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
         """Store ``value`` for ``ttl_s`` seconds, at most MAX_TTL_S. Raises ProtocolError for too large a value,
-        NetworkError when no member stored it."""
+        NetworkError when no member stored the value."""
         if len(value) > MAX_VALUE:
             raise ProtocolError(f"directory: {len(value)} bytes under '{key}'; at most {MAX_VALUE}")
         expires = get_dht_time() + min(ttl_s, MAX_TTL_S)
@@ -125,7 +125,7 @@ class Directory:
         return {peer: value for peer, (value, _) in (await self.lookup_left(key)).items()}
 
     async def lookup_left(self, key: str) -> dict[str, tuple[bytes, float]]:
-        """As ``lookup``; with each value, how long it still holds [s]."""
+        """As ``lookup``; with each value, the remaining validity [s]."""
         found = await _within(self.node.get(key, latest=True), f"looking up '{key}'")
         entries = found.value if found is not None and isinstance(found.value, dict) else {}
         now = get_dht_time()

@@ -1,17 +1,18 @@
-"""The gate: two peers speak only after both have shown that they belong to the run.
+"""The gate: two peers speak only after both have proved membership in the run.
 
 libp2p encrypts and authenticates the peer id, but lets anyone dial. Here every handler (calls, streams, the DHT's own
-RPCs) refuses a remote id that was not admitted, and every outgoing call admits the other side first. All messages use
+RPCs) refuses a remote id that was not admitted, and every outgoing call admits the remote side first. All messages use
 one protocol:
 
 - ``hello`` (version, run, nonce, epoch, certificate), between any two, is answered in kind. Two members are done then.
-- ``proof`` shows that a newcomer, which has no certificate, holds the ticket's secret; it gets a certificate. Proofs are
-  HMACs bound to version, run, both ids and both nonces. A member's answer to ``hello`` contains its own proof, so that
-  after a renewal the old secret admits nobody and is believed by nobody.
+- ``proof`` shows that a newcomer, which has no certificate, holds the ticket's secret; in return it gets a certificate.
+  Proofs are HMACs bound to version, run, both ids and both nonces. A member's answer to ``hello`` contains a proof, so
+  that after a renewal the old secret admits nobody and is believed by nobody.
 - ``renewed`` brings the owner's renewal and the new secret, from anyone to a member that stays: both prove themselves.
 - ``sync`` asks a member for a renewal that the caller may have missed.
 
-The callee keeps nothing between messages: it derives its nonce from the caller's id and nonce, by a key of this process.
+The callee keeps nothing between messages: the nonce is derived from the caller's id and nonce, by a key of this
+process.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_ADMIT = 1 << 18
 BURST, PER_S = 200.0, 50.0
 """Messages of strangers answered at once, and per second after that."""
 MAX_ADMITTED = 2 * MAX_KEPT
-"""Most peers that a gate remembers. Each process is a new peer, so in a long run most of them have gone."""
+"""Most peers that a gate remembers. Each process is a new peer, so in a long run most have gone."""
 OTHER_SECRET = "the other side does not hold this ticket's secret: the ticket is of another run or was replaced; ask for the current one"
 NO_ADMISSION = "the other side's answer is no admission; is it a muletrain of this version?"
 BANNED = (
@@ -68,13 +69,13 @@ class _Turned(AdmissionError):
 
 
 class _Out(AdmissionError):
-    """The caller was in the run once: the answer shows it the renewal that ended this."""
+    """The caller was in the run once: the answer contains the renewal that ended the membership."""
 
 
 class Gate:
     """Knows which peers are admitted, and does the handshake that admits.
 
-    ``refused`` is told (remote, reason). After a renewal ``renewed`` is told the ids that it ends."""
+    ``refused`` is told (remote, reason). After a renewal ``renewed`` is told the removed ids."""
 
     def __init__(
         self,
@@ -131,14 +132,14 @@ class Gate:
         self._let_us_in.discard(peer)
 
     def check(self, peer: str, what: str) -> bool:
-        """``admitted``, and a report if it is not. ``what``: what ``peer`` wanted."""
+        """``admitted``, and a report if not. ``what``: the request of ``peer``."""
         if self.admitted(peer):
             return True
         self._refused(peer, f"{what} before admission")
         return False
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
-        """Apply ``renewal``, if it is news. Raises AdmissionError if the owner did not sign it."""
+        """Apply ``renewal``, if new. Raises AdmissionError without the owner's signature."""
         before = self.trust.epoch, self.trust.secret
         self.trust.adopt(renewal, secret)
         if before == (self.trust.epoch, self.trust.secret):
@@ -161,7 +162,7 @@ class Gate:
                 self._spoke.clear()
         self._admitted[peer] = (
             () if self.trust.remains(peer) else chain
-        )  # it needs none then, and nobody has checked it
+        )  # a remaining peer needs none, and nobody has checked the chain
         self._let_us_in.add(peer)
 
     def _forget(self, peers: frozenset[str] | set[str]) -> None:
@@ -173,9 +174,10 @@ class Gate:
     # The caller's side ----------------------------------------------------------------------------------------------
 
     async def enter(self, peer: str, call: Call) -> None:
-        """Admit ``peer``, and be admitted, unless that is done. ``call`` reaches its admit handler; its errors pass.
+        """Admit ``peer``, and be admitted, unless that is done. ``call`` reaches the admit handler of ``peer``; errors
+        pass.
 
-        Raises AdmissionError if it has another run or version, or if one of us is not in the run."""
+        Raises AdmissionError for another run or version, or if one of us is not in the run."""
         if self.offences.banned(peer):
             raise AdmissionError(BANNED)
         lock = self._locks.setdefault(peer, asyncio.Lock())
@@ -213,14 +215,14 @@ class Gate:
         raise AssertionError  # the last try returns or raises
 
     async def _be_let_in(self, peer: str, call: Call, chain: Chain, nonces: bytes, their_proof: bytes) -> None:
-        """Enter as a newcomer: both prove that they hold the secret, and we get our certificate."""
+        """Enter as a newcomer: both prove possession of the secret, and we get our certificate."""
         if self.trust.secret is None:
             raise AdmissionError(OUT)
         genuine = same(their_proof, self._proof("callee", self._own, peer, nonces)) and bool(chain)
         own_proof = self._proof("caller", self._own, peer, nonces)
         try:
             answer = await self._ask(call, ["proof", nonces[:NONCE], own_proof, self._visitor])
-        except AdmissionError:  # ours is sent even if theirs is wrong, so that they can report it
+        except AdmissionError:  # our proof is sent even if the member's is wrong, so that the member can report
             if genuine:
                 raise
         if not genuine:
@@ -237,12 +239,12 @@ class Gate:
                 raise AdmissionError(NO_ADMISSION)
 
     async def pass_on(self, peer: str, call: Call) -> None:
-        """Bring ``peer`` the last renewal, if it names ``peer``."""
+        """Bring ``peer`` the last renewal, if that names ``peer``."""
         if self.trust.remains(peer):
             await self._ask(call, ["renewed", packed_renewal(self.trust.renewal), self.trust.secret])
 
     async def sync(self, call: Call) -> None:
-        """Ask a member for the last renewal. Raises AdmissionError if it does not know us (any more)."""
+        """Ask a member for the last renewal. Raises AdmissionError if we are unknown there (any more)."""
         missing = self.trust.secret is None
         match await self._ask(call, ["sync", self.trust.epoch - missing]):
             case [renewal, bytes() | None as secret]:
@@ -253,7 +255,7 @@ class Gate:
             case [True, content]:
                 return content
             case [False, str() as reason, int() as epoch, renewal]:
-                # a newcomer hears of renewals with its certificate, and only there
+                # a newcomer gets renewals with the certificate, and only there
                 if renewal is not None and self.trust.belongs:
                     self.adopt(read_renewal(renewal), None)
                 raise _Turned(reason[:500], epoch)
@@ -307,7 +309,7 @@ class Gate:
             raise AdmissionError(NOT_IN_ITSELF)
         if chain or trust.remains(peer):
             self._judge(peer, epoch, chain)
-            self._admit(peer, chain)  # what it says to our certificate, we hear when we speak to it
+            self._admit(peer, chain)  # we learn the answer to our certificate when we call the peer
         nonces = nonce + self._own_nonce(peer, nonce)
         own_proof = self._proof("callee", peer, self._own, nonces) if trust.secret is not None else b""
         return [trust.epoch, packed_chain(trust.chain), nonces[NONCE:], own_proof]

@@ -30,12 +30,12 @@ ADMIT = "muletrain/admit"
 ADMIT_TIMEOUT_S = 20.0
 """Longest time of one message of the handshake [s]."""
 REACH_S = 10
-"""Longest time in which the daemon tries to get a connection [s]; its default is a minute."""
+"""Longest time in which the daemon tries to get a connection [s]; the daemon's default is a minute."""
 SYNC_S, SYNC_TIMEOUT_S = 10.0, 30.0
 """Mean time between two questions for renewals, and the longest time of one [s]. Each goes to one random member, so all
 members know of a renewal after about log2(members) questions each."""
 _MAX_REASON = 300
-"""Characters of an error of the daemon that we repeat because we have no words for it."""
+"""Characters quoted from a daemon's error without a message of ours."""
 _IN_WORDS = {
     r"routing: not found|no addresses|no good addresses": "no route to it is known",
     r"dial backoff": "it could not be reached a moment ago",
@@ -47,24 +47,23 @@ _IN_WORDS = {
     r"protocols? not supported": "it is starting or ending",
     r"(connection|stream) reset|broken pipe|\bEOF\b|bytes read|connection lost": "the connection broke",
 }
-"""What the errors of the daemon (go-libp2p) and of its sockets mean, by pattern. An error may name several, one for each
+"""Explanations of errors of the daemon (go-libp2p) and of sockets, by pattern. An error may match several, one for each
 address that was dialled."""
 PATIENCE_S = 2.0
 """Time without an answer after which we check whether the peer is still there [s]."""
 NOT_DIALLED = ("failed to dial", "routing: not found", "no addresses", "no good addresses", "dial backoff")
-"""The daemon's words for a peer with which it neither has nor gets a connection: nothing of the request has left this
-machine."""
+"""The daemon's words for a peer without a connection, old or new: nothing of the request has left this machine."""
 
 
 class Finder(Protocol):
-    """Finds other ways to peers that cannot be dialled (``network.ways``)."""
+    """Finds relayed ways to peers that cannot be dialled (``network.ways``)."""
 
     def doubt(self, peer: str) -> None:
-        """Check in the background whether silent ``peer`` is reached, and find another way if it is not."""
+        """Check in the background whether silent ``peer`` is reached, and find another way if not."""
         ...
 
     async def find(self, peer: str) -> bool:
-        """Get a connection to ``peer``, to which there is none. False: no member reaches it."""
+        """Get a missing connection to ``peer``. False: no member reaches ``peer``."""
         ...
 
     def relayed(self, peer: str) -> bool:
@@ -72,12 +71,12 @@ class Finder(Protocol):
         ...
 
     def advice(self) -> str:
-        """What the user can do where there is no way between two peers."""
+        """Advice to the user if there is no way between two peers."""
         ...
 
 
 class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
-    """The daemon's client. Calls, streams and the DHT's own RPCs pass through the methods that it overrides."""
+    """The daemon's client. Calls, streams and the DHT's own RPCs pass through the overridden methods."""
 
     gate: Gate
     _finder: Finder | None = None
@@ -109,31 +108,32 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         await self._client.add_unary_handler(name, handler)
 
     async def connected(self) -> dict[str, list[str]]:
-        """The peers with which the daemon has a connection, and the addresses at their ends."""
+        """The peers connected with the daemon, and the remote addresses."""
         return {p.peer_id.to_base58(): [str(a) for a in p.addrs] for p in await self._client.list_peers()}
 
     async def hang_up(self, peer: str) -> None:
-        """Close the daemon's connections with ``peer``, if it has any."""
+        """Close the daemon's connections with ``peer``, if any."""
         if peer in await self.connected():
-            with suppress(Exception):  # it has gone meanwhile
+            with suppress(Exception):  # the peer has gone meanwhile
                 await self._client.disconnect(PeerID.from_base58(peer))
 
     async def enter(self, peer: PeerID) -> None:
-        """Do the handshake with ``peer``, unless it is done. Raises AdmissionError, and what ``exchange`` raises."""
+        """Do the handshake with ``peer``, unless already done. Raises AdmissionError, and the errors of
+        ``exchange``."""
         name = peer.to_base58()
         if not self.gate.entered(name):
             await self.gate.enter(name, self._admission(peer))
 
     async def sync(self, peer: PeerID) -> None:
-        """Ask ``peer`` for renewals. Raises what ``enter`` raises."""
+        """Ask ``peer`` for renewals. Raises the errors of ``enter``."""
         try:
             await self.gate.sync(self._admission(peer))
-        except AdmissionError:  # it was restarted, or a renewal that it knows leaves us out, as it tells us then
+        except AdmissionError:  # restarted, or a renewal leaves us out, as the peer tells us then
             self.gate.forget_entry(peer.to_base58())
             await self.enter(peer)
 
     async def tell(self, peer: PeerID) -> None:
-        """Bring the last renewal to a peer that it names. Raises AdmissionError if the peer does not take it."""
+        """Bring the last renewal to a peer named there. Raises AdmissionError if the peer refuses."""
         await self.gate.pass_on(peer.to_base58(), self._admission(peer))
 
     async def hear_renewals(self) -> None:
@@ -153,7 +153,7 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         return call
 
     async def _by_any_way(self, peer: PeerID, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Run ``attempt``. If it did not leave this machine and a relay to ``peer`` is found, run it again."""
+        """Run ``attempt``. If nothing left this machine and a relay to ``peer`` is found, run again."""
         finder, name = self._finder, peer.to_base58()
         if finder is None:
             return await attempt()
@@ -172,12 +172,12 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
         return await attempt()
 
     async def exchange(self, peer: PeerID, name: str, payload: bytes) -> bytes:
-        """Make a unary call to ``peer``, admitted or not. Raises what the daemon raises."""
+        """Make a unary call to ``peer``, admitted or not. Raises the daemon's errors."""
         return await self._by_any_way(peer, lambda: self.exchange_directly(peer, name, payload))
 
     async def exchange_directly(self, peer: PeerID, name: str, payload: bytes) -> bytes:
         """``exchange`` without a search for relays. hivemind's own version loses every later answer of the process when
-        an answer arrives in the same turn of the loop in which its call is cancelled."""
+        an answer arrives in the same turn of the loop as the call's cancellation."""
         control, call_id = self._client.control, uuid4()
         call = p2pd_pb2.CallUnaryRequest(peer=peer.to_bytes(), proto=name, data=payload)
         answer = control._pending_calls[call_id] = _Answer()
@@ -222,8 +222,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
     async def _request(
         self, request: p2pd_pb2.Request
     ) -> tuple[p2pd_pb2.Response, asyncio.StreamReader, asyncio.StreamWriter]:
-        """The daemon's answer, and the socket. hivemind's own requests leave the socket to the garbage collector when
-        they fail or are cancelled: with a few dozen peers dead a process had more than a hundred open."""
+        """The daemon's answer, and the socket. hivemind's own requests leave the socket to the garbage collector after
+        failure or cancellation: with a few dozen peers dead a process had more than a hundred open."""
         reader, writer = await self._client.control.daemon_connector.open_connection()
         try:
             await write_pbmsg(writer, request)
@@ -267,8 +267,8 @@ class GatedP2P(P2P):  # type: ignore[misc]  # hivemind is untyped
 
 
 class _Running(dict[Any, "asyncio.Task[None]"]):
-    """Calls being answered. hivemind forgets a call that it answered, but keeps one that the caller gave up, with all
-    its data, for ever."""
+    """Calls being answered. hivemind forgets an answered call, but keeps one that the caller gave up, with all data,
+    for ever."""
 
     def __setitem__(self, call: Any, task: asyncio.Task[None]) -> None:
         super().__setitem__(call, task)
@@ -276,7 +276,7 @@ class _Running(dict[Any, "asyncio.Task[None]"]):
 
 
 class _Answer(asyncio.Future[bytes]):
-    """A future that may be answered after it was cancelled."""
+    """A future that may be answered after cancellation."""
 
     def set_result(self, result: bytes) -> None:
         if not self.done():
@@ -289,7 +289,7 @@ class _Answer(asyncio.Future[bytes]):
 
 async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
     """Await ``work`` for at most ``timeout_s``. Raises DeadlineExceeded, and PeerUnreachable for the daemon's errors;
-    ``what`` begins their messages."""
+    ``what`` begins the messages."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work
@@ -305,7 +305,7 @@ async def reaching(work: Awaitable[T], timeout_s: float | None, what: str) -> T:
 
 
 def plainly(error: BaseException) -> str:
-    """What an error of the daemon means, for people: without the addresses that it tried."""
+    """Explanation of a daemon's error, for people: without the tried addresses."""
     raw = " ".join(str(error).split())
     means = [words for pattern, words in _IN_WORDS.items() if re.search(pattern, raw, re.IGNORECASE)]
     return ", ".join(means) or raw[:_MAX_REASON] or type(error).__name__

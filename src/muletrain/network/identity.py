@@ -1,4 +1,4 @@
-"""Identities: a peer's Ed25519 key, its signatures, and the proof that it holds the run's secret (HMAC challenge and
+"""Identities: a peer's Ed25519 key, signatures, and the proof of holding the run's secret (HMAC challenge and
 response)."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_ID = 64
 
 
 class Key:
-    """An Ed25519 private key: a peer's (``peer_id`` is its name) or a run owner's."""
+    """An Ed25519 private key: a peer's (named ``peer_id``) or a run owner's."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -75,7 +75,7 @@ def signed(by: bytes, signature: bytes, what: str, *content: Any) -> bool:
 
 
 def public_half(peer: Any) -> bytes | None:
-    """The public key in a peer id; None unless ``peer`` is the id of an Ed25519 key in its one spelling."""
+    """The public key in a peer id; None unless ``peer`` is the id of an Ed25519 key in canonical spelling."""
     if not isinstance(peer, str) or len(peer) > _MAX_ID:
         return None
     try:
@@ -92,7 +92,7 @@ def _said(what: str, content: tuple[Any, ...]) -> bytes:
 
 
 def proof(secret: bytes, role: str, bound_to: list[str], nonces: bytes) -> bytes:
-    """Proof that its maker holds ``secret``, for one ``role``, these names and this pair of challenges only."""
+    """Proof of holding ``secret``, for one ``role``, ``names`` and one pair of challenges only."""
     parts = ["muletrain admission", role, *bound_to]
     message = b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts) + nonces
     return hmac.new(secret, message, hashlib.sha256).digest()

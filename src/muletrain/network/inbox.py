@@ -17,7 +17,7 @@ QUEUE = 64
 
 
 class Arrival(NamedTuple):
-    """A frame, packed or as it is, that was sent by ``way`` and arrives at ``arrives_s`` (the loop's clock)."""
+    """A frame, packed or not, that was sent by ``way`` and arrives at ``arrives_s`` (the loop's clock)."""
 
     arrives_s: float
     way: PeerId
@@ -30,7 +30,7 @@ class Taker(Protocol):
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
 
     async def take(self, sender: PeerId, channel: Channel, arrival: Arrival) -> bool:
-        """Handle one frame. False: its stream has ended, and what came on it since is lost."""
+        """Handle one frame. False: the stream has ended, and later frames there are lost."""
         ...
 
 
@@ -54,12 +54,12 @@ class _Stream:
 
 
 class Inbox:
-    """Queues what others sent to one peer, and hands it to a ``Taker`` in order."""
+    """Queues incoming frames of one peer, and hands each to a ``Taker`` in order."""
 
     def __init__(self, taker: Taker) -> None:
         self._taker = taker
         self._streams: dict[tuple[PeerId, Channel], _Stream] = {}
-        """Only those that are in use: in a large fleet most are idle."""
+        """Only streams in use: in a large fleet most are idle."""
         self._known: set[tuple[PeerId, Channel]] = set()
 
     def __len__(self) -> int:

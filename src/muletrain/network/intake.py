@@ -1,6 +1,6 @@
-"""Reading a stream straight into the memory of its frames.
+"""Reading a stream straight into the memory of frames.
 
-asyncio's ``StreamReader`` copies each byte four times on its way into a tensor, and averaging moves gigabytes.
+asyncio's ``StreamReader`` copies each byte four times on the way into a tensor, and averaging moves gigabytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 AHEAD = 1 << 16
-"""Most bytes read before they are asked for: prefixes and headers, and the sender's first chunk of a payload."""
+"""Most bytes read in advance: prefixes and headers, and the sender's first chunk of a payload."""
 
 
 class Intake(asyncio.BufferedProtocol):

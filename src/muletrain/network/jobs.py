@@ -1,4 +1,4 @@
-"""Background tasks that end with the object that began them."""
+"""Background tasks that end with the owning object."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class Jobs:
-    """The tasks of one object, in the order in which they began."""
+    """The tasks of one object, in starting order."""
 
     def __init__(self, context: Context | None = None) -> None:
-        """``context``: of all tasks; None: of who spawns them."""
+        """``context``: of all tasks; None: of the spawning code."""
         self._context = context
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.over = False
-        """They were cancelled."""
+        """The tasks were cancelled."""
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, context=self._context)
@@ -28,8 +28,8 @@ class Jobs:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Make the current task, which asyncio's stream server began, one of these. Its cancellation ends here: the
-        server would complain."""
+        """Add the current task, which asyncio's stream server began. A cancellation ends here: the server would
+        complain."""
         task = asyncio.current_task()
         assert task is not None
         self._keep(task)
@@ -45,7 +45,7 @@ class Jobs:
             task.cancel()
 
     async def end(self) -> None:
-        """Cancel all, and wait for their ends."""
+        """Cancel all, and wait for the ends."""
         self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

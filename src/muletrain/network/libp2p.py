@@ -53,7 +53,7 @@ class Libp2pNetwork:
         on_ban: Callable[[PeerId], None],
     ) -> None:
         self.p2p = p2p
-        """The daemon's client: streams and calls below those of this class."""
+        """The daemon's client: streams and calls below this class's."""
         self.peer_id: PeerId = p2p.peer_id.to_base58()
         self._on_renewal, self._on_ban = on_renewal, on_ban
         self._delivery = Delivery(on_refusal, self._offended, Reports())
@@ -89,10 +89,10 @@ class Libp2pNetwork:
 
         ``folder``: a short path for the key ('identity', made if missing) and the daemon's sockets. ``owner``: the run
         owner's public key, or the whole key on the owner's machine. ``protocol``: the version that both sides must
-        have. A ``visitor`` comes for a question: it is admitted for some minutes and keeps no part of the directory.
-        ``on_renewal`` is told who is out after a renewal, ``on_ban`` which peer this process bans (``offences``),
-        ``on_relay`` (peer, relay) of each way found. ``private``: no other machine can connect to this one.
-        ``carries``: it relays for others. Raises AdmissionError, PeerUnreachable, or NetworkError if the daemon does
+        have. A ``visitor`` comes for a question, is admitted for some minutes and keeps no part of the directory.
+        ``on_renewal`` is told the removed peers after a renewal, ``on_ban`` which peer this process bans
+        (``offences``), ``on_relay`` (peer, relay) of each way found. ``private``: unreachable from remote machines.
+        ``carries``: relay for other peers. Raises AdmissionError, PeerUnreachable, or NetworkError if the daemon does
         not start.
         """
         logging.getLogger("hivemind").setLevel(logging.ERROR)
@@ -121,7 +121,7 @@ class Libp2pNetwork:
             await part.open()
         reached = await enter(self, initial_peers) if initial_peers else []
         self.directory = await Directory.join(self.p2p, records, reached, visitor=visitor)
-        # what a router opened for us, too
+        # ports that a router opened for us, too
         self._maddrs = [str(a) for a in await self.p2p.get_visible_maddrs(latest=True)]
         if not visitor:
             self._renewals = asyncio.create_task(self.p2p.hear_renewals())
@@ -180,11 +180,11 @@ class Libp2pNetwork:
         return chain_bytes(self.p2p.gate.certificate(peer))
 
     def renew(self, kept: Iterable[PeerId], secret: bytes) -> None:
-        """End the membership of all but ``kept``, on the owner's machine. Others learn of it by ``tell_renewal``."""
+        """End the membership of all but ``kept``, on the owner's machine. ``tell_renewal`` informs the peers."""
         self.p2p.gate.adopt(self.trust.renew(kept, secret), secret)
 
     async def tell_renewal(self, peer: PeerId, *, timeout_s: float) -> None:
-        """Bring the last renewal to a peer that it names. Raises what ``call`` raises, and AdmissionError."""
+        """Bring the last renewal to a peer named there. Raises the errors of ``call``, and AdmissionError."""
         await reaching(self.p2p.tell(PeerID.from_base58(peer)), timeout_s, f"telling {peer[-6:]} who stays")
 
     def _renewed(self, gone: frozenset[PeerId]) -> None:
@@ -193,7 +193,7 @@ class Libp2pNetwork:
         self._on_renewal(gone)
 
     def _offended(self, peer: PeerId) -> None:
-        """Count what no correct peer sends, and ban ``peer`` if it was too often."""
+        """Count a message that no correct peer sends, and ban ``peer`` after too many."""
         if peer != self.peer_id and self.p2p.gate.offences.count(peer):
             self._cut(peer)
             self._on_ban(peer)
@@ -214,11 +214,11 @@ class Libp2pNetwork:
         return dict(self.relay.lent.take_carried())
 
     def addresses(self) -> list[str]:
-        """Loopback addresses only if there are no others: no other machine can dial them."""
+        """Loopback addresses only if there is nothing else: no remote machine can dial loopback."""
         return [a for a in self._maddrs if not a.startswith(("/ip4/127.", "/ip6/::1/"))] or self._maddrs
 
     async def seen_at(self, peer: PeerId) -> str:
-        """The IP address at the other end of a connection with ``peer``; '' if it is only reached through relays."""
+        """The IP address at the far end of a connection with ``peer``; '' if only reached through relays."""
         if self.relay.pipes.to(peer):
             return ""
         parts = (address.split("/") for address in (await self.p2p.connected()).get(peer, []))

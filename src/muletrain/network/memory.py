@@ -1,9 +1,9 @@
 """Networks in memory, for tests and virtual worlds: no sockets, no threads, no clock, hence deterministic.
 
 Frames are really packed and read back by ``wire.frame``. Order holds per (sender, receiver, channel); a bounded queue
-gives back-pressure. A dead peer is unreachable; a frozen one takes frames until its queue is full and answers nothing.
+gives back-pressure. A dead peer is unreachable; a frozen one takes frames until the queue is full and answers nothing.
 Over narrow links (``MemoryHub.roads``) frames are sent piece by piece, as the production pacer grants them, and calls
-wait in the same queues. A receiver closes a stream that brought something wrong, as a real one does.
+wait in the same queues. A receiver closes a stream after a wrong frame, as a real one does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryDirectory:
     def __init__(self) -> None:
         self.entries: dict[str, dict[PeerId, tuple[float, bytes]]] = {}
         self.down = False
-        """It answers nobody."""
+        """The peer answers nobody."""
 
     def announce(self, key: str, peer: PeerId, value: bytes, ttl_s: float) -> None:
         """Raises PeerUnreachable while it is down."""
@@ -61,7 +61,7 @@ class MemoryDirectory:
 
 
 class MemoryHub:
-    """The world that ``MemoryNetwork``s share: who lives, what lies between them, and the directory.
+    """The world that ``MemoryNetwork``s share: living peers, barriers, and the directory.
 
     Deadlines and expiry follow the loop's clock: virtual on a virtual loop."""
 
@@ -80,12 +80,12 @@ class MemoryHub:
         return MemoryNetwork(self, peer_id)
 
     def kill(self, peer: PeerId) -> None:
-        """Stop ``peer`` at once; others find it unreachable."""
+        """Stop ``peer`` at once, which is unreachable from then on."""
         if peer in self.peers:
             self.peers[peer].stop()
 
     def ended(self, gone: MemoryNetwork) -> None:
-        """Remove ``gone``; peers that had streams with it see them end."""
+        """Remove ``gone``; peers see the end of streams with ``gone``."""
         if self.peers.get(gone.peer_id) is not gone:
             return
         del self.peers[gone.peer_id]
@@ -96,13 +96,13 @@ class MemoryHub:
         self.barriers.relay_died(gone.peer_id)
 
     def broke(self, sender: PeerId, receiver: PeerId) -> None:
-        """Lose what is under way from ``sender`` to ``receiver``."""
+        """Lose everything under way from ``sender`` to ``receiver``."""
         self._routes.pop((sender, receiver), None)
         if sender in self.peers:
             self.peers[sender].streams.broke(receiver)
 
     def lost(self, peer: PeerId, other: PeerId) -> None:
-        """Let ``peer`` see that its streams with ``other`` ended."""
+        """Let ``peer`` see the end of streams with ``other``."""
         if peer in self.peers and other in self.peers:
             self._lost(self.peers[peer], self.peers[other])
 
@@ -129,7 +129,7 @@ class MemoryHub:
         return known[1]
 
     def delay_s(self, sender: PeerId, receiver: PeerId) -> float:
-        """How long the next message takes, by the way it goes now."""
+        """How long the next message takes, by the current way."""
         if sender == receiver:
             return 0.0
         relay, between_s = self.barriers.way(sender, receiver), self.conditions.delay_s
@@ -160,7 +160,7 @@ class MemoryNetwork:
         barriers, what = self._hub.barriers, f"{method} to {peer[-6:]}"
         await barriers.awake(self.peer_id)
         target, way = self._hub.reach(self.peer_id, peer), barriers.way(self.peer_id, peer)
-        # a task of the callee's: it goes on when the caller's patience ends, and dies with the callee
+        # the callee's task goes on after the caller's deadline, and dies with the callee
         task = target.spawn(target._answer(self.peer_id, method, bytes(payload)))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         if done and not task.cancelled() and self._too_large(peer, max(len(payload), len(task.result()[1]))):
@@ -214,7 +214,7 @@ class MemoryNetwork:
             await self._put(target, channel, Arrival(loop_time_s(), DIRECT, own_frame), timeout_s)
             return 0
         conditions.sending(own, frame.kind)
-        hub.reach(own, own)  # it may have killed us
+        hub.reach(own, own)  # the call may have killed us
         nbytes = conditions.weight(own, frame)
         if self._too_large(peer, nbytes):
             await asyncio.sleep(timeout_s)
@@ -262,16 +262,16 @@ class MemoryNetwork:
         return self.inbox.put(sender, channel, Arrival(loop_time_s() + parcel.stall_s, way, parcel.item))
 
     async def take(self, sender: PeerId, channel: Channel, arrival: Arrival) -> bool:
-        """Handle one frame of the inbox. False: it was refused, and its stream is closed."""
+        """Handle one frame of the inbox. False: refused, and the stream is closed."""
         if (wait_s := arrival.arrives_s - loop_time_s()) > 0:
             await asyncio.sleep(wait_s)
         await self._hub.barriers.taken(sender, self.peer_id)
         if not self._hub.barriers.passes(sender, self.peer_id, arrival.way):
-            return True  # it was on its way when the link broke, or with a relay that died
+            return True  # the frame was under way when the link broke, or with a relay that died
         if await self._handle(sender, arrival.item) or sender == self.peer_id:
             return True
         self._on_lost(sender, channel)
-        if (other := self._hub.peers.get(sender)) is not None:  # what it sends before it hears of this is lost
+        if (other := self._hub.peers.get(sender)) is not None:  # frames sent before the news are lost
             await other.lose(self.peer_id, [channel], closed=True)
         return False
 
@@ -292,7 +292,7 @@ class MemoryNetwork:
         return await self.delivery.deliver(sender, frame)
 
     async def lose(self, peer: PeerId, channels: Collection[Channel], *, closed: bool = False) -> None:
-        """See that streams with ``peer`` ended, when word of it comes. ``closed``: ``peer`` closed ours."""
+        """See that streams with ``peer`` ended, when the news arrives. ``closed``: ``peer`` closed ours."""
         await asyncio.sleep(self._hub.delay_s(peer, self.peer_id))
         await self._hub.barriers.taken(peer, self.peer_id)
         if closed:

@@ -1,4 +1,4 @@
-"""Paced streams between the peers of a virtual world, over its narrow links."""
+"""Paced streams between the peers of a virtual world, over narrow links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class End(Protocol):
-    """One peer, as its streams and those to it see it. ``gone``: it was killed or closed."""
+    """One peer, as seen by the streams from and to this peer. ``gone``: killed or closed."""
 
     peer_id: PeerId
     streams: MemoryStreams
@@ -32,12 +32,12 @@ class End(Protocol):
     def arrived(
         self, sender: PeerId, channel: Channel, way: PeerId, parcel: Parcel
     ) -> Coroutine[Any, Any, None] | None:
-        """All of a frame is here. None: it is in its queue; else the result waits for room there."""
+        """All of a frame is here. None: the frame is queued; else the result waits for room in the queue."""
         ...
 
 
 class Paths(Protocol):
-    """The world, as streams see it."""
+    """The world, as seen by streams."""
 
     barriers: Barriers
 
@@ -61,7 +61,7 @@ class _Flow(Stream):
 
 
 class MemoryStreams(PacedStreams):
-    """Carries the frames of one peer, and acknowledges those of others."""
+    """Carries the frames of one peer, and acknowledges incoming frames."""
 
     def __init__(self, paths: Paths, own: End) -> None:
         super().__init__(own.spawn, own.hear)
@@ -79,7 +79,7 @@ class MemoryStreams(PacedStreams):
         await self._paths.barriers.awake(self._own.peer_id)
 
     def arrived(self, by: _Flow, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
-        """Take ``nbytes``, the last of ``parcel`` if it is given. The sender hears of them when they are taken."""
+        """Take ``nbytes``, the last of ``parcel`` if given. The sender gets an acknowledgement afterwards."""
         if by.broken or self._own.gone:
             return
         sender, own = by.sender.peer_id, self._own.peer_id

@@ -1,8 +1,8 @@
 """Bans of repeat offenders, and a limit on reports of refusals.
 
-A peer that keeps sending what no correct peer sends is banned for a while. Only frames and calls that are wrong in
-every state of their sender count (``Malformed``). A peer that is late, early or on another lineage is merely refused:
-a correct peer that was cut off may be all that.
+A peer that keeps sending messages that no correct peer sends is banned for a while. Only frames and calls that are
+wrong in every state of the sender count (``Malformed``). A peer that is late, early or on another lineage is merely
+refused: a correct peer that was cut off may be all that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LIMIT, WINDOW_S = 20, 60.0
-"""Offences that ban a peer, and the time within which they count [s]."""
+"""Offences that ban a peer, and the time within which offences count [s]."""
 BAN_S = 300.0
 """Length of a ban [s]."""
 MAX_TRACKED = 1024
-"""Most peers remembered; the one whose last offence is the oldest goes first."""
+"""Most peers remembered; the one with the oldest last offence goes first."""
 REPORTS, REPORTS_PER_S = 200, 2.0
 """Refusals reported at once, and per second after that."""
 
@@ -39,7 +39,7 @@ class Offences:
         return len(self._times.keys() | self._until.keys())
 
     def count(self, peer: str) -> bool:
-        """Count one offence. True: it bans ``peer``."""
+        """Count one offence. True: ``peer`` is now banned."""
         now = self._now()
         times = self._times.setdefault(peer, deque(maxlen=LIMIT))
         times.append(now)
@@ -63,7 +63,7 @@ class Reports:
         self._bucket, self._untold = Bucket(REPORTS, REPORTS_PER_S), 0
 
     def take(self, reason: str) -> str | None:
-        """The report of ``reason``, with the number of those left out before; None: enough was reported for now."""
+        """The report of ``reason``, with the number of reports left out before; None: enough was reported for now."""
         if not self._bucket.take(self._now()):
             self._untold += 1
             return None

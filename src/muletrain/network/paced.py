@@ -1,4 +1,4 @@
-"""Streams over emulated narrow links (``roads``), like those of ``streams`` between real machines.
+"""Streams over emulated narrow links (``roads``), like ``streams`` between real machines.
 
 Frames go piece by piece, when the production ``Pacer`` grants them, and the receiver acknowledges each piece. Small
 frames (``Channel.CONTROL``) go at once, and wait behind everything that is in the queues. In a virtual world
@@ -28,13 +28,12 @@ if TYPE_CHECKING:
 
 
 CALL_OVERHEAD = 128
-"""Bytes that a call or an answer costs beside its payload, on an emulated link."""
+"""Bytes that a call or an answer costs beside the payload, on an emulated link."""
 
 
 @dataclass(slots=True, eq=False)
 class Parcel:
-    """A frame on its way, and the bytes that it counts for. ``stall_s``: how long it is held up on arrival; ``left``:
-    bytes not yet handed over."""
+    """A frame under way, and the counted bytes. ``stall_s``: delay on arrival; ``left``: bytes not yet handed over."""
 
     item: bytes | Frame
     nbytes: int
@@ -62,11 +61,11 @@ class Stream(ABC):
 
     @abstractmethod
     def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
-        """Take ``nbytes`` at the receiver, the last of ``parcel`` if it is given."""
+        """Take ``nbytes`` at the receiver, the last of ``parcel`` if given."""
 
 
 class PacedStreams(ABC):
-    """The streams of one peer to all others."""
+    """The outgoing streams of one peer."""
 
     def __init__(
         self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]], heard: Callable[[PeerId], None]
@@ -86,7 +85,7 @@ class PacedStreams(ABC):
         """Wait while this peer is frozen."""
 
     async def send(self, peer: PeerId, channel: Channel, parcel: Parcel, timeout_s: float) -> None:
-        """Send ``parcel``; return when all of it is in the first queue. Raises PeerUnreachable, DeadlineExceeded."""
+        """Send ``parcel``; return when all bytes are in the first queue. Raises PeerUnreachable, DeadlineExceeded."""
         if channel is Channel.CONTROL:
             to = self._stream(peer, channel)
             await _entered(to.route.carry(parcel.nbytes, partial(to.arrived, parcel, 0, 0.0)))

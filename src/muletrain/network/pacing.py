@@ -1,7 +1,7 @@
-"""Pacing of everything that one peer sends, below what its links carry (``policy.congestion``).
+"""Pacing of everything that one peer sends, below the links' capacity (``policy.congestion``).
 
-A transport asks the ``Pacer`` before it hands bytes over, and reports what was acknowledged. On the way to one receiver
-a higher channel goes first (``Channel``). Between receivers the channels' delay targets decide: traffic with a smaller
+A transport asks the ``Pacer`` before handing bytes over, and reports acknowledged bytes. On the way to one receiver a
+higher channel goes first (``Channel``). Between receivers the channels' delay targets decide: traffic with a smaller
 target yields wherever two flows share a link. Averaging and state go to few receivers at a time, in the order of the
 requests, because otherwise all senders of a fleet meet in one downlink. Small frames (``Channel.CONTROL``) never wait.
 """
@@ -31,18 +31,18 @@ TARGET_S = {Channel.PIPE: (0.06, 0.06), Channel.AVERAGE: (0.05, 0.02), Channel.B
 """Queue that a channel may cause [s]: alone, and beside traffic of a higher channel, whose messages wait in that queue.
 The highest channel comes first. A call meets one queue on the way there and one on the way back."""
 BESIDE_S = 1.0
-"""Time after its last bytes for which traffic of a higher channel counts as present [s]."""
+"""Time after the last bytes for which traffic of a higher channel counts as present [s]."""
 LANES = 8
 """Receivers that get averaging, or state, at the same time: we send to one while another acknowledges."""
 STALL_S = 1.0
-"""Time without an acknowledgement after which a receiver does not hold up the others [s]."""
+"""Time without an acknowledgement after which a receiver does not hold up the rest [s]."""
 QUEUED_S, MOMENT_S, QUEUED_MAX_S = 2.0, 0.5, 5.0
-"""How long a measured queue counts: on the flow that met it, and for other flows, which may share the uplink. A queue
+"""How long a measured queue counts: on the measuring flow, and for other flows, which may share the uplink. A queue
 counts at most the third, because a frozen or lying peer acknowledges late, too."""
 DRAIN_S = 10.0
 """After sending for so long without a pause we stop until everything has arrived, because a queue that never empties
 hides the base delay (BBR's ProbeRTT). We also stop before the first bytes to a receiver: a newcomer on a full link
-would take the existing queue for the base delay, and push the other flows aside (LEDBAT's latecomers)."""
+would take the existing queue for the base delay, and push existing flows aside (LEDBAT's latecomers)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class _Flow:
     progress_s: float = 0.0
     target_s: float = 0.0
     excess: float = 0.0
-    """Only in virtual worlds, whose pieces may exceed the window: by how many windows the last one did; ``resume_s``:
-    when the next may go."""
+    """Only in virtual worlds, whose pieces may exceed the window: by how many windows the last one exceeded;
+    ``resume_s``: when the next may go."""
     resume_s: float = 0.0
     waiting: dict[Channel, asyncio.Future[None]] = field(default_factory=dict)
     """Senders that wait for room, at most one per channel."""
@@ -79,7 +79,7 @@ class _Lanes:
 
 
 class Pacer:
-    """Paces one peer's sending. Times are those of the running event loop [s]."""
+    """Paces one peer's sending. Times are from the running event loop's clock [s]."""
 
     def __init__(self) -> None:
         self._flows: dict[PeerId, _Flow] = {}
@@ -89,14 +89,14 @@ class Pacer:
         self._under_way = 0
         self._uplink = Uplink()
         self._held: dict[Channel, dict[_Flow, None]] = {channel: {} for channel in TARGET_S}
-        """Flows with room in their own window, but not in the uplink's, in the order in which they found that out."""
+        """Flows with room in the flow's window, but not in the uplink's, in the order of finding out."""
         self.moved = 0
         """Bytes acknowledged so far, of all receivers."""
         self._empty_s = float("-inf")
         """When nothing was under way last."""
         self._draining: asyncio.TimerHandle | None = None
         self._first: _Flow | None = None
-        """The flow for which we drain; it goes first afterwards."""
+        """The flow for which we drain, and which goes first afterwards."""
 
     @asynccontextmanager
     async def lane(self, peer: PeerId, channel: Channel) -> AsyncIterator[None]:
@@ -141,7 +141,7 @@ class Pacer:
             turn.set_result(None)
 
     async def grant(self, peer: PeerId, channel: Channel, wanted: int, coarse: int = 0) -> int:
-        """Wait for room, and return how many of ``wanted`` bytes to hand over now. They count as under way until
+        """Wait for room, and return how many of ``wanted`` bytes to hand over now. The bytes count as under way until
         ``acknowledged`` or ``forget``. ``coarse``: in virtual worlds, the largest piece to hand over at once. There is
         no deadline here (see ``patient``). Raises PeerUnreachable after ``give_up``."""
         flow = self._flow(peer)
@@ -150,7 +150,7 @@ class Pacer:
         try:
             while not (flow.first() in (None, channel) and (nbytes := self._room(flow, channel, wanted, coarse))):
                 if flow not in self._held[channel]:
-                    self._release()  # what we were woken for may be of use to another
+                    self._release()  # another flow may use the room that we were woken for
                 woken = flow.waiting[channel] = asyncio.get_running_loop().create_future()
                 if flow.first() is not channel:  # a higher channel came after we were woken
                     _wake(flow)
@@ -174,8 +174,8 @@ class Pacer:
         self, peer: PeerId, writing: asyncio.Task[None], timeout_s: float, begun: Callable[[], bool]
     ) -> None:
         """Wait for ``writing``, which sends a frame to ``peer``. If the caller is cancelled, a frame that was ``begun``
-        is still sent to its end, so that the stream stays whole. Raises what ``writing`` raises, and DeadlineExceeded
-        when ``peer`` acknowledges nothing for ``timeout_s``. Time in which other frames go first does not count."""
+        is still sent completely, so that the stream stays whole. Raises the errors of ``writing``, and DeadlineExceeded
+        when ``peer`` acknowledges nothing for ``timeout_s``. Time spent on more urgent frames does not count."""
         since_s, flow = loop_time_s(), self._flow(peer)
         writing.add_done_callback(_retrieve)
         try:
@@ -199,7 +199,7 @@ class Pacer:
             return 0
         piece = min(wanted, max(flow.window.piece, min(coarse, flow.window.coarse)))
         if flow.under_way + piece > flow.window.size if flow.under_way else flow.resume_s - loop_time_s() > INSTANT_S:
-            return 0  # event loops call early, by less than their clock's resolution
+            return 0  # event loops call early, by less than the clock's resolution
         if self._under_way and self._under_way + piece > self._uplink.size(flow.window, TARGET_S[channel][0]):
             self._held[channel][flow] = None
             return 0
@@ -233,7 +233,7 @@ class Pacer:
         return any(now_s - self._sent_s.get(other, -math.inf) < BESIDE_S for other in higher)
 
     def acknowledged(self, peer: PeerId, nbytes: int, sent_s: float, received_s: float) -> None:
-        """``peer`` got ``nbytes``, handed over at ``sent_s`` (our clock), at ``received_s`` (its clock)."""
+        """``peer`` got ``nbytes``, handed over at ``sent_s`` (our clock), at ``received_s`` (clock of ``peer``)."""
         flow, now_s = self._flow(peer), loop_time_s()
         flow.progress_s = now_s
         filled = bool(flow.waiting) or flow.under_way > flow.window.size / 2
@@ -246,7 +246,7 @@ class Pacer:
         self.forget(peer, nbytes)
 
     def forget(self, peer: PeerId, nbytes: int) -> None:
-        """``nbytes`` are not under way any more: they arrived, or their stream ended."""
+        """``nbytes`` are not under way any more: arrived, or the stream ended."""
         flow = self._flow(peer)
         flow.under_way -= nbytes
         self._under_way -= nbytes
@@ -256,9 +256,9 @@ class Pacer:
         self._release()
 
     def queued_s(self, peer: PeerId) -> float:
-        """By how much queues delay an answer of ``peer`` now [s]: the larger of what its own flow measured lately and
-        the median of what all flows just measured, since those share our uplink. The median, because one peer that
-        acknowledges late does not excuse the others."""
+        """By how much queues delay an answer of ``peer`` now [s]: the larger of the recent delay of the flow to
+        ``peer`` and the median of all flows' latest delays, since all flows share our uplink. The median, because one
+        peer that acknowledges late does not excuse the rest."""
         now_s = loop_time_s()
         late_s = [flow.window.late_s for flow in self._flows.values() if now_s - flow.window.measured_s <= MOMENT_S]
         there_s = 0.0

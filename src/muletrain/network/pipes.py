@@ -1,7 +1,7 @@
-"""Pipes between two daemons through a member: how one is asked for, and how it carries.
+"""Pipes between two daemons through a member: request and transport.
 
-A pipe is one stream to the relay and one from it to the other end. It begins with a frame ``relay``: ``to`` the end
-that is looked for, or, from the relay to that end, ``for`` the end that looks. The answer is one byte.
+A pipe is one stream to the relay and one from the relay to the far end. A pipe begins with a frame ``relay``: ``to``
+the wanted end, or, from the relay to that end, ``for`` the asking end. The answer is one byte.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 RELAY, PING = "muletrain/relay", "muletrain/ping"
 ACCEPTED, WORKS, WAIT = b"\1", b"\2", b"\3"
-"""Answers: the pipe is taken; the direct way works; the other end is about to open a pipe itself."""
+"""Answers: the pipe is taken; the direct way works; the far end is about to open a pipe."""
 ASK_S = 8.0
-"""Longest time of one request for a pipe, with the other end's trials of the direct way [s]."""
+"""Longest time of one request for a pipe, with the far end's trials of the direct way [s]."""
 PING_S = 3.0
 """Longest answer on a connection that works, also of a starved machine [s]."""
 CHUNK = 1 << 18
@@ -34,7 +34,7 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Pipe:
-    """An open pipe. ``peers``: its ends, or, at an end, the other one."""
+    """An open pipe. ``peers``: both ends, or, at an end, the far one."""
 
     peers: tuple[str, ...]
     writers: tuple[asyncio.StreamWriter, ...]
@@ -45,7 +45,7 @@ class Pipe:
 
 
 class Pipes:
-    """Open pipes of one kind: those of this peer, or those that it carries for others."""
+    """Open pipes of one kind: ending here, or carried for other peers."""
 
     def __init__(self) -> None:
         self.open: list[Pipe] = []
@@ -62,12 +62,12 @@ class Pipes:
                 pipe.close()
 
     def take_carried(self) -> Counter[str]:
-        """Bytes carried between two others since the last question, by receiver."""
+        """Bytes carried between two other peers since the last query, by receiver."""
         carried, self._carried = self._carried, Counter()
         return carried
 
     async def carry(self, pipe: Pipe, one: Ends, other: Ends) -> None:
-        """Carry until one end closes, then close both. An end that does not read holds the other up: the only buffers
+        """Carry until one end closes, then close both. An end that does not read blocks the sender: the only buffers
         are the sockets'."""
         self.open.append(pipe)
         to = pipe.peers if len(pipe.peers) == 2 else ("", "")
@@ -93,8 +93,8 @@ class Pipes:
 
 
 async def request(p2p: GatedP2P, peer: str, header: dict[str, Any]) -> tuple[Ends, bytes] | None:
-    """Ask ``peer`` for a pipe: the stream to it, and its answer. None: it closed the stream. Raises what the daemon
-    raises, and TimeoutError."""
+    """Ask ``peer`` for a pipe: the stream, and the answer. None: ``peer`` closed the stream. Raises the daemon's
+    errors, and TimeoutError."""
     async with asyncio.timeout(ASK_S):
         _, reader, writer = await p2p.open_stream(PeerID.from_base58(peer), RELAY)
         try:

@@ -1,14 +1,15 @@
-"""Relays: pipes through a member between two peers of which neither can dial the other.
+"""Relays: pipes through a member between two peers that cannot dial each other.
 
-A machine behind a router, or one that a firewall keeps from another, opens connections and takes none. Members lend
-theirs: the daemons of the two ends speak through a pipe (``pipes``) that the relay only carries. TLS, the peers' ids,
-the gate and every stream above them are the ends' own, so the relay can neither read nor change anything.
+A machine behind a router, or one behind a firewall, opens connections and takes none. Members lend connections: the
+daemons of the two ends speak through a pipe (``pipes``) that the relay only carries. TLS, the peers' ids, the gate and
+all streams belong to the ends, so the relay can neither read nor change anything.
 
-A pipe is for admitted members only. Of several members asked at once the first answer wins (``ways``). Before the other
-end takes a pipe it tries the direct way: a peer that is only slow is left alone, and one that can dial, but cannot be
+A pipe is for admitted members only. Of several members asked at once the first answer wins (``ways``). Before taking a
+pipe, the far end tries the direct way: a peer that is only slow is left alone, and one that can dial, but cannot be
 dialled, does so.
 
-The daemon's own circuit relay is off: it is open to strangers, counts nothing, and needs a relay with a public address.
+The daemon's own circuit relay is off: that relay is open to strangers, counts nothing, and needs a relay with a public
+address.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 DIAL_S = 1.5
 """Longest direct dial before a pipe is taken [s]."""
 SURE_S = 5.0
-"""Longest answer on a direct connection before it is given up for a pipe [s]."""
+"""Longest answer on a direct connection before a pipe replaces the connection [s]."""
 MAX_PIPES = 64
-"""Most pipes carried for others, and as many to and from this peer."""
+"""Most pipes carried for other peers, and as many to and from this peer."""
 PIPES_EACH = MAX_PIPES // 2
-"""Most streams of one member: it may reach many others through us."""
+"""Most streams of one member, who may reach many peers through us."""
 DIALS, DIALS_PER_S = 32.0, 1.0
-"""Peers that one relay may have us dial at the addresses that it names: at once, and per second after that."""
+"""Peers that one relay may have us dial at given addresses: at once, and per second after that."""
 MAX_ADDRESSES = 16
 MAX_ADDRESS = 256
 """Characters."""
@@ -54,7 +55,7 @@ MAX_REQUEST = 256 + MAX_ADDRESSES * (MAX_ADDRESS + 3)
 
 
 class Relay:
-    """Lends pipes to others, takes theirs, and has this peer's ``ways``."""
+    """Lends pipes, takes pipes, and has this peer's ``ways``."""
 
     def __init__(
         self,
@@ -67,12 +68,12 @@ class Relay:
         carries: bool,
         told: Callable[[str, str], None],
     ) -> None:
-        """``daemon``: where our own listens, for us; ``addresses``: where others may dial it. ``private``: no other
-        machine can. ``carries``: we lend pipes. ``told`` is told (peer, relay) of each way found, ``delivery`` of wrong
-        requests."""
+        """``daemon``: our daemon's local address; ``addresses``: for dialling peers. ``private``: unreachable from
+        remote machines. ``carries``: we lend pipes. ``told`` is told (peer, relay) of each way found, ``delivery`` of
+        wrong requests."""
         self.carries = carries
         self.pipes, self.lent = Pipes(), Pipes()
-        """Pipes of this peer, and pipes between two others."""
+        """Pipes of this peer, and pipes between two other peers."""
         addresses = addresses[:MAX_ADDRESSES]
         self.ways = Ways(p2p, self.pipes, addresses, None if private else daemon[1], told)
         self._p2p, self._daemon, self._delivery = p2p, daemon, delivery
@@ -82,7 +83,7 @@ class Relay:
         self._jobs = Jobs()
 
     async def open(self) -> None:
-        """Answer others from now on."""
+        """Answer requests from now on."""
 
         async def pong(payload: bytes, remote: PeerID) -> bytes:
             return b""
@@ -131,7 +132,7 @@ class Relay:
             return
         try:
             answered = await request(self._p2p, target, {"for": sender, "addresses": addresses})
-        except Exception:  # it cannot be reached from here, either
+        except Exception:  # the peer cannot be reached from here, either
             return
         if answered is None:
             return

@@ -1,8 +1,8 @@
-"""Emulated links. Everything that a machine sends shares its uplink, everything that it receives shares its downlink,
-and a queue stands in front of each.
+"""Emulated links. All traffic from a machine shares the uplink, all traffic to a machine shares the downlink, and a
+queue stands in front of each.
 
-Nothing overtakes in a queue, however small. A queue has a depth: while it is full, connections keep what they have to
-send, and take turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
+Nothing overtakes in a queue, however small. A queue has a depth: while it is full, connections hold back data, and take
+turns when there is room again, as TCP backs off. Nothing is lost or sent twice.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ PIECE = 1 << 16
 EVENT_S = 0.01
 """Time in which the narrowest link of a way carries a paced piece [s], at least: each piece costs some events."""
 _NOBODYS = Context()
-"""Context of timers that belong to no machine. Bytes on their way arrive while their sender is frozen (``sim.loop.MACHINE``)."""
+"""Context of timers that belong to no machine. Bytes under way arrive even while the sender is frozen
+(``sim.loop.MACHINE``)."""
 INSTANT_S = 1e-9
 """Error of the loop's clock that is tolerated [s]."""
 
 
 @dataclass(frozen=True)
 class Road:
-    """One machine's link to all others. ``queue_s``: most seconds of data that wait in front of each direction.
-    ``open_s``: when the link carries what comes at a given time; None: at once."""
+    """One machine's link to the rest. ``queue_s``: most seconds of data that wait in front of each direction.
+    ``open_s``: when the link carries bytes of a given arrival time; None: at once."""
 
     up_bytes_per_s: float = math.inf
     down_bytes_per_s: float = math.inf
@@ -44,8 +45,8 @@ class Road:
 
 
 class Piece:
-    """Bytes on their way. ``then`` is called when the last of them has arrived. A piece without bytes (an
-    acknowledgement) takes no bandwidth, but waits in the same queues."""
+    """Bytes under way. ``then`` is called when the last byte has arrived. A piece without bytes (an acknowledgement)
+    takes no bandwidth, but waits in the same queues."""
 
     __slots__ = ("_at", "entered", "nbytes", "route", "tail_s", "then", "waits")
 
@@ -53,9 +54,9 @@ class Piece:
         self.route, self.nbytes, self.then = route, nbytes, then
         self._at = 0
         self.tail_s = -math.inf
-        """When its last byte reaches the current or next queue."""
+        """When the last byte reaches the current or next queue."""
         self.waits = False
-        """It waits for room in a queue."""
+        """Whether the piece waits for room in a queue."""
         self.entered: asyncio.Future[None] | None = None
         """Set by a caller that waits until the piece is in the first queue."""
 
@@ -103,7 +104,7 @@ def _next_comes(pieces: deque[Piece]) -> None:
 
 
 class Queue:
-    """The queue in front of one direction of a link. It holds ``depth_s`` seconds of data, or one piece. ``open_s``: as
+    """The queue in front of one direction of a link. Room for ``depth_s`` seconds of data, or one piece. ``open_s``: as
     in ``Road``."""
 
     __slots__ = ("_bytes_per_s", "_depth_s", "_free_s", "_lines", "_open_s", "_timer")
@@ -164,14 +165,14 @@ class Queue:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way of one connection in one direction: its queues, and the delay before each and after the last."""
+    """The way of one connection in one direction: the queues, and the delay before each and after the last."""
 
     queues: tuple[Queue, ...]
     delays: tuple[float, ...]
     bytes_per_s: float
     """Bandwidth of the narrowest link."""
     on_way: tuple[deque[Piece], ...]
-    """Pieces on their way to each queue, and to the end."""
+    """Pieces under way to each queue, and to the end."""
 
     @property
     def delay_s(self) -> float:
@@ -179,7 +180,7 @@ class Route:
 
     @property
     def coarse(self) -> int:
-        """Bytes of a piece that is worth its events."""
+        """Bytes of a piece that is worth simulating."""
         return int(min(EVENT_S * self.bytes_per_s, 1 << 40))
 
     def carry(self, nbytes: int, then: Callable[[], None]) -> Piece:
@@ -203,7 +204,7 @@ def _nothing() -> None:
 
 
 class Roads:
-    """All links of a world: those of machines, and paths that are narrower than the links at both ends."""
+    """All links of a world: links of machines, and paths that are narrower than the links at both ends."""
 
     def __init__(self, path_bytes_per_s: Callable[[PeerId, PeerId], float]) -> None:
         """``path_bytes_per_s``: bandwidth of the path from a sender to a receiver."""
@@ -213,7 +214,7 @@ class Roads:
         self._down: dict[PeerId, Queue] = {}
 
     def lay(self, peer: PeerId, road: Road) -> None:
-        """Give ``peer`` a link, before it sends anything."""
+        """Give ``peer`` a link, before anything is sent."""
         for queues, bytes_per_s in (self._up, road.up_bytes_per_s), (self._down, road.down_bytes_per_s):
             if bytes_per_s < math.inf or road.open_s is not None:
                 queues[peer] = Queue(bytes_per_s, road.queue_s, road.open_s)
@@ -221,7 +222,7 @@ class Roads:
             self._roads[peer] = road
 
     def queued_s(self, peer: PeerId) -> tuple[float, float]:
-        """How long a piece that comes now would wait in front of the machine's uplink, and of its downlink."""
+        """How long a piece that comes now would wait in front of the machine's uplink, and of the downlink."""
         up, down = self._up.get(peer), self._down.get(peer)
         return up.queued_s() if up else 0.0, down.queued_s() if down else 0.0
 
@@ -234,8 +235,7 @@ class Roads:
         )
 
     def route(self, stations: tuple[PeerId, ...], delay_s: Callable[[PeerId, PeerId], float]) -> Route:
-        """The way from the first station to the last. A path that is narrower than both ends has a queue of its
-        own."""
+        """The way from the first station to the last. A path that is narrower than both ends has a separate queue."""
         queues, delays, slowest = list[Queue](), [0.0], math.inf
         for a, b in pairwise(stations):
             own, other, path = self._roads.get(a, WIDE), self._roads.get(b, WIDE), self._path_bytes_per_s(a, b)

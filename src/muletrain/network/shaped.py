@@ -2,9 +2,10 @@
 one machine.
 
 Each peer shapes what it *sends*, answers to calls included, so a round trip is shaped once in each direction. Frames go
-piece by piece through the queues of its uplink and of the path (``roads``), when its own ``Pacer`` grants them. They
-are handed over when the last piece has arrived; calls and notices wait in the same queues. A process does not know the
-queue in front of another's downlink, so the receiver holds frames back until its downlink has taken them.
+piece by piece through the queues of the uplink and of the path (``roads``), as granted by the sender's ``Pacer``. A
+frame is handed over when the last piece has arrived; calls and notices wait in the same queues. A process does not know
+the queue in front of a remote downlink, so the receiver holds frames back until the local downlink has taken every
+byte.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Stalls:
         self._begins, self._ends = [now], [now]
 
     def after(self, time: float) -> float:
-        """``time``, or the end of the stall in which it lies."""
+        """``time``, or the end of the stall around ``time``."""
         if self._stall is None:
             return time
         while self._ends[-1] <= time:
@@ -68,7 +69,7 @@ class Stalls:
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A piece that reached the other side, the last of ``parcel`` if it is given."""
+    """A piece that reached the far side, the last of ``parcel`` if given."""
 
     parcel: Parcel | None
     nbytes: int
@@ -120,8 +121,8 @@ class ShapedNetwork:
         self._cut_changed = asyncio.Event()
 
     def set_partition(self, unreachable: frozenset[PeerId]) -> None:
-        """Cut this peer off from ``unreachable`` until the next call: nothing reaches them, and no frame arrives from
-        them. The other side must be told, too."""
+        """Cut this peer off from ``unreachable`` until the next call: nothing reaches these peers, and no frame arrives
+        from there. The far side must be told, too."""
         before, self._cut = self._cut, unreachable
         for peer in before - unreachable:
             self._streams.broke(peer)
@@ -160,7 +161,7 @@ class ShapedNetwork:
         self._inner.serve(method, shaped, free=free)
 
     async def _travel(self, peer: PeerId, nbytes: int) -> None:
-        """Wait until the last of ``nbytes`` is with ``peer``. If it is cut off: until that changes; then raises
+        """Wait until the last of ``nbytes`` is with ``peer``. While cut off: until that changes; then raises
         PeerUnreachable."""
         if peer == self.peer_id:
             return
@@ -186,7 +187,7 @@ class ShapedNetwork:
         return not route.queues and not route.delay_s and peer not in self._cut
 
     def arrived(self, by: _Stream, arrival: _Arrival) -> None:
-        """Take a piece on the other side of the link."""
+        """Take a piece on the far side of the link."""
         if arrival.parcel is None and len(by.arrivals) < BEHIND:
             self._receipt(by, arrival)
             return
@@ -224,8 +225,8 @@ class ShapedNetwork:
         self._inner.receive(shaped, kinds, bounds)
 
     async def _take(self, sender: PeerId, nbytes: int) -> None:
-        """Wait until our downlink has taken a message that is here now. A message alone came in while it was sent, so
-        this takes no time; several at once share the downlink. A message of one packet slips between others'."""
+        """Wait until our downlink has taken a message that is here now. A single message was received during sending,
+        so this takes no time; several at once share the downlink. A message of one packet slips between larger ones."""
         if sender == self.peer_id:
             return
         now_s, takes_s = loop_time_s(), nbytes / self._own.down_bytes_per_s

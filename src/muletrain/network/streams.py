@@ -40,7 +40,7 @@ HELLO_TIMEOUT_S = 30.0
 MAX_HELLO = 128
 """Most bytes of a hello's header."""
 RECEIPT = struct.Struct(">Qd")
-"""Bytes that came on the stream since the hello, and when the last of them came, by the receiver's clock."""
+"""Bytes that came on the stream since the hello, and when the last byte came, by the receiver's clock."""
 RECEIPT_BYTES, RECEIPT_S = 1 << 13, 0.003
 """Bytes after which a receipt is sent, and the time between two receipts and after the last bytes [s]."""
 
@@ -81,7 +81,7 @@ class Outgoing:
 
     async def send(self, buffers: Sequence[Any], timeout_s: float) -> None:
         """Send one frame. A broken stream is opened anew, once, unless the whole frame may have gone through. A sender
-        that gives up does not break the stream: a frame that was begun is sent to its end.
+        that gives up does not break the stream: a frame that was begun is sent completely.
 
         Raises PeerUnreachable, DeadlineExceeded (nothing was taken for ``timeout_s``), AdmissionError."""
         self._p2p.check_daemon()
@@ -99,7 +99,7 @@ class Outgoing:
     async def _paced(self, buffers: Sequence[Any], timeout_s: float) -> None:
         async with self._lock:
             self._begun, kept = False, self._connection is not None
-            await self._opened(timeout_s)  # before it takes a lane: the peer may not accept it
+            await self._opened(timeout_s)  # before taking a lane: the peer may not accept the stream
             async with self._pacer.lane(self._peer, self._channel):
                 await self._once_more(buffers, timeout_s, kept=kept)
 
@@ -168,7 +168,7 @@ class Outgoing:
             view, at = memoryview(buffer), 0
             while at < len(view):
                 nbytes = await self._pacer.grant(self._peer, self._channel, len(view) - at)
-                if to is not self._connection:  # its end has been counted
+                if to is not self._connection:  # the end has been counted
                     self._pacer.forget(self._peer, nbytes)
                     raise ConnectionResetError("the receiver has ended the stream")
                 to.sent += nbytes
@@ -280,8 +280,8 @@ class Incoming:
     async def frames(
         self, sender: str, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, door: Door
     ) -> AsyncGenerator[Frame, None]:
-        """Yield each frame after the hello until the stream ends. Raises Malformed for bytes that are no frame, and
-        what ``door`` raises."""
+        """Yield each frame after the hello until the stream ends. Raises Malformed for bytes that are no frame, and the
+        errors of ``door``."""
         done, key, paced = asyncio.Event(), (sender, channel), channel is not Channel.CONTROL
         previous = self._open.get(key)
         self._open[key] = writer, done
@@ -294,7 +294,7 @@ class Incoming:
             while True:
                 yield await read_frame(intake, self.max_payload, door)
         except (asyncio.IncompleteReadError, ConnectionError):
-            return  # the sender closed it, or is gone
+            return  # the sender closed the stream, or is gone
         finally:
             done.set()
             receipts.stop()
@@ -303,7 +303,7 @@ class Incoming:
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-    """Read and accept the hello, and return its channel. Raises Malformed; IncompleteReadError and ConnectionError if
+    """Read and accept the hello, and return the channel. Raises Malformed; IncompleteReadError and ConnectionError if
     the stream ends before."""
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Frames over libp2p: what one peer sends to all others, and what they send to it."""
+"""Frames over libp2p: outgoing and incoming traffic of one peer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Membership in a run: certificates under the owner's key, and renewals that end them.
+"""Membership in a run: certificates under the owner's key, and renewals that end certificates.
 
-A run has an owner: a key pair whose public half is in the ticket. A *certificate* says that the owner admitted a peer,
+A run has an owner: a key pair, with the public half in the ticket. A *certificate* says that the owner admitted a peer,
 or a member that the owner admitted (one level: a newcomer does not depend on one machine, and a guest brings no
 guests). A *renewal* begins an epoch: the owner names the peers that stay, and the digest of a new secret. Certificates
-of an older epoch count for the named peers only. Every other peer is out, with all that it admitted and every identity
-that it kept in reserve, and its ticket is void.
+of an older epoch count for the named peers only. Every other peer is out, with all peers admitted by that peer and all
+reserve identities, and that peer's ticket is void.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from muletrain.network.identity import Key
 
 OWNER = ""
-"""The issuer of a certificate that the owner signed; any other issuer is a peer id."""
+"""The issuer of a certificate that the owner signed; else the issuer is a peer id."""
 VISIT_S = 600.0
-"""Time for which a visitor is admitted [s]: it came for a question."""
+"""Time for which a visitor is admitted [s], to ask a question."""
 MAX_KEPT = 4096
 """Most peers that a renewal names."""
 
@@ -48,7 +48,7 @@ class Certificate:
 
 
 Chain = tuple[Certificate, ...]
-"""A peer's certificate and, if a member issued it, that member's own."""
+"""A peer's certificate and, if a member is the issuer, that member's certificate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Trust:
 
     @property
     def chain(self) -> Chain:
-        """Our own certificates, which show others that we belong to the run."""
+        """Our own certificates, which prove our membership in the run."""
         if not self.current(self._key.peer_id, self._chain):
             self._chain = () if self._owner_key is None else (self._certificate(self._key.peer_id, math.inf),)
         return self._chain
@@ -129,7 +129,7 @@ class Trust:
     # Letting in -----------------------------------------------------------------------------------------------------
 
     def issue(self, peer: str, *, visitor: bool) -> Chain:
-        """A new chain for ``peer``. Raises AdmissionError if this peer may not admit others."""
+        """A new chain for ``peer``. Raises AdmissionError if this peer may not admit anybody."""
         until = self._now() + VISIT_S if visitor else math.inf
         own = self.chain
         if self._owner_key is not None:
@@ -141,7 +141,8 @@ class Trust:
         return (self._certificate(peer, until), *(() if named else own))
 
     def welcomed(self, chain: Chain) -> None:
-        """Take our own chain from the member that admitted us. Raises AdmissionError if no member would accept it."""
+        """Take our own chain from the member that admitted us. Raises AdmissionError if no member would accept the
+        chain."""
         if not self.genuine(self._key.peer_id, chain) or not self.current(self._key.peer_id, chain):
             raise AdmissionError(FOREIGN_OWN)
         self._chain = chain
@@ -160,8 +161,8 @@ class Trust:
         return Renewal(*content, self._owner_key.sign("renewal", self._run_id, *content))
 
     def adopt(self, renewal: Renewal, secret: bytes | None) -> None:
-        """Apply ``renewal``, if it is news; a ``secret`` that it does not name is ignored. Raises AdmissionError if
-        the owner did not sign it."""
+        """Apply ``renewal``, if new; a ``secret`` with another digest is ignored. Raises AdmissionError without the
+        owner's signature."""
         content = (renewal.epoch, renewal.kept, renewal.secret)
         if not signed(self._owner, renewal.signature, "renewal", self._run_id, *content):
             raise AdmissionError("a renewal that the run's owner did not sign")
@@ -196,7 +197,7 @@ def _read_certificate(content: Any) -> Certificate:
 
 
 def unpacked(data: bytes) -> Any:
-    """What msgpack packed; None for garbage."""
+    """The unpacked content of msgpack; None for garbage."""
     try:
         return msgpack.unpackb(data, max_ext_len=0)
     except Exception:  # msgpack raises a dozen unrelated types
@@ -218,7 +219,7 @@ def packed_renewal(renewal: Renewal | None) -> list[Any] | None:
 
 
 def read_renewal(content: Any) -> Renewal:
-    """The renewal in ``content``; its signature is not checked. Raises AdmissionError."""
+    """The renewal in ``content``; the signature is not checked. Raises AdmissionError."""
     match content:
         case [int() as epoch, list() as kept, bytes() as secret, bytes() as signature] if (
             epoch > 0 and len(kept) <= MAX_KEPT and all(isinstance(p, str) for p in kept)

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from muletrain.network.pipes import Ends
 
 AGAIN_S, AGAIN_MAX_S, OFTEN = 5.0, 300.0, 3
-"""Time between two questions to a member for a way to the same peer [s]. After OFTEN failures it doubles, up to the
-maximum: most peers that nobody reaches have gone for good, and each question has all members dial them."""
+"""Time between two questions to a member for a way to the same peer [s]. After OFTEN failures the time doubles, up to
+the maximum: most unreachable peers have gone for good, and each question makes all members dial."""
 PAUSE_S = 0.5
-"""Time for the other end to renew its connection with the relay, which only that end can [s]."""
+"""Time for the far end to renew a connection with the relay, which only that end can [s]."""
 RACE = 3
 """Members asked at once."""
 
 
 @dataclass
 class Failures:
-    """A member's failures to reach one peer. ``again_s``: when we ask it next, by the loop's clock."""
+    """A member's failures to reach one peer. ``again_s``: when we ask this member next, by the loop's clock."""
 
     times: int = 0
     again_s: float = 0.0
@@ -45,12 +45,12 @@ class Failures:
 
 
 class Ways:
-    """Finds ways to other peers (``gated.Finder``)."""
+    """Finds ways to peers (``gated.Finder``)."""
 
     def __init__(
         self, p2p: GatedP2P, pipes: Pipes, addresses: list[str], port: int | None, told: Callable[[str, str], None]
     ) -> None:
-        """``addresses``: where others may dial us. ``port``: the one that they dial; None: no other machine can.
+        """``addresses``: where peers may dial us. ``port``: for incoming connections; None: no remote machine can dial.
         ``told`` is told (peer, relay) of each way found."""
         self._p2p, self._pipes, self._addresses, self._port, self._told = p2p, pipes, addresses, port, told
         self._searches: dict[str, asyncio.Task[bool]] = {}
@@ -87,8 +87,8 @@ class Ways:
         await self._jobs.end()
 
     async def keep_up(self, relay: str, pipe: Pipe, one: Ends, other: Ends) -> None:
-        """Carry our end's part of a pipe. It may break because our connection with the relay does; perhaps only we can
-        renew that connection."""
+        """Carry our end's part of a pipe. A pipe may break with our connection to the relay; perhaps only we can renew
+        that connection."""
         await self._pipes.carry(pipe, one, other)
         await ping(self._p2p, relay)
 
@@ -115,7 +115,7 @@ class Ways:
             return True
         if peer not in self._relayed or not self._failures.pop(peer, None):
             return False
-        self._relayed.discard(peer)  # if it is not found now, it is like any other peer that nobody reaches
+        self._relayed.discard(peer)  # if not found now, the peer is like any unreachable one
         await asyncio.sleep(PAUSE_S)
         return await self._search(peer)
 
@@ -171,7 +171,7 @@ class Ways:
         return member, *answered
 
     async def _connect(self, peer: str, relay: str, ends: Ends) -> bool:
-        """Have our daemon dial through the pipe, which it finds behind a socket that takes one caller."""
+        """Have our daemon dial through the pipe, offered behind a socket that takes one caller."""
         target = PeerID.from_base58(peer)
         came: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
 
@@ -183,7 +183,7 @@ class Ways:
             pipe = Pipe((peer,), (ends[1], writer))
             self._jobs.spawn(self.keep_up(relay, pipe, ends, (reader, writer)))
 
-        await self._p2p.hang_up(peer)  # or the daemon would keep what does not work
+        await self._p2p.hang_up(peer)  # or the daemon would keep the broken connection
         server = await asyncio.start_server(take, "127.0.0.1", 0)
         try:
             port = server.sockets[0].getsockname()[1]

@@ -2,7 +2,7 @@
 
 ``rules`` are AdamW and LAMB on the buffers that ``flat`` lays out; ``schedule`` is the learning rate. ``norms`` sums
 squares in an order that does not depend on threads. ``sketch`` shortens a gradient to a few numbers, so that replicas
-can compare gradients that none of them has whole.
+can compare gradients that none has whole.
 
-All of it is pure: what an update does follows from its arguments and the moments.
+Everything is pure: an update depends only on the arguments and the moments.
 """

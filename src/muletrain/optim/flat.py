@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
 SHARED_WORK = 1 << 22
-"""Numbers from which on all threads hash together: to start them takes a third of a millisecond."""
+"""Size from which on all threads hash together: starting threads takes a third of a millisecond."""
 
 
 def flat_digest(values: Tensor) -> bytes:
-    """BLAKE3 of ``values`` (flat, contiguous, on the CPU), by as many threads as torch computes with: one of them takes a
-    second for 1.2 billion fp32 numbers."""
+    """BLAKE3 of ``values`` (flat, contiguous, on the CPU), by as many threads as torch computes with: one thread takes
+    a second for 1.2 billion fp32 numbers."""
     threads = torch.get_num_threads() if values.numel() >= SHARED_WORK else 1
     return blake3(values.numpy().data.cast("B"), max_threads=threads).digest()
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms, then what is frozen, so that
+    """Says where each parameter lies in the flat buffer: matrices first, then the 1-D norms, then frozen ones, so that
     weight decay applies to one contiguous run, and the gradient is another one."""
 
     names: tuple[str, ...]
@@ -47,7 +47,8 @@ class FlatLayout:
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]], frozen: Collection[str] = ()) -> FlatLayout:
-        """The layout of parameters with these ``shapes``, in their order within each run. ``frozen`` ones never change."""
+        """The layout of parameters with these ``shapes``, in the given order within each run. ``frozen`` ones never
+        change."""
         run = {name: 2 if name in frozen else int(len(shape) < 2) for name, shape in shapes.items()}
         names = tuple(sorted(shapes, key=run.__getitem__))
         sizes = [0, 0, 0]
@@ -85,7 +86,7 @@ class FlatLayout:
         return replace(self, names=self.names[:count], shapes=self.shapes[:count], size=self.learned)
 
     def first_not_finite(self, gradient: Tensor) -> str:
-        """Name of the first trained parameter whose part of ``gradient`` (flat fp32 [G]) is not finite; '': there is
+        """Name of the first trained parameter with a part of ``gradient`` (flat fp32 [G]) that is not finite; '':
         none."""
         names = zip(self.names, self.ranges(), strict=True)
         return next((name for name, (a, b) in names if not bool(gradient[a:b].isfinite().all())), "")

@@ -22,8 +22,8 @@ def block_norms(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def square_norm(values: Tensor) -> float:
-    """Squared Euclidean norm: blocks in fp32, their sum in fp64. It equals fp64 throughout to 1e-8, in a quarter of the
-    time. Where squares leave fp32's range, blocks are summed in fp64, too."""
+    """Squared Euclidean norm: blocks in fp32, the sum over blocks in fp64. Equals fp64 throughout to 1e-8, in a quarter
+    of the time. Where squares leave fp32's range, blocks are summed in fp64, too."""
     found = float(block_norms(values).double().square().sum())
     if TINY * values.numel() <= found < math.inf:
         return found
@@ -31,8 +31,8 @@ def square_norm(values: Tensor) -> float:
 
 
 def norm(values: Tensor) -> Tensor:
-    """Euclidean norm of ``values`` (fp32, contiguous), as norms of norms of blocks. It is a tensor, so that the CPU does
-    not wait for an accelerator."""
+    """Euclidean norm of ``values`` (fp32, contiguous), as norms of norms of blocks. Returns a tensor, so that the CPU
+    does not wait for an accelerator."""
     norms = block_norms(values.view(-1))
     while norms.numel() > 1:
         norms = block_norms(norms)

@@ -1,7 +1,7 @@
 """AdamW and LAMB on flat fp32 buffers, in place.
 
-Both take the number of the update from the run's step and have no counter of their own, so weights and moments are all
-that a replica needs to go on exactly as the others do.
+Both take the number of the update from the run's step and have no counter, so weights and moments are all that a
+replica needs to continue exactly as the rest.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Rule(Protocol):
-    """One optimizer of one stage. ``weights`` and ``gradient`` are flat fp32 [G], of what is trained; moments live beside the
-    weights."""
+    """One optimizer of one stage. ``weights`` and ``gradient`` are flat fp32 [G], of trained parameters; moments live
+    beside the weights."""
 
     moment1: Tensor
     moment2: Tensor
     by_tensor: bool
-    """``update`` needs whole tensors; otherwise it may be given any range."""
+    """``update`` needs whole tensors; otherwise any range is allowed."""
 
     def step(self, weights: Tensor, gradient: Tensor, step: int) -> None:
         """Change ``weights`` and the moments by the update number ``step`` (from 0). May overwrite ``gradient``."""
@@ -35,16 +35,16 @@ class Rule(Protocol):
     def update(
         self, weights: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, step: int, *, decayed: bool
     ) -> None:
-        """``step`` for a range of the stage, flat, with its moments. ``decayed``: it belongs to matrices, to which
-        weight decay applies."""
+        """``step`` for a range of the stage, flat, with moments. ``decayed``: the range is in matrices, to which weight
+        decay applies."""
         ...
 
 
 def make_rule(
     config: OptimizerConfig, total_steps: int, layout: FlatLayout, device: torch.device, *, moments: bool = True
 ) -> Rule:
-    """The rule that ``config.name`` asks for, with zero moments on ``device``. Without ``moments`` it has ``update``
-    only."""
+    """The rule that ``config.name`` asks for, with zero moments on ``device``. Without ``moments``, only ``update``
+    works."""
     rule = AdamW if config.name == "adamw" else Lamb
     return rule(config, total_steps, layout, device, layout.trained if moments else 0)
 
@@ -103,7 +103,7 @@ class Lamb(_Moments):
     weights.
 
     Norms (1-D) get neither weight decay nor the rescaling, as in the authors' code (``exclude_from_layer_adaptation``).
-    Tensor by tensor: the temporaries are as large as the largest of them, and the result does not depend on the cut.
+    Tensor by tensor: the temporaries are as large as the largest tensor, and the result does not depend on the cut.
     """
 
     by_tensor = True

@@ -13,7 +13,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     """Learning rate [1] of ``step`` (0 .. total_steps - 1).
 
     Linear warm-up (over a tenth of the run unless told otherwise), (step + 1) / warmup of the peak, so that no step is
-    lost. Then it falls to ``final_lr`` times the peak at the last step.
+    lost. Then the rate falls to ``final_lr`` times the peak at the last step.
     """
     warmup = total_steps // 10 if config.warmup is None else config.warmup
     if step < warmup:

@@ -1,9 +1,9 @@
 """A sketch stands for a gradient with a few numbers: sums under random signs (Johnson and Lindenstrauss 1984; Achlioptas
 2003).
 
-A sketch is linear: the sketch of a sum is the sum of the sketches. Its length is that of the gradient, within about an
-eighth. So replicas compare gradients that none of them has whole, and see from the sketches before and after what was
-added to an accumulator.
+A sketch is linear: the sketch of a sum is the sum of the sketches. A sketch is as long as the gradient, within about an
+eighth. So replicas compare gradients that none has whole, and the difference of an accumulator's sketches is the sketch
+of the added gradient.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SIZE = 64
-"""Numbers in a sketch: its length is off by 1 / sqrt(2 SIZE), a tenth."""
+"""Numbers in a sketch: the length is off by 1 / sqrt(2 SIZE), a tenth."""
 ROWS = 1 << 16
 """Rows of ``SIZE`` numbers that are summed at once, in fp32; the sums of blocks in fp64."""
 
 Sketch = NDArray[np.float64]
-"""[SIZE]; not finite exactly where the gradient is not (or its sums overflow fp32)."""
+"""[SIZE]; not finite exactly where the gradient is not (or sums overflow fp32)."""
 
 
 def sketch(values: Tensor, seed: bytes) -> Sketch:
-    """Of ``values``, flat fp32, computed where they are. Every row of ``SIZE`` numbers has one sign, drawn from ``seed`` as numpy
-    promises to draw it for ever: peers have different versions of everything."""
+    """The sketch of ``values``, flat fp32, computed on the device of ``values``. Every row of ``SIZE`` numbers has one
+    sign, drawn from ``seed`` as numpy promises to draw it for ever: peers have different versions of everything."""
     total = np.zeros(SIZE)
     whole = values.numel() // SIZE
     tail = torch.zeros(SIZE, device=values.device)
@@ -39,7 +39,7 @@ def sketch(values: Tensor, seed: bytes) -> Sketch:
 
 
 def packed(values: Sketch) -> bytes:
-    """As it travels: float32, little endian."""
+    """The form on the wire: float32, little endian."""
     with np.errstate(over="ignore"):
         return values.astype("<f4").tobytes()
 

@@ -1,8 +1,8 @@
-"""Parameters that two stages share (tied weights). Each stage has a copy; their mean gradients are added before the
+"""Parameters that two stages share (tied weights). Each stage has a copy; the mean gradients are added before the
 update, so that both copies stay equal bit for bit.
 
-The gradient of the sum has the squared norm |a|^2 + |b|^2 + 2 a.b. Stages state the first two anyway, so the last is all
-that a global norm still needs. G: numbers of a stage's gradient; T: those that two stages share.
+The gradient of the sum has the squared norm |a|^2 + |b|^2 + 2 a.b. Stages state the first two anyway, so the last is
+all that a global norm still needs. G: numbers of a stage's gradient; T: numbers that two stages share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Tied:
-    """Which two ``stages`` share parameters, and where they lie in each one's flat gradient: ranges in one order."""
+    """Two ``stages`` that share parameters, and the places in each one's flat gradient: ranges in one order."""
 
     stages: tuple[int, int]
     ranges: tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
@@ -37,19 +37,18 @@ class Tied:
         return self.ranges[self.stages.index(stage)]
 
     def part(self, gradient: Tensor, stage: int) -> Tensor:
-        """The shared numbers of a stage's ``gradient`` [G]: [T], to read only; a copy if they do not lie together."""
+        """The shared numbers of a stage's ``gradient`` [G]: [T], to read only; a copy if not contiguous."""
         found = [gradient[begin:end] for begin, end in self.ranges_of(stage)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def placed(self, part: Tensor, stage: int) -> list[tuple[int, int, Tensor]]:
-        """Where the other stage's ``part`` [T] belongs in a stage's gradient: (begin, end, values)."""
+        """The place of the tied stage's ``part`` [T] in a stage's gradient: (begin, end, values)."""
         ranges = self.ranges_of(stage)
         pieces = torch.split(part, [end - begin for begin, end in ranges])
         return [(*span, piece) for span, piece in zip(ranges, pieces, strict=True)]
 
     def pieces(self, stage: int, size: int) -> dict[int, int]:
-        """The pieces of at most ``size`` numbers that hold the shared ones of a stage's gradient: where each begins, and
-        its length."""
+        """The pieces of at most ``size`` numbers that hold the shared ones of a stage's gradient: begin to length."""
         begins = {k for begin, end in self.ranges_of(stage) for k in range(begin // size * size, end, size)}
         length = self.sizes[self.stages.index(stage)]
         return {k: min(size, length - k) for k in sorted(begins)}
@@ -61,7 +60,7 @@ def content(part: Tensor) -> bytes:
 
 
 def product(a: Tensor, b: Tensor) -> float:
-    """The inner product of two parts fp32 [T], the same bits on every machine; 0 unless all of it is finite.
+    """The inner product of two parts fp32 [T], the same bits on every machine; 0 unless finite throughout.
 
     The products are exact in fp64, and are added by halves, so that no library chooses the order of the sum."""
     pieces = [_product(*pair) for pair in zip(torch.split(a, PIECE), torch.split(b, PIECE), strict=True)]

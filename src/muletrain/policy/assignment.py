@@ -1,6 +1,6 @@
 """These rules decide which peer serves which stage: here are the view of the members that every rule gets, and two
-rules: where a newcomer goes, and who goes to stages that have lost all their peers. The third rule, who moves while the
-run goes on, is in ``policy.rebalance``.
+rules: the stage of a newcomer, and the peers that fill stages without any peer. The third rule, for moves during the
+run, is in ``policy.rebalance``.
 
 All are pure functions of the view, so peers that see the same decide the same.
 """
@@ -20,29 +20,28 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Load:
-    """What is known of one peer. Each rule looks at some fields; defaults mean unknown."""
+    """Facts about one peer. Each rule looks at some fields; defaults mean unknown."""
 
     stage: int
-    """The stage that it serves; ``NOWHERE``: none yet."""
+    """The served stage; ``NOWHERE``: none yet."""
     queue: float = 0.0
-    """Requests that wait at it: the paper's measure of load."""
+    """Waiting requests: the paper's measure of load."""
     speeds: Mapping[int, float] = field(default_factory=dict)
-    """Measured microbatches/s (forward and backward), by stage; perhaps also of stages that it served before."""
+    """Measured microbatches/s (forward and backward), by stage; perhaps also of earlier stages."""
     bytes_per_s: float = math.inf
-    """Rate at which it can copy another stage's state."""
+    """Rate of copying another stage's state."""
     targets: frozenset[int] | None = None
-    """Stages that it could serve instead, by its memory; empty for a peer that is needed where it is; None: all."""
+    """Stages that the peer could serve instead, by memory; empty for a peer that must stay; None: all."""
     alike: int = 1
-    """Peers that this entry stands for, in simulations of large fleets: a move names their first, and means one of
-    them."""
+    """Peers that this entry stands for, in simulations of large fleets: a move names the first, and means any one."""
     name: str = ""
-    """Name by which a plan knows it."""
+    """Name in a plan."""
     device: str | None = None
-    """Kind of its device, since arithmetic differs in the last bit between kinds; None: unknown."""
+    """Kind of device, since arithmetic differs in the last bit between kinds; None: unknown."""
     quarters: Sequence[int] = ()
     """Quarters of a newcomer's memory that each stage takes."""
     parts: frozenset[int] = frozenset()
-    """Stages of which it can read a checkpoint's part."""
+    """Stages with a checkpoint part that the peer can read."""
 
     def may_move_to(self, stage: int) -> bool:
         return self.targets is None or stage in self.targets
@@ -50,15 +49,16 @@ class Load:
 
 @dataclass(frozen=True)
 class View:
-    """Everything that a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``: what
-    a newcomer copies."""
+    """Everything that a rule may look at. ``work``: cost of a microbatch at each stage, any unit; ``state_bytes``:
+    copied by a newcomer."""
 
     loads: Mapping[str, Load]
     """Load of each peer, by id. Newcomers are placed one after the other, in this order."""
     work: Sequence[float]
     state_bytes: Sequence[float] = ()
     stopped: bool = False
-    """The run rolls back because of stages without peers. These must be filled; moving peers costs nothing now."""
+    """The run rolls back because of stages without peers. Empty stages must be filled; moving peers costs nothing
+    now."""
     rule: Literal["off", "paper", "throughput"] = "throughput"
     """How peers move while the run goes on and no peer was lost (``fleet.rebalance``)."""
     horizon_s: float = math.inf
@@ -89,16 +89,16 @@ class Move:
     source: int
     target: int
     measured: bool = False
-    """It follows from measured speeds, which vary on a busy machine: it must be wanted twice
+    """Based on measured speeds, which vary on a busy machine: must be confirmed by a second view
     (``rebalance.Confirmed``)."""
     why: str = ""
-    """Why ``target`` needs a peer, in words; empty: it has the highest load."""
+    """Why ``target`` needs a peer, in words; empty: highest load."""
 
 
 def placed(view: View) -> tuple[Move, ...]:
-    """Places each newcomer at the most loaded stage that it can serve. Stages where only its kind of device serves come
-    before all others, then unserved stages, of these the ones that take most of its memory; the lowest stage among
-    equals. A newcomer that can serve no stage is left out."""
+    """Places each newcomer at the most loaded possible stage. Stages without a different kind of device come first,
+    then unserved stages, largest share of the newcomer's memory first; the lowest stage among equals. A newcomer that
+    can serve no stage is left out."""
     served, devices = [0] * view.stages, [set[str]() for _ in view.work]
     for load in view.loads.values():
         if 0 <= load.stage < view.stages:
@@ -128,9 +128,8 @@ def _urgency(
 def filled(view: View) -> tuple[Move, ...]:
     """Returns the moves after which each stage has a peer, as far as peers are available.
 
-    Stages with the most work come first. A peer comes from the stage that has most left of what it needs (peers per
-    work), and is never the last one there. The best is one that has a part of the lost stage already, then the first by
-    id.
+    Stages with the most work come first. A peer comes from the stage with most peers per work left, and is never the
+    last one there. A peer that already has a part of the lost stage is preferred, then the first by id.
     """
     serving = view.served()
     lost = sorted((s for s, peers in enumerate(serving) if not peers), key=lambda s: (-view.work[s], s))

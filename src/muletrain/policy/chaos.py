@@ -1,5 +1,5 @@
-"""``muletrain run --chaos`` follows a plan of faults, read from text or drawn from a seed. It is pure: which peer is hit
-is decided when it happens.
+"""``muletrain run --chaos`` follows a plan of faults, read from text or drawn from a seed. Pure: which peer is hit is
+decided at the fault's time.
 
     plan      = fault { ";" fault }
     fault     = ("kill" | "corrupt") target exactly | "freeze" target exactly "for" time | "join" when
@@ -55,7 +55,7 @@ class Fault:
     target: str = ""
     """'any', 'trainer', 'newcomer', 'server', 'client', 'stageK' or a peer's name; empty for join and partition."""
     phase: Phase | None = None
-    """In the middle of ``step``, when its target reaches this point of it."""
+    """In the middle of ``step``, when the target reaches this point."""
     stage: int | None = None
     """Destination of a move."""
     sides: tuple[int, ...] = ()
@@ -73,17 +73,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of the faults: the local fleet's peers by name, its stages, and the run's steps."""
+    """Limits of the faults: the local fleet's peers by name, stages, and the run's steps."""
 
     names: tuple[str, ...]
     stages: int
     steps: int
     clients: tuple[str, ...] = ()
-    """Names of the processes that compute for those peers (strategy ``hub``)."""
+    """Names of the processes that compute for ``peers`` (strategy ``hub``)."""
 
 
 def parse(text: str, bounds: Bounds) -> tuple[Fault, ...]:
-    """Returns the faults of ``text``. Raises ConfigError: what is wrong, what could stand there, and a caret under the
+    """Returns the faults of ``text``. Raises ConfigError with the error, the alternatives, and a caret under the
     place."""
     faults, begin, text = [], 0, re.sub(r"\s", " ", text)  # the caret must stand where the word does
     for part in text.split(";"):
@@ -101,8 +101,7 @@ def readable(faults: Sequence[Fault]) -> str:
 
 
 def draw(seed: int, bounds: Bounds) -> tuple[Fault, ...]:
-    """Returns three to six faults that the run survives; it kills at most as many peers as there are beyond one per
-    stage."""
+    """Returns three to six faults that the run survives; kills at most all peers beyond one per stage."""
     rng = random.Random(f"chaos/{seed}")
     spare = len(bounds.names) - bounds.stages
     kinds: list[Kind] = ["kill"] * rng.randint(min(1, spare), max(0, min(2, spare)))

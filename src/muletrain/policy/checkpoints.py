@@ -1,6 +1,6 @@
-"""This rule decides which checkpoint a run rolls back to when a stage has lost all its peers.
+"""This rule decides which checkpoint a run rolls back to when a stage has lost all peers.
 
-It is a pure function of what the reachable peers report, so peers that ask the same ones get the same result.
+The decision is a pure function of the reports of reachable peers, so equal reports give equal results.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ Base = tuple[int, bytes]
 def newest_complete(
     readable: Mapping[str, Mapping[tuple[Base, int], bytes]], stages: int, limit: int
 ) -> tuple[Base, tuple[bytes, ...]] | None:
-    """Returns the newest checkpoint of at most ``limit`` steps of which each stage's part can be read, with the digests
-    of its parts; of two with as many steps, the one with the higher lineage. ``readable``: by peer, (checkpoint, stage)
-    to the digest of each part that it can read. A part whose digest differs from that of the first peer (by id) does
-    not count."""
+    """Returns the newest checkpoint of at most ``limit`` steps with a readable part for each stage, and the parts'
+    digests; of two with equal steps, the one with the higher lineage. ``readable``: by peer, (checkpoint, stage) to the
+    digest of each readable part. The first peer's (by id) digest of a part counts, a different one does not."""
     found: dict[Base, dict[int, bytes]] = {}
     for _, own in sorted(readable.items()):
         for (base, stage), digest in own.items():
@@ -39,10 +38,10 @@ COPIES = 2
 
 
 def keepers(peers: Mapping[str, tuple[int, str]], stage: int, target: str) -> tuple[str, ...]:
-    """Returns two of ``peers`` (id: stage, place) with two different places, neither of which is the ``target``; none if
-    all share the target. Whichever stage loses all its peers, a copy is elsewhere: they are of stages other than ``stage``
-    and the target's. If there are none such, one is of ``stage`` itself, for the target may be lost with its own stage. A
-    stage keeps the same ones as long as they live (rendezvous hashing), so no copy is fetched in vain."""
+    """Returns two of ``peers`` (id: stage, place) with two different places, neither of which is the ``target``; none
+    if all share the target. Whichever stage loses all peers, a copy is elsewhere: the keepers are of stages other than
+    ``stage`` and the target's. Without such peers, one keeper is of ``stage``, for the target may be lost with the
+    target's stage. Keepers stay the same while alive (rendezvous hashing), so no copy is fetched in vain."""
     if all(place == target for _, place in peers.values()):
         return ()
     homes = {s for s, place in peers.values() if place == target}

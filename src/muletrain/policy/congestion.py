@@ -1,4 +1,4 @@
-"""A congestion window bounds how much is on its way to one receiver, and keeps the queue that it causes short.
+"""A congestion window bounds the bytes under way to one receiver, and keeps the resulting queue short.
 
 Routers at home queue seconds of data. A sender that fills such a queue delays everything that shares the link: probes,
 seals, activations. So the window follows the delay, not losses, as LEDBAT (RFC 6817), FAST TCP (Wei et al. 2006) and
@@ -39,7 +39,7 @@ INSTANT_S = 1e-6
 """Smallest round trip that we believe."""
 BESIDE = 3.0
 """All flows together may have so many times as much under way as the uplink is known to need. With 2, three flows that
-begin at the same time take a fifth longer than they have to."""
+begin at the same time take a fifth longer than necessary."""
 SAMPLE_S = 0.5
 """The rate of all flows is measured over this time: several pieces and receipts."""
 FADES = 0.9
@@ -66,12 +66,12 @@ class Smallest:
 
 
 class Uplink:
-    """Bound of all flows of one sender together, because they share its uplink.
+    """Bound of all flows of one sender together, because all share the uplink.
 
-    The window of an idle flow is that of its last message. If many flows begin at the same time, each with a window for
-    the whole uplink, they queue seconds of data. The bound is ``BESIDE`` times what the uplink is known to need: the
-    largest window, or one round trip at the highest rate of all flows together. So the bound doubles with each round
-    trip where the receivers are the bottleneck."""
+    The window of an idle flow is the last message's. If many flows begin at the same time, each with a window for the
+    whole uplink, seconds of data queue up. The bound is ``BESIDE`` times what the uplink is known to need: the largest
+    window, or one round trip at the highest rate of all flows together. So the bound doubles with each round trip where
+    the receivers are the bottleneck."""
 
     def __init__(self) -> None:
         self._largest = self._acknowledged = self._bytes_per_s = 0.0
@@ -118,7 +118,7 @@ class Window:
 
     @property
     def piece(self) -> int:
-        """Bytes to hand to the transport at once: a small part of the window, so that other traffic gets between two
+        """Bytes to hand to the transport at once: a small part of the window, so that urgent traffic gets between two
         pieces."""
         return min(PIECE_MAX, max(PIECE_MIN, int(self.size) // PIECES))
 
@@ -130,15 +130,15 @@ class Window:
     def acknowledged(
         self, nbytes: int, sent_s: float, received_s: float, now_s: float, *, target_s: float, filled: bool
     ) -> None:
-        """Adapt the window: the receiver got ``nbytes``, sent at ``sent_s`` (our clock), at ``received_s`` (its clock),
-        and we hear of it at ``now_s``. The clocks need not agree, because only changes of the one-way delay count.
-        ``filled``: the window was the limit."""
+        """Adapt the window: the receiver got ``nbytes``, sent at ``sent_s`` (our clock), at ``received_s`` (receiver's
+        clock), and we learn this at ``now_s``. The clocks need not agree, because only changes of the one-way delay
+        count. ``filled``: the window was the limit."""
         one_way_s = received_s - sent_s
         self._recent.append((now_s, one_way_s))
         while now_s - self._recent[0][0] > RECENT_S:
             self._recent.popleft()
         base_s = self._one_way.add(one_way_s, now_s)
-        if one_way_s - base_s > now_s - sent_s + INSTANT_S:  # longer than the round trip: its clock jumped, or it lies
+        if one_way_s - base_s > now_s - sent_s + INSTANT_S:  # longer than the round trip: a clock jump, or a lie
             self._one_way = Smallest()
             base_s = self._one_way.add(one_way_s, now_s)
             self._recent = deque([(now_s, one_way_s)])

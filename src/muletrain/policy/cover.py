@@ -1,4 +1,4 @@
-"""A stage keeps the accumulators whose sealed sets are disjoint and cover as many microbatches as possible.
+"""A stage keeps accumulators with disjoint sealed sets that cover as many microbatches as possible.
 
 Accumulators cannot be split. When a suspected peer turns out to be alive, two replicas may hold the same microbatch,
 and one of the two whole sets must be dropped. Every member computes the same answer from the same announced sets.
@@ -20,7 +20,7 @@ EXACT_LIMIT = 16
 
 @dataclass(frozen=True)
 class Cover:
-    """``chosen`` members' sets are pairwise disjoint; ``gaps`` are the microbatches in none of them."""
+    """``chosen`` members' sets are pairwise disjoint; ``gaps`` are the uncovered microbatches."""
 
     chosen: tuple[str, ...]
     dropped: tuple[str, ...]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import random
 
 FLOOR_S = 2.0
-"""Shortest deadline [s]: below it a busy machine's scheduling looks like a fault."""
+"""Shortest deadline [s]: a shorter one takes a busy machine's scheduling for a fault."""
 RECENT = 15
 """Measurements that ``Usual`` remembers."""
 UNMEASURED_S = 30.0
@@ -21,8 +21,8 @@ CEILING_S = 600.0
 MOST = 4.0
 """One answer counts for so many times the deadline at most."""
 IDLE, MOST_RESTS = 3, 16
-"""Steps in a row without work, after which a client sits steps out, and how many of these at most: at first one or two,
-then twice as many each time."""
+"""Steps in a row without work, after which a client sits steps out, and the largest number of such steps: at first one
+or two, then twice as many each time."""
 
 
 class Deadline:
@@ -41,8 +41,8 @@ class Deadline:
         return self._mean_s is not None
 
     def measured(self, seconds: float) -> None:
-        """An answer took ``seconds``. Beside others it counts for ``MOST`` times the deadline at most: this machine may have
-        slept meanwhile."""
+        """An answer took ``seconds``. Except for the first answer, at most ``MOST`` times the deadline counts: this
+        machine may have slept meanwhile."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
         else:
@@ -109,8 +109,8 @@ class Pulse:
         self._last_s = now
 
     def goes_on_s(self, now: float, longest_s: float) -> float:
-        """Returns for how many more seconds it counts as going on without another beat; 0 or less: it does not. Pauses
-        of more than ``longest_s`` are unusual, too."""
+        """Returns for how many more seconds the work counts as going on without another beat; 0 or less: not any more.
+        Pauses of more than ``longest_s`` are unusual, too."""
         return self._last_s + min(self._usual.seconds(), longest_s) - now
 
 
@@ -118,7 +118,7 @@ class RetryBudget:
     """A token bucket: work that is done once pays for work that is done twice, so lateness does not cause more load."""
 
     def __init__(self, most: float, share: float) -> None:
-        """``most``: retries that may follow each other; ``share``: of a retry, earned by each success."""
+        """``most``: retries that may follow each other; ``share``: part of a retry earned by each success."""
         self._left = self._most = most
         self._share = share
 
@@ -134,15 +134,15 @@ class RetryBudget:
 
 
 class Rests:
-    """Says which steps a client sits out. Where it always comes too late, or others leave it nothing to do, the weights
-    that it takes in each step are load for nothing; without it, others may come in time."""
+    """Says which steps a client sits out. If a client always comes too late or finds no work, fetching weights in each
+    step is load for nothing; without that client, other clients may come in time."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
         self._idle = self._left = 0
 
     def takes_part(self, *, worked: bool) -> bool:
-        """A step begins. ``worked``: in the last one in which it took part, it was given something to do."""
+        """A step begins. ``worked``: the client got work in the last step with participation."""
         if self._left:
             self._left -= 1
             return not self._left
@@ -154,6 +154,6 @@ class Rests:
 
 
 def backoff_s(times: int, first_s: float, longest_s: float) -> float:
-    """Returns the pause after ``times`` earlier tries: it doubles, up to ``longest_s``."""
+    """Returns the pause after ``times`` earlier tries: doubles, up to ``longest_s``."""
     # a float overflows at 2**1024, and some callers try for hours
     return min(longest_s, first_s * 2.0 ** min(times, 30))

@@ -1,9 +1,9 @@
 """The fork choice rule says which of two histories of a run stays when a partition heals.
 
 Both are right: in either, a state labelled t contains steps 1..t, each microbatch once. One must go all the same, and
-both sides must reach the same answer while they train on, at different moments, peer by peer. So the rule compares what
-hardly changes: the longer history stays, if it is clearly longer; otherwise the one whose first own record has the
-lower hash. (With the hashes of the newest records the answer would change at every step.)
+both sides must reach the same answer during further training, at different moments, peer by peer. So the rule compares
+properties that hardly change: a clearly longer history stays; otherwise the history with the lower hash of the first
+own record. (With the hashes of the newest records the answer would change at every step.)
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MEMORY = 1024
-"""Steps whose lineages a peer remembers: 32 kB."""
+"""Number of steps with a remembered lineage: 32 kB."""
 LEAD = 2
 """Steps by which a history is clearly longer: peers of one lineage may be a step apart."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A peer's history. ``lineages``: of the last steps up to ``step``, at which it is; ``over``: no step follows."""
+    """A peer's history. ``lineages``: of the last steps up to ``step``, the current one; ``over``: no step follows."""
 
     step: int
     lineages: tuple[bytes, ...]
@@ -35,7 +35,7 @@ class Chain:
 
 
 def forked_at(a: Chain, b: Chain) -> int | None:
-    """Returns the first step at which the two are known to differ; None if they do not, as far as both reach."""
+    """Returns the first step at which the two are known to differ; None without a difference, as far as both reach."""
     known = range(max(a.step - len(a.lineages), b.step - len(b.lineages)) + 1, min(a.step, b.step) + 1)
     return next((step for step in known if a.at(step) != b.at(step)), None)
 

@@ -1,4 +1,4 @@
-"""Passes of microbatches, and the parts of these that workers of a hub take (``pool``)."""
+"""Passes of microbatches, and the parts that workers of a hub take (``pool``)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class Pass(StrEnum):
-    """What is to be computed of a part."""
+    """The computation of a part."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     LOSS = "loss"
     """Forward and backward of the last stage."""
     AGAIN = "again"
-    """Forward and backward for the parameter gradient alone: it was lost with the worker that had it."""
+    """Forward and backward for the parameter gradient alone: lost with the worker that had computed the gradient."""
     CHECK = "check"
-    """Forward and backward to compare with what other workers brought back. Nothing is accumulated."""
+    """Forward and backward to compare with the results of other workers. Nothing is accumulated."""
 
     @property
     def cost(self) -> int:
@@ -58,7 +58,7 @@ class Given(NamedTuple):
 
 @dataclass
 class Uncut:
-    """Sequences from ``next`` to ``end`` of a pass that nobody has taken yet. ``since``: when it was put in."""
+    """Sequences from ``next`` to ``end`` of a pass that nobody has taken yet. ``since``: time of putting in."""
 
     what: Pass
     step: int
@@ -70,7 +70,7 @@ class Uncut:
 
 @dataclass
 class Giving:
-    """A part that a worker has, ``since`` and until it is ``due``."""
+    """A part that a worker has, from ``since`` until ``due``."""
 
     worker: str
     part: Part
@@ -81,9 +81,9 @@ class Giving:
 
 @dataclass
 class Open:
-    """A part that is wanted. ``givings``: numbers of those that have not come back; ``failed``: workers that could not
-    compute it; ``since``: when it became free for anyone; ``barred``: workers that do not get it; ``only``: the one
-    that does."""
+    """A part that is wanted. ``givings``: numbers of the givings that have not come back; ``failed``: workers unable to
+    compute the part; ``since``: when the part became free for anyone; ``barred``: excluded workers; ``only``: the only
+    allowed worker."""
 
     givings: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)

@@ -1,8 +1,8 @@
 """The pool decides which worker computes which sequences of a microbatch (HYBRID sec. 3.2.1).
 
-A server puts in passes of microbatches. Workers take *parts* of them: runs of sequences, as many as correspond to the
-worker's share of all workers' speed. Each time that a worker takes a part is a *giving*, with a number of its own. What
-a worker does not bring back in time may be given to others, too, and the first result counts. The pool is a state
+A server puts in passes of microbatches. Workers take *parts*: runs of sequences, as many as correspond to the worker's
+share of all workers' speed. Each time that a worker takes a part is a *giving*, with a unique number. A part that a
+worker does not bring back in time may also be given to more workers, and the first result counts. The pool is a state
 machine without clock, network and tensors.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 OWN = ""
 """The worker that is the server's own device."""
 SLOWEST = 0.25
-"""Share of its clients' mean speed that a server's own device must have to compute beside them. A slower one would hold
+"""Share of the clients' mean speed that a server's own device must have to compute as well. A slower one would hold
 microbatches up."""
 SOONER = 0.5
 """Share of the time until a busy worker is done, within which another one takes a part that waits there."""
 LEFT_S = 10.0
-"""Seconds for which nobody took a part, after which also a slower device of the server takes it."""
+"""Seconds for which nobody took a part, after which also a slower device of the server takes the part."""
 
 
 class Pool:
@@ -38,7 +38,7 @@ class Pool:
         self._free: dict[Part, None] = {}
         """Parts that any worker may take, oldest first."""
         self._again: dict[Part, None] = {}
-        """Those of them that nobody waits for before the step's end."""
+        """Free parts that nobody waits for before the step's end."""
         self._open: dict[Part, Open] = {}
         """All parts that were cut, and are wanted."""
         self._givings: dict[int, Giving] = {}
@@ -48,8 +48,8 @@ class Pool:
     # Workers ----------------------------------------------------------------------------------------------------------
 
     def enlist(self, worker: str, hint: float = 0.0) -> None:
-        """``worker`` comes, and takes nothing yet. ``hint``: forward passes of a sequence per second, by its own
-        word."""
+        """``worker`` comes, and takes nothing yet. ``hint``: forward passes of a sequence per second, as the worker
+        claims."""
         self._workers[worker] = Worker(hint)
 
     def ready(self, worker: str, room: int, hint: float = 0.0, steps: Collection[int] = ()) -> None:
@@ -58,13 +58,13 @@ class Pool:
             known.make_ready(room, hint, steps)
 
     def rest(self, now: float) -> None:
-        """No worker but the server's own device takes anything until it is ready again."""
+        """No worker but the server's own device takes anything until ready again."""
         for worker in self.workers():
             self._free_of(worker, now)
             self._workers[worker].rest()
 
     def lost(self, worker: str, now: float) -> None:
-        """``worker`` is gone, and what it was to compute is for others."""
+        """``worker`` is gone, and all assigned parts are free for the rest."""
         if worker in self._workers:
             self._free_of(worker, now)
             del self._workers[worker]
@@ -92,7 +92,7 @@ class Pool:
         return sum(w.speed for name, w in self._workers.items() if name != OWN and not w.late)
 
     def own_speed(self) -> float:
-        """Returns the same of the server's own device; 0: it is unknown, or does not share passes."""
+        """Returns the same of the server's own device; 0: unknown, or does not share passes."""
         return own.speed if self._shares(OWN, own := self._workers[OWN]) else 0.0
 
     def sharing_speed(self) -> float:
@@ -100,7 +100,7 @@ class Pool:
         return sum(w.speed for name, w in self._workers.items() if self._shares(name, w))
 
     def helpers(self, handing_over_s: float) -> int:
-        """See ``worth_their_accumulators``: for what is to be computed again."""
+        """See ``worth_their_accumulators``: for parts to be computed again."""
         work = [p.cost for p in (*self._free, *self._again) if p.what is Pass.AGAIN and self._open[p].only is None]
         speeds = [w.speed for name, w in self._workers.items() if self._shares(name, w) and w.speed]
         return worth_their_accumulators(work, speeds, handing_over_s)
@@ -108,7 +108,7 @@ class Pool:
     # Passes and parts -------------------------------------------------------------------------------------------------
 
     def put(self, what: Pass, step: int, index: int, rows: int, now: float) -> None:
-        """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut it when they take from it."""
+        """Put in a pass of a whole microbatch: a forward, or a loss. Workers cut the pass when taking parts."""
         older, self._newest = [*self._again] if step > self._newest else [], step
         for part in older:
             self._release(part, now)
@@ -117,8 +117,8 @@ class Pool:
     def put_part(
         self, part: Part, now: float, prefers: str | None = None, barred: Collection[str] = (), only: str | None = None
     ) -> None:
-        """Put in one part. ``prefers``: the worker that has its forward; others take it only once that one is gone, or
-        late. ``barred``: workers that do not get it; ``only``: the one that does."""
+        """Put in one part. ``prefers``: the worker that has the forward; another takes the part only once that one is
+        gone, or late. ``barred``: excluded workers; ``only``: the only allowed worker."""
         if part in self._open:
             wanted = self._open[part]
             wanted.barred = frozenset(barred)
@@ -137,19 +137,19 @@ class Pool:
             worker.reserved.append(part)
 
     def _release(self, part: Part, now: float) -> None:
-        """Let any worker take ``part``, unless one has it that is not late."""
+        """Let any worker take ``part``, unless a worker that is not late has this part."""
         wanted = self._open.get(part)
         if wanted is None or any(not self._is_late(self._givings[n]) for n in wanted.givings):
             return
         wanted.since = min(wanted.since, now)
-        # beside a later step it would never have its turn; but what ``only`` one computes again may come from another
+        # an older part would starve there; but a recomputation by ``only`` one may come from another
         last = part.step >= self._newest or (part.what is Pass.AGAIN and wanted.only is not None)
         self._again.pop(part, None)
         (self._again if part.what in LAST and last else self._free)[part] = None
 
     def drop(self, step: int, index: int | None = None, *, again: bool = False) -> None:
-        """Forget the passes of a microbatch, or all of a step. ``again``: also what is to be computed again, or checked,
-        of that microbatch."""
+        """Forget the passes of a microbatch, or all of a step. ``again``: also the parts of that microbatch to be
+        computed again, or checked."""
 
         def dropped(found: Uncut | Part) -> bool:
             if found.step != step or index not in (None, found.index):
@@ -162,33 +162,34 @@ class Pool:
             self._close(part)
 
     def drop_again(self, step: int) -> None:
-        """Forget what is to be computed again, or checked, of a step."""
+        """Forget a step's parts to be computed again, or checked."""
         self.drop_parts([p for p in self._open if p.what in LAST and p.step == step])
 
     def drop_parts(self, parts: Iterable[Part]) -> None:
-        """Forget these parts."""
+        """Forget ``parts``."""
         for part in parts:
             if part in self._open:
                 self._close(part)
 
     def _close(self, part: Part) -> None:
-        """``part`` is no longer wanted. It takes a place of the workers that have it until they bring it back."""
+        """``part`` is no longer wanted. Workers that have the part keep a place occupied until bringing the part
+        back."""
         self._free.pop(part, None)
         self._again.pop(part, None)
         self._unwanted += [(self._givings[n].worker, n) for n in sorted(self._open.pop(part).givings)]
 
     def unwanted(self) -> list[tuple[str, int]]:
-        """Returns the givings that have become unwanted since the last call, and who has them."""
+        """Returns the givings that have become unwanted since the last call, and the workers."""
         found, self._unwanted = self._unwanted, []
         return found
 
     # Giving and coming back -------------------------------------------------------------------------------------------
 
     def take(self, worker: str, now: float) -> Given | None:
-        """Gives ``worker`` the part that it computes next: one whose forward it has, then one that nobody else has (any
-        more), its share of the microbatch that waits for longest, and one that waits at a busy worker. While others have
-        room, or are much faster, the server's own device takes only what it has the forward of, what a worker could not
-        compute, and what nobody takes. Returns None if there is nothing for it, or it has no room."""
+        """Gives ``worker`` the next part: one with the forward there, then one that nobody else has (any more), a share
+        of the longest-waiting microbatch, and one that waits at a busy worker. While other workers have room, or are
+        much faster, the server's own device takes only parts with the forward there, parts that a worker could not
+        compute, and parts that nobody takes. Returns None without a suitable part or room."""
         taker = self._workers.get(worker)
         if taker is None or len(taker.out) >= taker.room or taker.late:
             return None
@@ -205,7 +206,7 @@ class Pool:
         return Given(number, part)
 
     def can_check(self, step: int, *by: str) -> bool:
-        """Could a worker other than ``by`` compute again soon what they computed of ``step``?"""
+        """Could a worker other than ``by`` soon recompute the parts of ``step`` that ``by`` computed?"""
         return any(
             w.ready and w.has(step) and not w.late and name not in by and (name != OWN or not self._holds_up(w))
             for name, w in self._workers.items()
@@ -224,7 +225,7 @@ class Pool:
         )
 
     def _holds_up(self, own: Worker) -> bool:
-        """Is the server's own device much slower than its clients?"""
+        """Is the server's own device much slower than the clients?"""
         speeds = [w.speed for w in self._workers.values() if w is not own and w.ready and not w.late]
         return bool(speeds and own.measured) and own.speed < SLOWEST * sum(speeds) / len(speeds)
 
@@ -235,7 +236,8 @@ class Pool:
         return None
 
     def _of_another(self, worker: str) -> Part | None:
-        """Returns the last part that waits at a busy worker, if ``worker`` is done much sooner, with its forward, too."""
+        """Returns the last part that waits at a busy worker, if ``worker`` is done much sooner, including the
+        forward."""
         taker = self._workers[worker]
         if not taker.measured or (worker == OWN and self._holds_up(taker)):
             return None
@@ -251,7 +253,7 @@ class Pool:
         return None
 
     def _busy_s(self, worker: Worker) -> float:
-        """Returns the seconds until ``worker`` has computed what waits for it."""
+        """Returns the seconds until ``worker`` has computed all waiting parts."""
         cost = sum(part.cost for part in (*worker.reserved, *(self._givings[n].part for n in worker.out)))
         return cost / worker.speed if worker.measured else 0.0
 
@@ -293,7 +295,7 @@ class Pool:
         return None
 
     def _has_part_of(self, uncut: Uncut, worker: Worker) -> bool:
-        """Has ``worker`` a part of that pass? Then the rest is for others: a pass ends with its last part."""
+        """Has ``worker`` a part of that pass? Then the rest is for other workers: a pass ends with the last part."""
         return any(self._givings[n].part[:3] == (uncut.what, uncut.step, uncut.index) for n in worker.out)
 
     def _share_of(self, worker: str, uncut: Uncut) -> float:
@@ -307,7 +309,7 @@ class Pool:
         return speeds[worker] / sum(speeds.values()) if all(speeds.values()) else 1 / len(speeds)
 
     def _shares(self, name: str, worker: Worker) -> bool:
-        """Does a worker get its share of each microbatch?"""
+        """Does a worker get a share of each microbatch?"""
         if not worker.ready or worker.late:
             return False
         return name != OWN or (worker.measured and not self._holds_up(worker))
@@ -317,18 +319,18 @@ class Pool:
         return part in self._open
 
     def busy(self, worker: str, step: int) -> bool:
-        """Has ``worker`` parts of ``step`` that it should bring back soon?"""
+        """Has ``worker`` parts of ``step`` that should come back soon?"""
         if (known := self._workers.get(worker)) is None or known.late:
             return False
         return any(part.step == step for part in (*known.reserved, *(self._givings[n].part for n in known.out)))
 
     def part(self, worker: str, number: int) -> Part | None:
-        """Returns what was given to ``worker`` under ``number``, and has not come back."""
+        """Returns the part given to ``worker`` under ``number`` and not yet back."""
         giving = self._givings.get(number)
         return giving.part if giving is not None and giving.worker == worker else None
 
     def done(self, worker: str, number: int, now: float) -> bool:
-        """``worker`` brings a giving back. Returns False if it is not wanted (any more), or there is no such giving."""
+        """``worker`` brings a giving back. Returns False if not wanted (any more), or there is no such giving."""
         if (giving := self._back(worker, number)) is None:
             return False
         self._workers[worker].came_back(giving.part, giving.since, now)
@@ -336,13 +338,13 @@ class Pool:
         return True
 
     def failed(self, worker: str, number: int, now: float) -> None:
-        """``worker`` does not compute what it was given."""
+        """``worker`` does not compute a given part."""
         if (giving := self._back(worker, number)) is not None:
             self._open[giving.part].failed.add(worker)
             self._release(giving.part, now)
 
     def _back(self, worker: str, number: int) -> Giving | None:
-        """Returns the giving, if it is wanted. An equal part that was put in later is not the one that was given."""
+        """Returns the giving, if wanted. An equal part that was put in later does not match."""
         if self.part(worker, number) is None:
             return None
         giving, known = self._givings.pop(number), self._workers[worker]
@@ -355,16 +357,16 @@ class Pool:
         return giving
 
     def expire(self, now: float) -> tuple[str, ...]:
-        """Let others take what late workers have, and should compute next. Returns the workers that became late; they
-        get nothing more until they bring something back."""
+        """Free the parts that late workers have, and should compute next. Returns the workers that became late, which
+        get nothing more until a part comes back."""
         late = dict.fromkeys(g.worker for g in self._givings.values() if g.due <= now and not self._is_late(g))
         for name in late:
             self.doubt(name, now)
         return tuple(late)
 
     def doubt(self, worker: str, now: float) -> None:
-        """Let others take what ``worker`` has, and should compute next. It gets nothing more until it brings something
-        back, or is there again (``reconcile``)."""
+        """Free the parts that ``worker`` has, and should compute next. ``worker`` gets nothing more until a part comes
+        back, or until ``reconcile``."""
         if (known := self._workers.get(worker)) is None:
             return
         known.late = True
@@ -373,13 +375,13 @@ class Pool:
         known.reserved.clear()
 
     def sent(self, number: int, now: float) -> None:
-        """A giving is on its way to its worker."""
+        """A giving is under way to the worker."""
         if number in self._givings:
             self._givings[number].sent_at = now
 
     def reconcile(self, worker: str, parts: Collection[int], asked_at: float, now: float) -> None:
-        """``worker`` is there, and computes these of its givings. Others that were sent before it was asked never came to
-        it, or their results were lost."""
+        """``worker`` is there, and computes the givings ``parts``. The rest that was sent before ``asked_at`` never
+        arrived, or the results were lost."""
         if (known := self._workers.get(worker)) is None:
             return
         gone = [n for n in known.out.difference(parts) if self._givings[n].sent_at < asked_at]

@@ -1,7 +1,7 @@
 """Two rules over the same view decide which peers move to another stage: the paper's and ours.
 
-Both are pure functions of what peers announce. So all peers that see the same announcements compute the same moves, and
-each carries out its own. Neither rule takes a stage's last peer, and neither acts on a view without peers of some
+Both are pure functions of the announcements. So all peers with equal announcements compute equal moves, and each peer
+carries out its own move. Neither rule takes a stage's last peer, and neither acts on a view without peers of some
 stage: an empty stage must be adopted, not balanced, and a stage that no announcement names shows that the view is
 incomplete.
 """
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from muletrain.policy.assignment import Load, View
 
 HYSTERESIS = 0.25
-"""A plan must raise the pipeline's throughput by this share of its movers' mean speed. Measured speeds vary by some
-percent of one peer's speed; moving a peer where it is needed gains about its whole speed."""
+"""A plan must raise the pipeline's throughput by this share of the movers' mean speed. Measured speeds vary by some
+percent of one peer's speed; a useful move gains about the peer's whole speed."""
 EPSILON = 1e-9
 """Relative difference that is no gain: sums of the same speeds in another order differ in the last bits."""
 
 
 class Confirmed:
-    """Passes moves that follow from measured speeds only if the view before led to them, too."""
+    """Passes moves that follow from measured speeds only if the previous view led to the same moves."""
 
     def __init__(self) -> None:
         self._before: set[tuple[int, int]] = set()
@@ -56,20 +56,21 @@ def by_queue(view: View) -> tuple[Move, ...]:
 
 
 def by_throughput(view: View, horizon_s: float, *, exchange: bool = True) -> tuple[Move, ...]:
-    """Returns the moves after which the slowest stage does most, if they gain more within ``horizon_s`` than they cost.
+    """Returns the moves that maximise the slowest stage's throughput, if the gain within ``horizon_s`` exceeds the
+    cost.
 
-    A stage does the sum of what its peers do, a pipeline what its slowest stage does. The plan grows move by move, each
-    to the stage that is slowest then, from the stage where most is left for both. Of its beginnings the one of greatest
-    net gain is taken, so several stages that share the last place are relieved at once, and two moves can make an
-    exchange. The gain counts from the arrival of the last mover; until then the movers serve nobody, and all that they
-    would have done is the price. Every plan raises the throughput by a part of its movers' speed (``HYSTERESIS``), so
-    under a constant view the moves end.
+    A stage's throughput is the sum over its peers, a pipeline's is the slowest stage's. The plan grows move by move,
+    each to the currently slowest stage, from the stage that leaves most for the slower of both. The prefix of greatest
+    net gain is taken, so several equally slow stages are relieved at once, and two moves can make an exchange. The gain
+    counts from the arrival of the last mover; until then the movers serve nobody, and their lost work is the price.
+    Every plan raises the throughput by a part of the movers' speed (``HYSTERESIS``), so under a constant view the moves
+    end.
 
-    Without ``exchange`` no stage both gives and gets. What a stage loses was measured there, but what it gains follows
-    from the stages' costs; if these are wrong, a swap that promises much gains nothing, and is promised again.
+    Without ``exchange`` no stage both gives and gets. A stage's loss was measured there, but a stage's gain follows
+    from the stages' costs; if the costs are wrong, a swap that promises much gains nothing, and is promised again.
 
-    The strongest peer of each stage stays, in every view that it is part of: even peers that see different parts of the
-    fleet leave no stage empty.
+    The strongest peer of each stage stays, in every view with that peer: even peers with different partial views leave
+    no stage empty.
     """
     served = view.served()
     if not all(served):
@@ -86,7 +87,7 @@ def by_throughput(view: View, horizon_s: float, *, exchange: bool = True) -> tup
 
 
 class _Plan:
-    """Holds moves in the order in which they were found, and what the stages would do after them [microbatches/s]."""
+    """Holds moves in the order of finding, and the stages' throughput afterwards [microbatches/s]."""
 
     def __init__(self, view: View, served: list[list[str]], exchange: bool) -> None:
         self._view, self._exchange = view, exchange
@@ -96,11 +97,11 @@ class _Plan:
         self._got: set[int] = set()
         loads = view.loads
         self._here = {p: self._speed(p, s) for s, peers in enumerate(served) for p in peers}
-        """What each peer does where it serves."""
+        """Throughput of each peer at the current stage."""
         self._before = [sum(self._here[p] * loads[p].alike for p in peers) for peers in served]
         self._after = list(self._before)
         self._left = list(self._before)
-        """What the peers that stay do alone."""
+        """Throughput of the remaining peers alone."""
         keepers = {min(peers, key=self._staying) for peers in served}
         self._spare = {p: load.alike - (p in keepers) for p, load in loads.items()}
         self._movable = [[p for p in peers if self._spare[p]] for peers in served]
@@ -110,7 +111,7 @@ class _Plan:
         return self._view.loads[peer].targets != frozenset(), -self._here[peer], peer
 
     def _speed(self, peer: str, stage: int) -> float:
-        """Returns the speed measured there [microbatches/s], else one by its power."""
+        """Returns the speed measured there [microbatches/s], else one from the peer's power."""
         measured = self._view.loads[peer].speeds.get(stage)
         if _usable(measured):
             assert measured is not None
@@ -126,7 +127,7 @@ class _Plan:
         best, best_rank, work = None, (after[target] * (1 + EPSILON), 0.0, 0), self._view.work[target]
         for source in sorted(range(len(after)), key=lambda s: -after[s]):
             if after[source] < best_rank[0]:
-                break  # and so are all that follow, less what would leave them
+                break  # and so are all that follow, even before a peer leaves
             if source == target or (not self._exchange and source in self._got):
                 continue
             for peer in self._movable[source]:
@@ -153,7 +154,7 @@ class _Plan:
         self._after[move.target] += self._speed(move.peer, move.target)
 
     def net_gain(self, horizon_s: float) -> float:
-        """Returns the microbatches gained within the horizon, less what the movers would have done on their way."""
+        """Returns the microbatches gained within the horizon, less the movers' lost work while moving."""
         seconds = [self._view.state_bytes[m.target] / self._view.loads[m.peer].bytes_per_s for m in self.moves]
         moving_s = min(horizon_s, max(seconds))
         before = min(self._before)
@@ -167,7 +168,7 @@ class _Plan:
 
 
 def _powers(view: View) -> dict[str, float]:
-    """Returns the power of every peer [work/s]. One that was measured nowhere counts as the median of the others."""
+    """Returns the power of every peer [work/s]. An unmeasured peer counts as the median of the rest."""
     powers = {p: _power(load, view.work) for p, load in view.loads.items()}
     known = [power for p, power in powers.items() if power is not None for _ in range(view.loads[p].alike)]
     usual = median(known) if known else 1.0
@@ -175,7 +176,7 @@ def _powers(view: View) -> dict[str, float]:
 
 
 def _power(load: Load, work: Sequence[float]) -> float | None:
-    """Returns the power measured where it serves now, or the mean of those where it served before."""
+    """Returns the power measured at the current stage, or the mean over earlier stages."""
     if 0 <= load.stage < len(work) and _usable(speed := load.speeds.get(load.stage)):
         assert speed is not None
         return speed * work[load.stage]

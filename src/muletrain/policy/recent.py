@@ -1,5 +1,5 @@
-"""Tables by peer stay small with ``Recent``: in a long run machines come and go without end. ``Debts`` keeps one of what
-each peer has cost lately; a ``Bucket`` limits what all cost together."""
+"""Tables by peer stay small with ``Recent``: in a long run machines come and go without end. ``Debts`` is a table of
+recent costs of each peer; a ``Bucket`` limits the total cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Recent(OrderedDict[str, V]):
 
 
 class Debts:
-    """A leaky bucket for each peer: what it owes are its costs, less ``per_s`` for every second since. Times are the caller's [s]."""
+    """A leaky bucket for each peer: the debt is the sum of costs, less ``per_s`` for every second since. Times are the
+    caller's [s]."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -33,7 +34,7 @@ class Debts:
         return max(0.0, owed - (now - at) * self._per_s)
 
     def add(self, peer: str, cost: float, now: float) -> float:
-        """Add ``cost``. Returns what ``peer`` owes then."""
+        """Add ``cost``. Returns the new debt of ``peer``."""
         owed = self.owed(peer, now) + cost
         self._owed[peer] = owed, now
         return owed

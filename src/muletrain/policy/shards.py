@@ -1,4 +1,4 @@
-"""A stage's flat gradient is divided for its all-reduce: one contiguous shard for each owner, in chunks that stream."""
+"""A stage's flat gradient is divided for the all-reduce: one contiguous shard for each owner, in chunks that stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONE_CHUNK, LONE_CHUNKS = 4096 * BLOCK, 64
 
 
 def lone_chunk(n_params: int) -> int:
-    """Returns the elements in a chunk where one peer makes the mean alone: enough for all its cores, and little beside a
+    """Returns the elements in a chunk where one peer makes the mean alone: enough for all cores, and little beside a
     model that has no room in memory."""
     return max(CHUNK, min(LONE_CHUNK, n_params // LONE_CHUNKS // BLOCK * BLOCK))
 
@@ -28,6 +28,5 @@ def shard_ranges(n_params: int, members: int) -> list[tuple[int, int]]:
 
 
 def chunk_ranges(begin: int, end: int, chunk: int = CHUNK) -> list[tuple[int, int]]:
-    """Returns the chunks of one shard, in the order in which they are sent. ``chunk``: elements in each, whole
-    blocks."""
+    """Returns the chunks of one shard, in sending order. ``chunk``: elements in each, whole blocks."""
     return [(a, min(a + chunk, end)) for a in range(begin, end, chunk)]

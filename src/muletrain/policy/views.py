@@ -1,11 +1,11 @@
-"""Views decide which replicas of a stage reduce together if not all of them reach each other.
+"""Views decide which replicas of a stage reduce together if some cannot reach each other.
 
-Every member announces which members it counts on (its view); a round needs members with equal views. Views of a first
-attempt are guesses, since a death may not be known everywhere. From the second attempt on, views tell who does not
-reach whom. Then each member keeps to members that all reach each other as far as it knows, first those that count on
-it, in the order of ids: members that know the same choose the same. A member outside of such a company yields to one
-that is larger, or as large with a lower first member. That order is total, so some company always goes on, and of two
-sides that both could, one does; and a member from which the others get nothing does not go on without them.
+Every member announces a view, the members to count on; a round needs members with equal views. Views of a first attempt
+are guesses, since a death may not be known everywhere. From the second attempt on, views show missing connections. Then
+each member X chooses a company of members with all mutual connections known to work, members that count on X first, in
+the order of ids: equal knowledge gives equal choices. A member outside of a company yields to a larger company, or to
+an equal one with a lower first member. That order is total, so some company always goes on, and of two viable sides,
+one does; and a member from which the rest get nothing does not go on alone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class GroupView(NamedTuple):
-    """The members that one member counts on, itself included, in its attempt number ``attempt`` (from 0)."""
+    """The members that one member counts on, including the member, in attempt number ``attempt`` (from 0)."""
 
     attempt: int
     members: tuple[str, ...]
 
 
 def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) -> tuple[str, ...]:
-    """Returns the members that ``me``, who reaches ``reached``, counts on next; sorted. Those that count on ``me`` come
-    first, unless that makes the company smaller: a member that tells each of the others that it counts on nobody else
-    must not part them. Nor must one that few know yet, and whose id comes first: it may have accumulated nothing."""
+    """Returns the members that ``me``, who reaches ``reached``, counts on next; sorted. Members that count on ``me``
+    come first, unless that makes the company smaller: a member that claims to each peer to count on nobody else must
+    not split a company. Nor must a little-known member with the first id, which may have accumulated nothing."""
     others = sorted(set(reached) - {me})
 
     def unsure(peer: str) -> bool:
@@ -45,8 +45,8 @@ def counted_on(me: str, reached: Iterable[str], views: Mapping[str, GroupView]) 
 
 
 def yields(me: str, own: tuple[str, ...], views: Mapping[str, GroupView]) -> bool:
-    """Does ``me``, in company ``own``, leave the step to others that go on without it? Members of a view that do not
-    count on its owner go on without it: what one says of others lures nobody away."""
+    """Does ``me``, in company ``own``, leave the step to another company? Members of a view that do not count on the
+    view's owner are not in the owner's company: no member can be lured away by a third one's claim."""
 
     def company(owner: str) -> list[str]:
         return [p for p in views[owner].members if p == owner or _counts_on(p, owner, views)]

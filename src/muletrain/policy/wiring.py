@@ -1,8 +1,8 @@
 """Stochastic wiring (SWARM app. C, algorithm 1) chooses which of a stage's peers gets the next microbatch. Rendezvous
-hashing chooses the trainer that builds it, so that losing a trainer moves only its own microbatches.
+hashing chooses the trainer that builds it, so that losing a trainer moves only that trainer's microbatches.
 
 Interleaved weighted round robin over an exponential average of measured time: each choice adds the chosen peer's
-average to its running total, and the smallest total is chosen next, so a peer twice as fast is chosen twice as often.
+average to a running total, and the smallest total is chosen next, so a peer twice as fast is chosen twice as often.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ GAMMA = 0.1
 WAYS = 32
 """The shortest of this many last ways to a peer and back counts."""
 MOST = 0.9
-"""Share of a sender's microbatches after whose return the usual length of a step is taken. The last ones may have
-waited for a slow peer, and the next step should not."""
+"""Share of a sender's returned microbatches that defines the usual length of a step. The last ones may have waited for
+a slow peer, and the next step should not."""
 OUTLIER = 4.0
-"""Times what was expected that a measurement counts at most, unless the one before was as long."""
+"""A measurement counts at most this multiple of the expectation, unless the one before was as long."""
 PROMPT = 2.0
 """At the end of a step, peers that take at most this multiple of the fastest time still count as fast enough."""
 TRY = 0.005
-"""Probability, divided by the number of peers, that a peer too slow for the rest of a step gets its microbatch anyway,
-since machines change and estimates may be wrong. It is the largest share of a stage's time that this costs."""
+"""Probability, divided by the number of peers, that a peer too slow for the rest of a step gets a microbatch anyway,
+since machines change and estimates may be wrong. This costs at most that share of a stage's time."""
 
 
 @dataclass
@@ -51,29 +51,30 @@ class _Entry:
         return max(self.mean_s / self.weight, min(self.ways_s)) if self.weight else None
 
     def at_best_s(self, expected_s: float) -> float:
-        """Returns the shorter of the last two times, if that is less than ``expected_s``. Before the first one counts what
-        its device takes."""
+        """Returns the shorter of the last two times, if that is less than ``expected_s``. Before the first one, the
+        device's expected time counts."""
         return min(expected_s, max(min(self.last_s), min(self.ways_s, default=0.0)))
 
 
 class Wiring:
     """One sender's view of the peers of one stage. Measurements are the sender's own, so peers behind slow links look
-    slow (sec. 3.2). It departs from algorithm 1 in six ways:
+    slow (sec. 3.2). Six departures from algorithm 1:
 
-    - The average is corrected for its start at zero, as Adam's moments are: otherwise a rarely chosen peer looks fast.
-    - A newcomer starts at the smallest running total, not at epsilon: otherwise it is flooded until it has caught up.
-    - The longer of computing and sending counts, not their sum, since a peer computes while its links carry. By the sum
-      a peer next door would get twice as much as one that computes as fast 200 ms away, and the fleet would wait for
-      it. Of the ways the shortest counts, since the others tell how much else was on the links: by their mean a fast
-      peer that gets much looks as slow as one that gets nothing.
-    - Nothing is queued behind a peer's work while another would have finished it by then. The averages contain a little
-      time that occupies no peer (scheduling), which weighs more for a fast peer. Within the trainers' bounded window,
-      the slow peer's queue would grow until the fast one starves.
-    - A peer that takes longer for a microbatch than is left of the usual length of a step gets none, if others take
-      less, since a step ends with its last microbatch. A CPU among GPUs would get one in a hundred steps, and make that
-      step five times as long.
+    - The average is bias-corrected, as Adam's moments are: otherwise a rarely chosen peer looks fast.
+    - A newcomer starts at the smallest running total, not at epsilon: otherwise every microbatch goes there until the
+      total has caught up.
+    - The longer of computing and sending counts, not the sum, since both overlap. By the sum a peer next door would get
+      twice as much as an equally fast one 200 ms away, and the fleet would wait for the former. The shortest way
+      counts, since longer ways reflect other load on the links: by the mean, a fast peer with much work looks as slow
+      as one without.
+    - Nothing is queued behind a peer's work while another peer could finish the microbatch by then, even a peer that is
+      full now. The averages contain a little time that occupies no peer (scheduling), which weighs more for a fast
+      peer. Within the trainers' bounded window, the slow peer's queue would grow until the fast one starves.
+    - A peer that takes longer for a microbatch than is left of the usual length of a step gets none, if there are
+      faster peers, since a step ends with the last microbatch. A CPU among GPUs would get one in a hundred steps, and
+      make that step five times as long.
     - One long time is no slow peer: a first call allocates and compiles, and somebody else may use a device for a
-      moment. Until the next one is long, too, it counts at most ``OUTLIER`` times what was expected, and the peer gets
+      moment. Until the next one is long, too, at most ``OUTLIER`` times the expectation counts, and the peer gets
       microbatches however little of the step is left.
     """
 
@@ -82,22 +83,22 @@ class Wiring:
         self._rng, self._gamma = rng, gamma
         self._entries: dict[str, _Entry] = {}
         self._step, self._begun_s, self._usual_s = -1, 0.0, math.inf
-        """The current step: its number, when its first microbatch was sent, and the usual length of a step."""
-        self._back_s: list[float] = []
-        """Times at which its microbatches came back."""
+        """The current step: number, sending time of the first microbatch, and the usual length of a step."""
+        self._back_s: list[tuple[str, float]] = []
+        """Peers and return times of the step's microbatches."""
 
     def serve(self, peers: Mapping[str, float]) -> None:
-        """``peers`` serve the stage now, with the expected times of their devices (``add``)."""
+        """``peers`` serve the stage now, with the devices' expected times (``add``)."""
         for gone in set(self.peers()) - peers.keys():
             self.remove(gone)
         for peer in sorted(peers, key=lambda p: peers[p]):
             self.add(peer, peers[peer])
 
     def add(self, peer: str, device_s: float = 0.0) -> None:
-        """A peer announced itself: a new one joins at the smallest total, a banned one is welcome again. ``device_s``:
-        expected time of its device for a microbatch [s], 0 if unknown. A device slower than the fastest joins later by
-        the difference: otherwise all senders try it at once, and the first steps of a fleet with a few CPUs wait for
-        them. Add the fastest first."""
+        """A peer was announced: a new one joins at the smallest total, a banned one is welcome again. ``device_s``:
+        expected time of the device for a microbatch [s], 0 if unknown. A device slower than the fastest joins later by
+        the difference: otherwise all senders try that device at once, and the first steps of a fleet with a few CPUs
+        are slow. Add the fastest first."""
         entry = self._entries.get(peer)
         if entry is None:
             fastest_s = min((e.device_s for e in self._entries.values() if e.device_s), default=device_s)
@@ -110,7 +111,7 @@ class Wiring:
         self._entries.pop(peer, None)
 
     def ban(self, peer: str) -> None:
-        """Do not choose ``peer`` until it is added again. The last usable peer is never banned."""
+        """Do not choose ``peer`` until added again. The last usable peer is never banned."""
         usable = [p for p, e in self._entries.items() if not e.banned]
         if peer in self._entries and usable != [peer]:
             self._entries[peer].banned = True
@@ -126,7 +127,7 @@ class Wiring:
         waited_s: float = 0.0,
     ) -> str | None:
         """Returns the peer with the smallest running total (ties at random). Returns None if there is none outside
-        ``exclude``, or if it is better to wait for one that is ``full``.
+        ``exclude``, or if waiting for a ``full`` one is better.
 
         ``under_way``: microbatches of ours that each peer has already; a peer passed over for that is owed nothing
         later. ``step``: of the microbatch, which has ``waited_s`` already.
@@ -140,12 +141,9 @@ class Wiring:
         }
         soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
         left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s, waited_s)
-        in_time = {
-            p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s and p not in full
-        }
-        if not in_time:
+        in_time = {p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s}
+        if not (prompt := _prompt(in_time, under_way) - set(full)):
             return None
-        prompt = _prompt(in_time, under_way)
         smallest = min(self._entries[p].total_s for p in prompt)
         for peer in sorted(expected_s.keys() - in_time.keys() - set(full)):
             entry = self._entries[peer]
@@ -154,21 +152,24 @@ class Wiring:
                 if self._rng.random() < TRY / len(expected_s):
                     return peer
         peer = self._rng.choice(sorted(p for p in prompt if self._entries[p].total_s == smallest))
-        for passed in in_time.keys() - prompt:
+        for passed in in_time.keys() - prompt - set(full):
             self._entries[passed].total_s = max(self._entries[passed].total_s, smallest)
         self._entries[peer].total_s += expected_s[peer]
         return peer
 
     def _begin(self, step: int, now_s: float) -> None:
-        if self._step >= 0 and self._back_s:
-            most = math.ceil(MOST * len(self._back_s))
-            self._usual_s = (self._back_s[most - 1] - self._begun_s) * len(self._back_s) / most
+        fastest_s, mean_s = self._measured()
+        expected_s = {p: _expected_s(e, fastest_s, mean_s) for p, e in self._entries.items()}
+        fast = {p for p, s in expected_s.items() if s <= PROMPT * min(expected_s.values())}
+        if self._step >= 0 and (back_s := [s for p, s in self._back_s if p in fast]):
+            most = math.ceil(MOST * len(back_s))
+            self._usual_s = (back_s[most - 1] - self._begun_s) * len(back_s) / most
         self._step, self._begun_s, self._back_s = step, now_s, []
 
     def measured(self, peer: str, busy_s: float, way_s: float = 0.0, now_s: float = 0.0) -> None:
         """A microbatch took ``busy_s`` of this peer's time, and ``way_s`` on the way there and back, including waits
-        for links. It came back at ``now_s``."""
-        self._back_s.append(now_s)
+        for links. The microbatch came back at ``now_s``."""
+        self._back_s.append((peer, now_s))
         entry = self._entries.get(peer)
         if entry is None:
             return
@@ -179,7 +180,7 @@ class Wiring:
         entry.ways_s.append(way_s)
 
     def takes_at_least(self, peer: str, seconds: float) -> None:
-        """``peer`` has had a microbatch for so long: it is given fewer, as if it had answered now."""
+        """``peer`` has had a microbatch for so long: choose ``peer`` less, as after an answer now."""
         entry = self._entries.get(peer)
         if entry is not None and (entry.measured_s or 0.0) < seconds:
             entry.mean_s += self._gamma * (seconds - entry.mean_s)
@@ -187,12 +188,12 @@ class Wiring:
             entry.ways_s = entry.ways_s or deque([0.0], maxlen=WAYS)
 
     def expected_s(self, peer: str) -> float:
-        """Returns the average for ``peer``. Before its first measurement it is what its device takes, but at least the
-        fastest measured average; if the device is unknown, the mean of the others, or 1 s if there are none."""
+        """Returns the average for ``peer``. Before the first measurement: the device's expected time, but at least the
+        fastest measured average; for an unknown device, the mean of the rest, or 1 s."""
         return _expected_s(self._entries[peer], *self._measured())
 
     def _measured(self) -> tuple[float, float]:
-        """Returns the smallest average, and their mean."""
+        """Returns the smallest and the mean average."""
         known = [s for e in self._entries.values() if (s := e.measured_s) is not None]
         return (min(known), sum(known) / len(known)) if known else (0.0, 1.0)
 
@@ -210,14 +211,14 @@ def _expected_s(entry: _Entry, fastest_s: float, mean_s: float) -> float:
 
 
 def _prompt(expected_s: Mapping[str, float], under_way: Mapping[str, int]) -> set[str]:
-    """Returns the peers that would begin a microbatch before any other could have finished it."""
-    soonest_s = min((under_way.get(p, 0) + 1) * s for p, s in expected_s.items())
+    """Returns the peers that would begin a microbatch before any peer could have finished one."""
+    soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
     return {p for p, s in expected_s.items() if under_way.get(p, 0) * s <= soonest_s}
 
 
 def claimant(step: int, index: int, trainers: Iterable[str], turn: int = 0) -> str:
-    """Returns the live trainer that should build microbatch ``(step, index)``; with each ``turn`` the next one, since
-    those before did not. A hint against double work, not a promise. Raises ValueError if there is no trainer."""
+    """Returns the live trainer that should build microbatch ``(step, index)``; with each ``turn`` the next one, after
+    earlier ones failed to. A hint against double work, not a promise. Raises ValueError if there is no trainer."""
 
     def rank(trainer: str) -> tuple[bytes, str]:
         return hashlib.blake2b(f"{step}/{index}/{trainer}".encode(), digest_size=8).digest(), trainer

@@ -1,4 +1,4 @@
-"""A worker of a hub's pool (``pool``): what it computes now, and how fast it is."""
+"""A worker of a hub's pool (``pool``): current work and speed."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ if TYPE_CHECKING:
     from muletrain.policy.passes import Part, Pass
 
 LATE, FLOOR_S, UNMEASURED_S = 4.0, 0.5, 30.0
-"""A part is late after this multiple of the time that its worker usually takes, but not within the first of these times,
-nor before any measurement within the second [s]."""
+"""A part is late after this multiple of the worker's usual time, but not before ``FLOOR_S``; without any measurement,
+after ``UNMEASURED_S`` [s]."""
 UNKNOWN = 4
 """Workers that are enough for a server before an accumulator has come."""
 
 
 class Worker:
-    """``hint``: forward passes of a sequence per second, by its own word."""
+    """``hint``: forward passes of a sequence per second, as the worker claims."""
 
     def __init__(self, hint: float) -> None:
         self.hint, self.room = hint, 0
         self.out: set[int] = set()
         """Numbers of the givings that have not come back, wanted or not."""
         self.reserved: deque[Part] = deque()
-        """Parts that it should compute, because it has their forward."""
+        """Parts that this worker should compute, because of the forward there."""
         self.late = False
         self._steps: frozenset[int] = frozenset()
-        """Steps whose weights it has; empty: it is ready for any."""
+        """Steps with weights here; empty: ready for any."""
         self._unit_s: dict[Pass, Usual] = {}
-        """Seconds for a forward pass of a sequence, as each kind of pass says: where outputs are computed again, a backward
-        takes longer than its cost says."""
+        """Seconds for a forward pass of a sequence, as each kind of pass says: with recomputed outputs, a backward
+        takes longer than the nominal cost."""
         self._free_at = -math.inf
-        """When its last part came back."""
+        """When the last part came back."""
 
     def make_ready(self, room: int, hint: float, steps: Collection[int]) -> None:
-        """It takes up to ``room`` parts at once, from now on also of ``steps``; (): of any."""
+        """The worker takes up to ``room`` parts at once, from now on also of ``steps``; (): of any."""
         self.room, self.hint = room, hint
         if steps:  # a step later, the weights of the oldest are replaced
             self._steps = frozenset(s for s in self._steps if s >= min(steps) - 1) | {*steps}
 
     def rest(self) -> None:
-        """It takes nothing until it is ready again."""
+        """The worker takes nothing until ready again."""
         self.room, self._steps = 0, frozenset()
 
     def has(self, step: int) -> bool:
-        """Has it the weights that ``step`` computes with, once it is ready?"""
+        """Are the weights of ``step`` there, once the worker is ready?"""
         return not self._steps or step in self._steps
 
     @property
@@ -67,12 +67,12 @@ class Worker:
         return 1 / self._usual_s() if self.measured else self.hint
 
     def _usual_s(self) -> float:
-        """Returns the seconds for a forward pass of a sequence: kinds of passes weigh as they do in a microbatch."""
+        """Returns the seconds for a forward pass of a sequence: kinds of passes weigh as in a microbatch."""
         return sum(p.cost * unit_s.seconds() for p, unit_s in self._unit_s.items()) / sum(p.cost for p in self._unit_s)
 
     def due_s(self, cost: int, slowest: float) -> float:
-        """Seconds until it should have brought back parts of so much ``cost``. ``slowest``: speed of the slowest worker
-        that was measured; 0: none was."""
+        """Seconds until parts of so much ``cost`` should be back. ``slowest``: speed of the slowest measured worker; 0:
+        none."""
         if self.measured:
             return max(FLOOR_S, LATE * self._usual_s() * cost)
         return max(FLOOR_S, LATE * LATE * cost / slowest) if slowest else UNMEASURED_S
@@ -84,11 +84,10 @@ class Worker:
 
 
 def worth_their_accumulators(work: Sequence[float], speeds: Sequence[float], handing_over_s: float) -> int:
-    """Returns how many more workers, of the mean of ``speeds`` [forward passes of a sequence per second], would end the step
-    sooner: they share parts that are so much ``work`` [forward passes of a sequence], and each hands an accumulator over,
-    which takes ``handing_over_s``; 0: it is not known, and four workers are enough. The least of
-    work / (sum + k mean) + k handing_over_s. Speeds that clients made up change nothing but a number up to that of the
-    parts."""
+    """Returns how many more workers, of the mean of ``speeds`` [forward passes of a sequence per second], would end the
+    step sooner: workers share parts of so much ``work`` [forward passes of a sequence], and each hands an accumulator
+    over, which takes ``handing_over_s``; 0: unknown, and four workers are enough. The least of work / (sum + k mean) +
+    k handing_over_s. Speeds that clients made up can only change a number up to the number of parts."""
     if not (work and speeds):
         return 0
     together, each = sum(speeds), sum(speeds) / len(speeds)
@@ -97,10 +96,10 @@ def worth_their_accumulators(work: Sequence[float], speeds: Sequence[float], han
 
 
 def server_to_move_to(speeds: Mapping[str, float], home: str, clients: int, draw: random.Random) -> str | None:
-    """Returns the server to which one of the ``clients`` of ``home`` moves, of like speed; None: it stays. All clients of a
-    stage decide at once, so as many leave a server, and come to one, on the average as make all equally fast. A client
-    moves to no server that is then faster than its own one was. ``speeds``: of each server's clients together, in any
-    unit."""
+    """Returns the server to which one of the ``clients`` of ``home`` moves, of like speed; None: no move. All clients
+    of a stage decide at once, so moves have the probability that makes all servers equally fast on average. A client
+    moves to no server that is then faster than the current one was. ``speeds``: of each server's clients together, in
+    any unit."""
     mean, own = sum(speeds.values()) / len(speeds), speeds[home] / max(1, clients)
     lacking = {server: mean - speed for server, speed in sorted(speeds.items()) if speed + own < speeds[home]}
     lacking = {server: by for server, by in lacking.items() if by > 0}

@@ -1,11 +1,11 @@
 """Tensor codecs: fp32, bf16, block-wise fp16 and 8-bit (SWARM app. J.1, "quantized activations"), token ids, raw bytes.
 
-In the block-wise codecs every ``BLOCK`` numbers have a scale of their own, so a number's error is relative to the largest
-one of its block, at any order of magnitude that fp32 has.
+In the block-wise codecs every ``BLOCK`` numbers have a scale, so a number's error is relative to the largest one in the
+block, at any order of magnitude that fp32 has.
 
-A tensor travels as its codec's name, its shape and one or two buffers. Decoding checks sizes against shapes before it
-allocates. Both directions return memory of their own, because an encoded tensor may wait in a queue, or be sent again,
-while the original changes.
+A tensor travels as the codec's name, the shape and one or two buffers. Decoding checks sizes against shapes before
+allocating. Both directions return fresh memory, because an encoded tensor may wait in a queue, or be sent again, while
+the original changes.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ __all__ = [
 _FLOATS = {Codec.FP32: torch.float32, Codec.BF16: torch.bfloat16}
 _SCALED = {Codec.FP16: torch.float16, Codec.INT8: torch.int8}
 _ROWS = 64
-"""Blocks quantised at a time: their scratch stays in the cache, which halves the time."""
+"""Blocks quantised at a time: the scratch memory stays in the cache, which halves the time."""
 _TINY = 1e-37
-"""Scales of int8 below count as zero, because their inverse would overflow."""
+"""Scales of int8 below count as zero, because the inverse would overflow."""
 _LEAST, _MOST, _BIAS = -126, 113, 127
-"""Exponents of the scales of fp16: the least of a normal fp32 number, and that of its largest ones; and the bias with
-which fp32 stores them."""
+"""Exponents of the scales of fp16: the least of a normal fp32 number, and of the largest ones; and the exponent bias of
+fp32."""
 _TOP = 15
-"""The largest number of a block lies below 2 ** _TOP in fp16, whose largest number is 65504."""
+"""The largest number of a block lies below 2 ** _TOP in fp16, where the largest number is 65504."""
 
 
 def encode(tensor: Tensor, codec: Codec) -> Encoded:
@@ -87,7 +87,7 @@ def encode_ids(ids: Tensor) -> Encoded:
 
 
 def encode_samples(values: Tensor) -> Encoded:
-    """Encode inputs or targets without loss: integers as ``encode_ids`` does, other numbers in fp32."""
+    """Encode inputs or targets without loss: integers as by ``encode_ids``, other numbers in fp32."""
     return encode(values, Codec.FP32) if values.is_floating_point() else encode_ids(values)
 
 
@@ -97,7 +97,7 @@ def sample_codecs(dtype: str) -> tuple[str, ...]:
 
 
 def encode_raw(data: Buffer) -> Encoded:
-    """Encode bytes as they are, without a copy."""
+    """Encode bytes unchanged, without a copy."""
     return Encoded(RAW, (len(data),), [data])
 
 
@@ -124,7 +124,7 @@ def decode_raw(encoded: Encoded) -> memoryview:
 
 
 def _checked(encoded: Encoded) -> list[memoryview]:
-    """The codec's parts (scales and values if it is block-wise), each in one piece. Raises ProtocolError."""
+    """The codec's parts (scales and values if block-wise), each in one piece. Raises ProtocolError."""
     expected = encoded_size(encoded.codec, encoded.shape)
     if encoded.nbytes != expected:
         raise ProtocolError(
@@ -159,15 +159,16 @@ def _scaled(values: Tensor, codec: Codec) -> list[Buffer]:
 
 
 def _of_int8(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and their inverses: scale = absmax / 127, and NaN for a block that is not finite."""
+    """Scales and inverses: scale = absmax / 127, and NaN for a block that is not finite."""
     scales = absmax / 127
     scales = torch.where(torch.isfinite(scales), scales, torch.nan)
     return scales, torch.where(scales > _TINY, 1 / scales, 0.0)
 
 
 def _of_fp16(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and their inverses: powers of two, so that no number is rounded twice. They follow from the largest number
-    as fp16 rounds it, so what was decoded encodes to the same bits. In a block that is not finite single numbers are."""
+    """Scales and inverses: powers of two, so that no number is rounded twice. Scales follow from the largest number
+    after rounding to fp16, so decoded numbers encode to the same bits. In a block that is not finite, only single
+    numbers are not."""
     mantissa, exponent = torch.frexp(absmax)
     exponent = exponent - _TOP + (mantissa.half() == 1).to(exponent.dtype)
     exponent = torch.where(torch.isfinite(absmax), exponent, _MOST).clamp(_LEAST, _MOST)

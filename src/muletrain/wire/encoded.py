@@ -1,4 +1,4 @@
-"""The form in which tensors travel, and how large it is. Without torch, for commands that exchange messages only."""
+"""The form in which tensors travel, and the size. Without torch, for commands that exchange messages only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.INT8: 1, RAW: 1, ID
 
 @dataclass(slots=True)
 class Encoded:
-    """A tensor, or raw bytes, in the form in which it travels."""
+    """A tensor, or raw bytes, in the form on the wire."""
 
     codec: str
     shape: tuple[int, ...]
@@ -47,5 +47,5 @@ def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
 
 
 def scale_bytes(codec: str, elements: int) -> int:
-    """Bytes of the scales of a block-wise codec; 0 for others."""
+    """Bytes of the scales of a block-wise codec; else 0."""
     return 4 * -(-elements // BLOCK) if codec in (Codec.FP16, Codec.INT8) else 0

@@ -1,4 +1,4 @@
-"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before it is read: a
+"""Framing: a fixed prefix, a msgpack header, then the tensors' buffers. Everything is bounded before reading: a
 ``Door`` is asked about the kind before the rest of the header, and about codecs and shapes before the first byte of a
 tensor.
 
@@ -30,7 +30,7 @@ MAX_TENSORS = 64
 MAX_KIND = 64
 """Most characters of a kind."""
 _KIND_BYTES = 3 + 4 * MAX_KIND
-"""Bytes of a header that hold its whole kind."""
+"""First bytes of a header, which hold the whole kind."""
 MAX_DEPTH = 8
 """Deepest nesting of a header."""
 
@@ -54,11 +54,11 @@ class Frame:
         tensors: list[Encoded] | None = None,
         message: Header | None = None,
     ) -> None:
-        """``header`` None: ``message`` makes it when it is needed."""
+        """``header`` None: made from ``message`` on demand."""
         self.kind, self._header, self.message = kind, header, message
         self.tensors = tensors if tensors is not None else []
         self.nbytes: int | None = None
-        """Bytes of the packed frame, once ``frame_size`` has counted them."""
+        """Bytes of the packed frame, after a call of ``frame_size``."""
 
     @property
     def header(self) -> dict[str, Any]:
@@ -94,32 +94,32 @@ def size(buffers: Sequence[Buffer]) -> int:
 
 
 class Reader(Protocol):
-    """A source of frames: asyncio's ``StreamReader``, or anything that reads like it."""
+    """A source of frames: asyncio's ``StreamReader``, or anything that reads alike."""
 
     async def readexactly(self, n: int, /) -> Buffer:
-        """Raises IncompleteReadError if the stream ends. Memory grows with what arrives, not with ``n``."""
+        """Raises IncompleteReadError if the stream ends. Memory grows with the received bytes, not with ``n``."""
         ...
 
 
 class Door(Protocol):
-    """Decides what is read. Both methods raise ProtocolError to refuse a frame."""
+    """Decides which frames are read. Both methods raise ProtocolError to refuse a frame."""
 
     async def header(self, kind: str, nbytes: int) -> None:
         """Check the kind, and the size of the header."""
         ...
 
     async def expect(self, frame: Frame) -> None:
-        """Check ``frame``, which lacks its tensors' bytes."""
+        """Check ``frame``, which lacks tensor bytes."""
         ...
 
 
 async def read_frame(
     reader: Reader, max_payload: int = MAX_PAYLOAD, door: Door | None = None, *, max_header: int = MAX_HEADER
 ) -> Frame:
-    """Read the next frame, if ``door`` takes it (None: any). Raises Malformed for bytes that are no frame,
-    IncompleteReadError if the stream ends, and what ``door`` raises.
+    """Read the next frame, if ``door`` agrees (None: always). Raises Malformed for bytes that are no frame,
+    IncompleteReadError if the stream ends, and the errors of ``door``.
 
-    Memory grows with what arrives, never with what a header claims."""
+    Memory grows with the received bytes, never with a header's claims."""
     header_size, payload_size = parse_prefix(await reader.readexactly(PREFIX.size), max_payload, max_header)
     start = bytes(await reader.readexactly(min(header_size, _KIND_BYTES)))
     if door is not None:
@@ -149,7 +149,7 @@ class _Bytes:
 
 
 async def unpack(data: bytes, door: Door | None = None) -> Frame:
-    """The frame whose bytes are ``data``. Raises ProtocolError."""
+    """The frame in the bytes ``data``. Raises ProtocolError."""
     try:
         return await read_frame(_Bytes(data), door=door)
     except asyncio.IncompleteReadError as e:
@@ -198,7 +198,7 @@ def parse_header(data: Buffer, payload: int) -> tuple[str, dict[str, Any], list[
 
 
 def _well_formed(content: Any) -> bool:
-    """Is it [kind, {name: value}, [[codec, [length, ...]], ...]], of exactly these types and bounded depth?"""
+    """Is the header [kind, {name: value}, [[codec, [length, ...]], ...]], of exactly these types and bounded depth?"""
     match content:
         case [str() as kind, dict() as header, list() as tensors] if (
             len(kind) <= MAX_KIND and len(tensors) <= MAX_TENSORS

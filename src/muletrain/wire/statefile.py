@@ -29,7 +29,7 @@ DTYPES = {
 
 
 def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:
-    """The file's bytes in order, in the tensors' own memory: no tensor may change until they were read."""
+    """The file's bytes in order, in the tensors' own memory: no tensor may change until all bytes were read."""
     header: dict[str, object] = {}
     buffers: list[memoryview] = []
     offset = 0

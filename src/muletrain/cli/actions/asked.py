@@ -1,4 +1,4 @@
-"""What a command is asked from outside: signals that ask it to end, and a reader that closes its output."""
+"""Requests from outside to a command: signals that ask for the end, and a reader that closes the output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BY_SIGNAL = 128
 AGAIN_S = 1.0
 """Seconds after which a further signal is a further wish: ``timeout`` sends two at once, systemd and Slurm may, too."""
 CLOSED = {errno.EPIPE: signal.SIGPIPE, errno.EIO: signal.SIGHUP}
-"""Errors of an output whose reader has gone, a pipe's or a terminal's, and the signal that each stands for."""
+"""Errors of an output without a reader (a pipe or a terminal), and the signal that each stands for."""
 
 
 class Asked:
@@ -31,7 +31,7 @@ class Asked:
         self.number = 0
         """The first signal, or the one that a closed output stands for; 0: nobody asked."""
         self.at_once = False
-        """What runs now need not end in order: the first signal raises KeyboardInterrupt, too."""
+        """The current work need not end in order: the first signal raises KeyboardInterrupt, too."""
         self._last_s = -AGAIN_S
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
@@ -65,7 +65,7 @@ class Asked:
 
 @contextmanager
 def cleaned_up() -> Iterator[None]:
-    """Within the context, before anything runs that could end in order, a signal raises SystemExit: what was begun is
+    """Within the context, before any work that could end in order, a signal raises SystemExit: partial results are
     removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -81,7 +81,7 @@ def cleaned_up() -> Iterator[None]:
 
 
 class Outlet:
-    """A stream for text that goes nowhere once its reader has gone; ``closed`` is told then."""
+    """A stream for text that discards everything once the reader has gone, and then calls ``closed``."""
 
     def __init__(self, stream: TextIO, closed: Callable[[int], None]) -> None:
         self._stream, self._closed = stream, closed
@@ -105,7 +105,7 @@ class Outlet:
         if error.errno not in CLOSED:
             raise error
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())  # what is buffered would fail at the end of the process
+        os.dup2(nowhere, self._stream.fileno())  # buffered text would fail at the end of the process
         os.close(nowhere)
         self._closed(CLOSED[error.errno])
 

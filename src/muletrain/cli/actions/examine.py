@@ -1,5 +1,5 @@
-"""``muletrain doctor``: run the checks and show them; with ``--peers``, ask a waiting ``muletrain start`` on this machine to
-measure its members."""
+"""``muletrain doctor``: run the checks and show the results; with ``--peers``, ask a waiting ``muletrain start`` on
+this machine to measure the members."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SILENT_S = 240.0
 
 
 def probe_peers(folder: Path | None, *, json: bool) -> None:
-    """Request the measurement, show its progress and its result. Raises MuletrainError."""
+    """Request the measurement, show progress and result. Raises MuletrainError."""
     folder = folder or _newest()
     if not (folder / OWNER_FILE).is_file():
         raise MuletrainError(

@@ -29,8 +29,8 @@ CONSTANTS = {
 
 
 def calibrate(folders: Sequence[Path], out: Path, *, json: bool) -> None:
-    """Fit the costs, write them to ``out`` and print them. Raises MuletrainError for a folder without data, and
-    ConfigError if ``out`` cannot be written."""
+    """Fit, write (to ``out``) and print the costs. Raises MuletrainError for a folder without data, and ConfigError if
+    ``out`` cannot be written."""
     samples = [observe(folder) for folder in folders]
     found = fit(samples)
     try:

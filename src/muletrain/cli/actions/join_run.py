@@ -1,4 +1,4 @@
-"""``muletrain join``: serve a run with this machine, within the limits that its owner sets."""
+"""``muletrain join``: serve a run with this machine, within the owner's limits."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def join_run(
 
 
 def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) -> bool:
-    """Serve until the run ends or we leave it. Returns whether we left for a pause, so that we should rejoin. ``hint``:
+    """Serve until the run ends or we leave. Returns whether we left for a pause, so that we should rejoin. ``hint``:
     follows the machine's name."""
     folder = new_run_folder("join")
     with held(folder), LocalFleet(folder, specs[0].threads) as fleet:
@@ -99,7 +99,7 @@ def _serve(specs: list[WorkerSpec], limits: Limits, hint: str, *, json: bool) ->
 
 
 class Limits:
-    """What a machine's owner allows."""
+    """The limits of a machine's owner."""
 
     def __init__(
         self, hours: float | None = None, bandwidth_mbps: float | None = None, pause_file: Path | None = None
@@ -144,14 +144,14 @@ def _own_data(path: str) -> str:
 
 
 class JoinSession(Session):
-    """A session that ends with the run, or leaves it in order: on Ctrl-C, or when a limit is reached."""
+    """A session that ends with the run, or leaves in order: on Ctrl-C, or when a limit is reached."""
 
     hears_all = False
 
     def __init__(self, folder: Path, fleet: LocalFleet, limits: Limits, *, json: bool) -> None:
         super().__init__(folder, fleet, json=json)
         self.paused = False
-        """Whether it leaves because of the pause file."""
+        """Whether the session leaves because of the pause file."""
         self._limits = limits
         self._training = self._leaving = False
         self._left: int | None = None
@@ -163,7 +163,7 @@ class JoinSession(Session):
         super().show(event)
         if isinstance(event, PeerJoined):  # the first event of a peer that trains
             self._training, self._asked = True, None  # a step takes the time it takes
-            self._left = None  # it may have left one stage for another
+            self._left = None  # the peer may have left one stage for another
         if isinstance(event, PeerLeft):
             self._left = event.step
         if isinstance(event, ClientBegan):
@@ -187,7 +187,7 @@ class JoinSession(Session):
 
     @property
     def comes_back(self) -> bool:
-        """Whether it left for a pause; the run may continue without it meanwhile."""
+        """Whether the session left for a pause; the run may continue meanwhile."""
         left = self._left is not None or self._helped or not self._training
         return self.paused and left
 
@@ -195,7 +195,7 @@ class JoinSession(Session):
         return "left at once: the other members will notice that this machine is gone"
 
     def goes_on(self) -> str | None:
-        """How a run that ended early can go on from here; None: its newest checkpoint is on another machine."""
+        """How a run that ended early can go on from here; None: the newest checkpoint is on another machine."""
         if self.checkpoint is None or not self.checkpoint.is_dir() or self.view.step >= self.view.steps:
             return None
         return f"muletrain start --resume {self.folder}   # go on after step {int(self.checkpoint.name[5:13])}, with your own data.path"

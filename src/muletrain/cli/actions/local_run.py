@@ -39,8 +39,8 @@ def run_local(
     strategy: str | None = None,
 ) -> None:
     """Train with a local fleet and print the report. ``plan``: a plan file, of which ``strategy`` is used (default: the
-    recommended one); without it, ``strategy`` is the run's. ``chaos``: faults to inject (``policy/chaos.py``). ``trace``:
-    where to write a timeline. Raises MuletrainError before anything starts if the run is not possible."""
+    recommended one); without a plan, ``strategy`` is the run's. ``chaos``: faults to inject (``policy/chaos.py``).
+    ``trace``: where to write a timeline. Raises MuletrainError before anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         overrides = [*overrides, "fleet.trace=true"]
@@ -69,7 +69,7 @@ def _run_local(folder: Path, config: RunConfig, how: How, *, json: bool, plan: t
     threads = threads_per_peer(config.compute.threads, len(names))
     alone = len(names) == 1 and not plan  # else a newcomer may join
     with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
-        fleet.spawn(names)  # they import while we tokenise
+        fleet.spawn(names)  # the processes import while we tokenise
         room = _Room.of(config, servers, clients, alone=alone)
         prepared, given, checkpoint, first_step = ready(folder, config, how, room.check, reads=True)
         config = prepared.config
@@ -89,7 +89,7 @@ def _run_local(folder: Path, config: RunConfig, how: How, *, json: bool, plan: t
 
 @dataclass(frozen=True)
 class _Room:
-    """What the processes of the fleet may use, measured before any of them took some."""
+    """Resources for the processes of the fleet, measured before any process started."""
 
     servers: list[str]
     clients: list[str]
@@ -144,7 +144,7 @@ class _Room:
 def _begin(
     session: Session, config: RunConfig, workers: list[WorkerSpec], checkpoint: Path | None, *, alone: bool
 ) -> None:
-    """Give every process its work: the first one founds the run, the others join with its ticket."""
+    """Assign work to every process: the first founds the run, the rest join with a ticket."""
     founder = {
         "role": "found",
         "ticket": str(Ticket.new_run(session.folder)),

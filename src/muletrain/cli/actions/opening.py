@@ -1,4 +1,4 @@
-"""Before a run begins: its folder is ours, its configuration is complete, its data and first weights are ready."""
+"""Before a run begins: lock the folder, complete the configuration, prepare data and first weights."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def opened(
 ) -> Iterator[tuple[Path, RunConfig]]:
     """The run folder, locked while the context lasts, and the configuration of the run in it.
 
-    It is a new run, or the run in the folder ``resume`` (``ROOT``: the newest one there). ``path`` is its configuration,
-    default: the one in the folder, or that of its newest checkpoint. It follows ``plan``, with the strategy ``choice`` of
-    it, or just that strategy, if given. Raises MuletrainError."""
+    The run is new, or the run in the folder ``resume`` (``ROOT``: the newest one there). ``path`` is the configuration,
+    default: of the folder, or of the newest checkpoint. The run follows ``plan``, with the plan's strategy ``choice``,
+    or just that strategy, if given. Raises MuletrainError."""
     console = make_console(sys.stderr)
     if resume is not None and (found := run_folder(resume, lambda text: console.print(text, soft_wrap=True))) != resume:
         console.print(f"resuming {found}, the newest run in {found.parent}/", soft_wrap=True)
@@ -83,7 +83,7 @@ def opened(
 
 
 def _given(path: Path | None, overrides: Sequence[str], resume: Path | None) -> tuple[RunConfig, Origins]:
-    """What the user asks for. Raises ConfigError or CheckpointError."""
+    """The user's configuration. Raises ConfigError or CheckpointError."""
     if path is not None or resume is None or (resume / "config.toml").is_file():
         return load_located(
             path or (resume and resume / "config.toml"), overrides, kept=path is None and resume is not None
@@ -92,14 +92,14 @@ def _given(path: Path | None, overrides: Sequence[str], resume: Path | None) -> 
 
     checkpoint = Checkpoint.open(resume)  # the folder of a member that the founder left the run to
     config = checkpoint.config
-    if config.checkpoint.place is not None:  # it ends with the founder's run folder
+    if config.checkpoint.place is not None:  # the place ends with the founder's run folder
         update = {"place": config.checkpoint.place.rpartition("/")[0]}
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=update)})
     return load_located(None, overrides, base=config)
 
 
 def _free_for_plan(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """``config`` of a run folder, whose batch and devices a plan may replace unless ``overrides`` set them."""
+    """``config`` of a run folder. A plan may replace batch and devices unless set in ``overrides``."""
     named = {override.partition("=")[0].strip() for override in overrides}
     free = {"train": {"batch", "microbatch"}, "optimizer": {"state_device"}}
     sections = {}
@@ -240,8 +240,8 @@ def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Che
 
 
 def _by_checkpoint(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> RunConfig:
-    """``config`` with the checkpoint's tokenizer if its own is gone, or would be trained on other text than the
-    run's."""
+    """``config`` with the checkpoint's tokenizer if the configured one is gone, or would be trained on different
+    text."""
     from muletrain.runs.resuming import changes
 
     data = config.data
@@ -264,7 +264,7 @@ def _with(config: RunConfig, section: str, **fields: object) -> RunConfig:
 
 
 class Prepared(NamedTuple):
-    """What ``prepare`` found."""
+    """Findings of ``prepare``."""
 
     config: RunConfig
     """With nothing left to look up."""
@@ -279,8 +279,8 @@ def prepare(
     *,
     reads: bool = False,
 ) -> Prepared:
-    """Check model, device and profile, and tokenise the corpus. ``checkpoint``: of a resumed run, whose model stands in for
-    one that is gone. ``reads``: the peers will read the weights of ``model.from``, so check them all."""
+    """Check model, device and profile, and tokenise the corpus. ``checkpoint``: of a resumed run; contains a model to
+    use if the configured one is gone. ``reads``: the peers will read the weights of ``model.from``, so check all."""
     from muletrain.compute.probe import pick_device
     from muletrain.runs.assemble import RunFacts, check_first_weights, resolve_start
 
@@ -314,7 +314,7 @@ def prepare(
 
 
 def tell_of(prepared: Prepared, folder: Path, first_step: int = 0) -> None:
-    """Write what the run is about to do to its events, of which the session tells."""
+    """Write the run's next actions as events, which the session reports."""
     from muletrain.runs.summary import summary_of
 
     with EventLog(folder / "summary.jsonl", "summary") as log:
@@ -322,7 +322,8 @@ def tell_of(prepared: Prepared, folder: Path, first_step: int = 0) -> None:
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:
-    """The weights of ``model.from`` or ``model.factory`` as a checkpoint, for machines that lack them. Raises CheckpointError."""
+    """The weights of ``model.from`` or ``model.factory`` as a checkpoint, for machines without the source. Raises
+    CheckpointError."""
     from muletrain.runs.assemble import RunFacts
     from muletrain.runs.first_weights import write_first_checkpoint
 

@@ -1,4 +1,4 @@
-"""The peer processes of this machine in a run on several machines: their names, devices and addresses."""
+"""The peer processes of this machine in a run on several machines: names, devices and addresses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Listening(NamedTuple):
     host: str
     port: int
     announce: tuple[str, ...]
-    """Addresses that others dial to reach the first peer; () if they dial ``host``."""
+    """Addresses for dialling the first peer; (): ``host``."""
 
     def port_of(self, peer: int) -> int:
         return self.port + peer if self.port else 0
 
     def announced_by(self, peer: int) -> tuple[str, ...]:
-        """The addresses for peer number ``peer``: their ports are shifted like its own. Raises ConfigError."""
+        """The addresses for peer number ``peer``: ports are shifted like the peer's port. Raises ConfigError."""
         shifted = []
         for address in self.announce:
             match = _ADDRESS.fullmatch(address)
@@ -39,7 +39,7 @@ class Listening(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnPeers:
-    """One peer per GPU of this machine, or one on its CPU."""
+    """One peer per GPU of this machine, or one on the CPU."""
 
     names: list[str]
     devices: list[str]
@@ -56,7 +56,7 @@ class OwnPeers:
         return cls(names, devices, share, free_memory_of_machine(len(devices)))
 
     def specs(self, listening: Listening, **common: Any) -> list[WorkerSpec]:
-        """Their work, with the fields that all of them have in ``common``. Raises ConfigError."""
+        """The peers' work, with the shared fields in ``common``. Raises ConfigError."""
         return [
             WorkerSpec(
                 role="join",

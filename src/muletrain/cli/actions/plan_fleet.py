@@ -1,4 +1,4 @@
-"""``muletrain plan FLEET.toml``: predict what each strategy does on a fleet, show the plan, and draw it."""
+"""``muletrain plan FLEET.toml``: predict each strategy's performance on a fleet, show the plan, and draw a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Wish(NamedTuple):
-    """The run to plan for. None: what the configuration says, or what is fastest."""
+    """The run to plan for. None: the configured strategy, or the fastest."""
 
     config: Path | None
     model: str | None
@@ -61,9 +61,9 @@ class Wish(NamedTuple):
 
 
 def with_profiles(question: Question, profiles: Sequence[Profile]) -> tuple[Model, Costs]:
-    """Returns the model with the measured costs of its blocks, and the costs with the speed of each profiled device. The
-    shares of the blocks are those of the first profile. Raises ConfigError for a profile of another model, and of a
-    device that the fleet does not have or whose speed its file states."""
+    """Returns the model with the measured costs of blocks, and the costs with the speed of each profiled device. The
+    blocks' shares come from the first profile. Raises ConfigError for a profile of another model, and of a device that
+    the fleet lacks or has a stated speed for."""
     from muletrain.runs.measure.profile import digest_of
 
     spec, costs = question.spec, question.costs
@@ -102,9 +102,9 @@ def plan_fleet(
     profiles: Sequence[Path] = (),
     confirm: bool = False,
 ) -> None:
-    """Print the plan, and draw it to ``plot``. ``costs_file``: see ``config.costs``; ``profiles``:
-    outputs of ``muletrain profile``, one for each kind of device. Raises ConfigError and
-    CapacityError with the place of the cause."""
+    """Print the plan, and draw a picture to ``plot``. ``costs_file``: see ``config.costs``; ``profiles``: outputs of
+    ``muletrain profile``, one for each kind of device. Raises ConfigError and CapacityError with the place of the
+    cause."""
     if plot is not None:
         need_matplotlib()
     measured = Costs() if costs_file is None else load_costs(costs_file)

@@ -1,4 +1,4 @@
-"""``muletrain plan --network``: place pipeline stages and their replicas on a network."""
+"""``muletrain plan --network``: place pipeline stages and replicas on a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_network(
     spares: bool,
     json: bool,
 ) -> None:
-    """Search a placement and print it. Raises ConfigError if the network does not fit."""
+    """Search and print a placement. Raises ConfigError if the network does not fit."""
     matrices = load_matrices(network)
     task = _task(matrices, stages, pipelines, spares, activation_bytes, gradient_bytes)
     started = time.monotonic()

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PROCESSES_PER_CORE = 16
-"""Most peers per core; more would keep each other from answering in time."""
+"""Most peers per core; more would delay answers too much."""
 
 
 def planned(config: RunConfig, path: Path, choice: str | None = None, *, spares: bool = True) -> RunConfig:
-    """``config`` with strategy, stages and machines of the plan: those of the recommended strategy, or of ``choice``
-    (one of ``CHOICES``). ``spares``: whether the run starts with the plan's spares. Raises ConfigError, also if
-    plan and ``config`` contradict each other."""
+    """``config`` with strategy, stages and machines of the plan: of the recommended strategy, or of ``choice`` (one of
+    ``CHOICES``). ``spares``: whether the run starts with the plan's spares. Raises ConfigError, also if plan and
+    ``config`` contradict each other."""
     plan = read_plan(path)
     chosen = chosen_of(plan, path, choice)
     model = config.model
@@ -133,7 +133,7 @@ def _check_model(config: RunConfig, plan: Plan, path: Path) -> None:
 
 
 def _swap(own: SwapConfig, chosen: Prediction) -> SwapConfig:
-    """Peers serve the whole model if that is planned. How many microbatches share a load they find out themselves."""
+    """Peers serve the whole model if that is planned. Each peer finds out how many microbatches share a load."""
     if not chosen.accumulate:
         return own
     return own.model_copy(update={"whole": True})
@@ -170,8 +170,8 @@ def clients_of(config: RunConfig) -> list[str]:
 
 
 def indices_of(config: RunConfig) -> list[int]:
-    """For each of a local fleet's peers, then clients, the index of its machine in ``fleet.profile``. Raises ConfigError
-    if the profile lacks a planned machine."""
+    """For each of a local fleet's peers, then clients, the machine's index in ``fleet.profile``. Raises ConfigError if
+    the profile lacks a planned machine."""
     names, planned = (
         names_of(config) + clients_of(config),
         {*config.pipeline.machines, *config.hub.servers, *config.hub.helping},
@@ -189,8 +189,8 @@ def indices_of(config: RunConfig) -> list[int]:
 
 
 def follows(config: RunConfig, choice: str, *, local: bool) -> RunConfig:
-    """``config`` with the strategy of this name. ``local``: for a local fleet, which has as many clients as servers if it
-    has any, unless ``config`` says how many. Raises ConfigError for a strategy that needs a plan, or a contradiction."""
+    """``config`` with the strategy of this name. ``local``: for a local fleet, which has as many clients as servers, if
+    any, unless ``config`` says how many. Raises ConfigError for a strategy that needs a plan, or a contradiction."""
     listed = listed_as(choice)
     if listed.ask is None:
         raise ConfigError(f"--strategy {choice}: which machine serves which stage is in a plan; add --plan PLAN.json")

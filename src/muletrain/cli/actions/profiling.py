@@ -1,4 +1,4 @@
-"""``muletrain profile``: measures a model's blocks, shows them as a table, and draws them."""
+"""``muletrain profile``: measures a model's blocks, shows a table, and draws a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def profile_model(
     again: bool,
     json: bool,
 ) -> None:
-    """Profile the model ``name``, and print it. Raises MuletrainError."""
+    """Profile the model ``name``, and print the profile. Raises MuletrainError."""
     if plot is not None:
         need_matplotlib()
         if plot.suffix not in (".png", ".svg"):

@@ -1,5 +1,5 @@
-"""The run that ``muletrain simulate fleet`` plays: its machines, stages and microbatches, as the user gives them, as a
-plan has them, or as ``muletrain plan`` would lay them out."""
+"""The run that ``muletrain simulate fleet`` plays: machines, stages and microbatches, from the user, from a plan, or as
+``muletrain plan`` would choose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 MANY = 24
-"""Machines of more than which no layout is searched for: it would take a minute, where a play takes seconds."""
+"""Above so many machines, no layout is searched for: the search would take a minute, where a play takes seconds."""
 PLANNED_PIPELINE = (
     "rates know nothing of schedules: the machines of each stage share its microbatches, and later the others' places"
 )
@@ -50,7 +50,7 @@ PLANNED_PIPELINE = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run on a fleet. ``question``: about the machines that take part. ``layout``: where they are; None: they are
+    """A run on a fleet. ``question``: about the machines that take part. ``layout``: seats of the machines; None:
     seated as newcomers. ``told``: sentences on where the layout comes from."""
 
     question: Question
@@ -84,8 +84,8 @@ class Scenario:
         return plan_hub.membership(self.question, self.question.scene_of(self.layout), self.layout)
 
     def serving(self, scene: Setting) -> list[Counts] | None:
-        """Who serves at the start in ``scene``, by stage and kind; None: as newcomers are seated. Spares sit where they
-        help most."""
+        """Initial servers in ``scene``, by stage and kind; None: as newcomers are seated. Spares sit at the most useful
+        stages."""
         if self.layout is None or len(scene.cut) != len(self.layout.stages):
             return None
         kinds = {kind.name: k for k, kind in enumerate(scene.kinds)}
@@ -113,8 +113,8 @@ def scenario(
     plan: Path | None,
     choice: str | None,
 ) -> Scenario:
-    """What to play. ``choice``: a strategy's name for ``--strategy``; default: the plan's, the configuration's, or the
-    faster of swarm and swap. Raises ConfigError and CapacityError."""
+    """The scenario to play. ``choice``: a strategy's name for ``--strategy``; default: the plan's, the configuration's,
+    or the faster of swarm and swap. Raises ConfigError and CapacityError."""
     if plan is not None:
         return _of_plan(fleet, weather, config, given, measured, plan, choice)
     run, spec = load_run(config, given)
@@ -150,7 +150,7 @@ def _servers(scene: Setting, members: Planned) -> list[list[int]]:
 
 
 def _laid_out(question: Question, given: Sequence[str], choice: str | None) -> Scenario:
-    """As ``muletrain plan`` would lay it out."""
+    """The layout that ``muletrain plan`` would choose."""
     fixed = any(text.startswith("train.microbatch") for text in given)
     asked = question if not fixed else replace(question, microbatch=question.run.train.microbatch)
     names = [choice] if choice else ["swap"] if question.run.swap.whole else ["swarm", "swap"]
@@ -178,7 +178,7 @@ def _placed(question: Question, found: Prediction, source: str) -> Scenario:
 
 
 def _figures(found: Prediction) -> list[str]:
-    """What the plan predicts of it, so that both figures are there."""
+    """The plan's prediction, so that both figures are shown."""
     per_s = f"{format_count(found.tokens_per_s)} tokens/s for machines that stay"
     if found.churned_tokens_per_s is not None:
         per_s += f", {format_count(found.churned_tokens_per_s)} with this churn in the long run"
@@ -200,7 +200,7 @@ def _of_plan(
     path: Path,
     choice: str | None,
 ) -> Scenario:
-    """What the plan in a file says. Raises ConfigError if it does not fit the fleet or the run."""
+    """The layout of the plan in a file. Raises ConfigError if the plan does not fit the fleet or the run."""
     plan = read_plan(path)
     model = [f"model.preset={plan.model}"] if config is None and plan.model in PRESETS else []
     run = planned(load_config(config, [*model, *given]), path, choice)

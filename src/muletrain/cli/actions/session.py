@@ -1,4 +1,4 @@
-"""A session: peer processes with a console, from their start to the final report."""
+"""A session: peer processes with a console, from start to final report."""
 
 from __future__ import annotations
 
@@ -49,18 +49,19 @@ POLL_S = 0.1
 STOP_S = 90.0
 """Longest wait for an orderly end [s]: a checkpoint may be large, but a person waits."""
 SEATED_S = 20.0
-"""Time after a peer has failed, before the run begins, in which the others show that they serve every stage [s]."""
+"""Time after a peer has failed, before the run begins, in which the remaining peers show that every stage is served
+[s]."""
 UNFINISHED = 3
-"""Exit code: the run ended in order before its last step, and no signal asked for that."""
+"""Exit code: the run ended in order before the last step, and no signal asked for that."""
 HEARD_S, STOPPED_S = 3.0, 15.0
-"""Time after the end of all servers, in which clients hear of it, and until which they must end [s]."""
+"""Time after the end of all servers, in which clients learn about the end, and until which clients must end [s]."""
 
 
 class Session:
     """The run folder, processes and console of one command. ``console`` prints for people, or JSON lines."""
 
     hears_all = True
-    """Whether the events of all peers of the run arrive in its folder."""
+    """Whether the events of all peers of the run arrive in the run folder."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Session:
         clients: Collection[str] = (),
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """``clients``: those of our processes that are none of the run's peers, and end with it. ``begun`` is called when
+        """``clients``: our processes that are none of the run's peers, and end with the run. ``begun`` is called when
         the run begins."""
         from muletrain.runs.tensorboard import TensorBoardSink
 
@@ -99,7 +100,7 @@ class Session:
         self._asked: float | None = None
         self.chaos: Injector | None = None
         self.founder: str | None = None
-        """Name of our founding peer, which measures the fleet on request, and lets other machines join; None: all of the run's
+        """Name of our founding peer, which measures the fleet on request, and admits machines; None: all of the run's
         processes are ours."""
         self._waits = False
         """The run waits for a peer of a stage that has none."""
@@ -142,14 +143,14 @@ class Session:
             self.errors.setdefault(event.message, []).append(event.peer)
 
     def say(self, text: str) -> None:
-        """Print to people, above the live view, which would overwrite what another console prints."""
+        """Print to people, above the live view, which would overwrite a second console's text."""
         if isinstance(self.console, LiveConsole):
             self.console.console.print(text, soft_wrap=True, markup=False)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within the context, a signal (``Asked``) asks for an orderly end. A second one ends at once: SystemExit. It
-        only leaves out the rest of the report."""
+        """Within the context, a signal (``Asked``) asks for an orderly end. A second one ends at once: SystemExit. Only
+        the rest of the report is lost."""
         with self.asked.heard():
             try:
                 yield
@@ -159,7 +160,7 @@ class Session:
                     raise SystemExit(BY_SIGNAL + (self.asked.number or signal.SIGINT)) from None
 
     def ended_at_once(self) -> str:
-        """What the second Ctrl-C left, and how to go on."""
+        """The state after the second Ctrl-C, and how to go on."""
         if self.view.started is None:
             return "stopped by the user before the first step"
         at = f"step {self.view.step} of {self.view.steps}"
@@ -184,9 +185,9 @@ class Session:
         return self.asked.number > 0
 
     def watch(self, *, first: str = "", stages: int = 0) -> None:
-        """Poll until every process has ended. ``first`` founds a run of ``stages`` that only our processes take part in:
-        it begins without those that fail before, if it can. Raises MuletrainError if all of them failed, or if the run
-        needs one that failed."""
+        """Poll until every process has ended. ``first`` founds a run of ``stages`` that only our processes take part
+        in: the run begins without processes that fail earlier, if possible. Raises MuletrainError if all failed, or if
+        the run needs a failed one."""
         while alive := self.fleet.alive():
             self.poll()
             self._tell_of_ended()
@@ -210,8 +211,8 @@ class Session:
             )
 
     def _can_begin(self, first: str, stages: int, alive: list[str]) -> bool:
-        """Can the run begin with those of our peers that have not failed? If some failed, ``first`` is told to wait only
-        for the others."""
+        """Can the run begin with our surviving peers? If some failed, ``first`` is told to wait only for the
+        survivors."""
         lost = {name for name, code in self.fleet.exit_codes().items() if code} - self._clients
         left = [name for name in alive if name not in self._clients]
         if not lost:
@@ -224,7 +225,7 @@ class Session:
             self.show(Note(level="warning", message=message, t=time.time(), peer="start"))
         self.fleet.tell(first, f"expect {len(left)}")
         waits = " ".join(self.view.missing)
-        stuck = "has no peer" in waits and "preparing" not in waits  # the others are in other stages, for good
+        stuck = "has no peer" in waits and "preparing" not in waits  # the rest serve different stages, for good
         return not stuck or time.monotonic() - self._lost_s < SEATED_S
 
     def _say_late(self) -> None:
@@ -242,8 +243,8 @@ class Session:
         return not serving.issuperset(range(self.view.started.stages))
 
     def _dismiss(self, alive: list[str]) -> None:
-        """End the clients once no other process is left: a client that missed the end looks for a server for minutes. So does
-        a newcomer to a run that has ended before it was there."""
+        """End the clients once no other process is left: a client that missed the end looks for a server for minutes.
+        So does a newcomer to a run that has already ended."""
         end, outside = self.view.finished, set(self._clients)
         if end is not None and end.reason != LEFT:
             outside.update(name for name in alive if name not in self.view.peers)
@@ -261,7 +262,7 @@ class Session:
         return self.view.named("; ".join(f"{', '.join(peers)}: {text}" for text, peers in self.errors.items()))
 
     def _tell_of_ended(self) -> None:
-        """Report killed processes, which cannot report it themselves."""
+        """Report killed processes, which cannot report anything."""
         for name, code in self.fleet.exit_codes().items():
             if code < 0 and name not in self._ended and not self.interrupted:
                 self._ended.add(name)
@@ -284,8 +285,8 @@ class Session:
             raise MuletrainError("; ".join(self.errors) or str(e)) from e
 
     def report(self) -> None:
-        """Evaluate the last checkpoint and print the final report (or its events). Then raises CheckpointError if no
-        checkpoint contains the end of the run, and MuletrainError if the run learned nothing at its end."""
+        """Evaluate the last checkpoint and print the final report (or the events). Then raises CheckpointError if no
+        checkpoint contains the end of the run, and MuletrainError if the run learned nothing at the end."""
         self._report()
         self.check_learned()
         if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
@@ -296,14 +297,14 @@ class Session:
             )
 
     def check_learned(self) -> None:
-        """Raises MuletrainError if the run's last updates were all skipped, or a sample ended it."""
+        """Raises MuletrainError if the run's last updates were all skipped, or a sample ended the run."""
         if EXIT_SKIPPED in self.fleet.exit_codes().values():
             raise MuletrainError(self.view.skips.why())
         if (found := self._unusable) is not None:
             raise MuletrainError(f"{found.reason}; correct it and --resume {self.folder}, or set data.on_error=skip")
 
     def _bring_home(self) -> None:
-        """Copy the newest checkpoint to the run folder, if it is in another place."""
+        """Copy the newest checkpoint to the run folder, if written elsewhere."""
         from muletrain.runs.checkpoint import bring_home
 
         if self.checkpoint is None or self.checkpoint.is_dir():
@@ -317,7 +318,7 @@ class Session:
     def _report(self) -> None:
         self._bring_home()
         self.asked.at_once = True
-        hurries = self.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills what takes long
+        hurries = self.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills slow processes
         if self.checkpoint is not None and not hurries:
             self.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
         evaluation, texts = self._evaluate() if self.checkpoint is not None and not hurries else (None, [])

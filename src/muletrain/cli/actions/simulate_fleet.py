@@ -1,4 +1,4 @@
-"""``muletrain simulate fleet``: play a run on a fleet, and report what happened."""
+"""``muletrain simulate fleet``: play a run on a fleet, and report the result."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def what_if(
     choice: str | None = None,
     plan: Path | None = None,
 ) -> int:
-    """Print the report. Returns the exit code: 1 if peers gave up, 128 + its number after a signal. ``costs``: see
-    ``config.costs``; ``choice``, ``plan``: see ``scenario``. Raises ConfigError, CapacityError and
-    DataError with the place of the cause."""
+    """Print the report. Returns the exit code: 1 if peers gave up, 128 + the signal's number after a signal. ``costs``:
+    see ``config.costs``; ``choice``, ``plan``: see ``scenario``. Raises ConfigError, CapacityError and DataError with
+    the place of the cause."""
     if plot is not None:
         need_matplotlib()
     if trace is not None:
@@ -111,7 +111,7 @@ def what_if(
 
 
 def _fidelity(asked: Fidelity | None, *, pooled: bool, traced: bool) -> Fidelity:
-    """How the fleet is played. Raises ConfigError for what that cannot show."""
+    """How the fleet is played. Raises ConfigError for an unsupported request."""
     if pooled and asked == "flow":
         raise ConfigError("--fidelity flow: rates know nothing of a hub's clients; leave it out")
     if traced and (asked or "flow") == "flow" and not pooled:
@@ -120,7 +120,7 @@ def _fidelity(asked: Fidelity | None, *, pooled: bool, traced: bool) -> Fidelity
 
 
 def _advice(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, seed: int) -> list[Suggestion]:
-    """None if nothing was trained: gains are relative to what was. None for a hub: they are predicted by rates."""
+    """None if nothing was trained: gains are relative to training. None for a hub: gains are predicted by rates."""
 
     def tokens_per_s(scene: Setting, run: RunConfig) -> float:
         serving = asked.serving(scene)
@@ -146,7 +146,8 @@ def _tell(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, seed:
             found = _advice(asked, outcome, churn, hours, seed)
         say_advice(console, scene, outcome, found)
         console.print()
-    console.print(links(outcome))
+    if outcome.bytes:
+        console.print(links(outcome))
     for estimate in sorted({k.assumed for k in scene.kinds if k.assumed}):
         console.print(f"estimated: {escape(estimate)}; to use a measured speed, add 'tflops' beside 'device'")
     if asked.question.costs != Costs():

@@ -1,4 +1,4 @@
-"""``muletrain start``: found a run on several machines, and serve it."""
+"""``muletrain start``: found and serve a run on several machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start_run(
     name: str | None = None,
     probe: bool = False,
 ) -> None:
-    """Found a run, or continue one, and serve it with this machine's peers; print the report when it ends. ``plan`` and
+    """Found or continue a run, and serve with this machine's peers; print the report at the end. ``plan`` and
     ``strategy``: see ``run_local``. Raises MuletrainError before anything starts."""
     check_name(name)
     with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
@@ -44,7 +44,7 @@ def start_run(
             port=listening.port or config.network.port, announce=listening.announce or config.network.announce
         )
         with LocalFleet(folder, peers.threads) as fleet:
-            fleet.spawn(peers.names)  # they import while we tokenise
+            fleet.spawn(peers.names)  # the processes import while we tokenise
             how = How(resumed=resume is not None, means_data=names_data(path, overrides))
             prepared, given, checkpoint, first_step = ready(folder, config, how)
             config = prepared.config
@@ -81,7 +81,7 @@ def _check_planned(names: list[str], planned: list[str], field: str) -> None:
 
 
 def _serve(session: Session, founder: WorkerSpec, others: list[WorkerSpec], config: RunConfig) -> None:
-    """Begin the processes, tell how other machines join, and watch until the run ends."""
+    """Begin the processes, print how machines join, and watch until the run ends."""
     session.founder = founder.name
     try:
         with session.interruptible():

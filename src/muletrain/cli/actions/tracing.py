@@ -1,4 +1,4 @@
-"""``muletrain trace``: a model's blocks as Python, and a table of them."""
+"""``muletrain trace``: a model's blocks as Python, and as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE, TABLE = "blocks.py", "blocks.json"
 
 
 def trace_model(name: str, out: Path, *, context: int | None, json: bool) -> None:
-    """Trace the model of the folder or the Hub's ``name``, and write its blocks to ``out``. Raises MuletrainError."""
+    """Trace the model of the folder or the Hub's ``name``, and write the blocks to ``out``. Raises MuletrainError."""
     from muletrain.model.hf_hub import local_folder
     from muletrain.model.traced.folder import traced_in
     from muletrain.model.traced.source import source_of, table_rows

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 STOP_TIMEOUT_S = 10.0
 """Seconds that one member has to accept a stop."""
 ENDS_S, POLL_S = 2.0, 0.1
-"""Longest wait for a run's last event once its members are gone, and the time between two looks [s]."""
+"""Longest wait for a run's last event once all members are gone, and the time between two looks [s]."""
 
 
 def show_status(ticket: str | None, *, json: bool) -> None:
-    """Print what the members announced in the directory; before training starts, what the run waits for. Raises
+    """Print the members' announcements in the directory; before training starts, the missing conditions. Raises
     MuletrainError if no member answers."""
     from muletrain.runs.join.client import ask_missing, members_in
     from muletrain.runs.join.removal import serving
@@ -53,7 +53,7 @@ def show_status(ticket: str | None, *, json: bool) -> None:
         unheard = [Down(id=m.id, name=m.name, stage=m.stage or 0) for m in known if m.id not in {p.id for p in told}]
         missing: tuple[str, ...] = ()
         if not announced and not unheard:
-            with suppress(AdmissionError, NetworkError):  # the run ends: its members admit no peer
+            with suppress(AdmissionError, NetworkError):  # the run ends: members admit no peer
                 missing = await ask_missing(network, whole.addresses)
         return sorted(announced, key=lambda p: (p.stage, p.name, p.age_s)), unheard, tuple(map(printable, missing))
 
@@ -87,8 +87,8 @@ def stop_run(ticket: str | None) -> None:
 
 
 async def ask_to_stop(network: Network, run_id: str) -> bool:
-    """Ask the members one by one until one takes the request. False: the run has ended, since all that announced themselves
-    are gone, or serve it no more. Raises MuletrainError if this cannot be told."""
+    """Ask the members one by one until one takes the request. False: the run has ended, since all announced members are
+    gone, or serve the run no more. Raises MuletrainError if this is unknown."""
     from muletrain.runtime.peer.messages import StopRun
 
     ended, problems = False, list[str]()
@@ -110,8 +110,8 @@ async def ask_to_stop(network: Network, run_id: str) -> bool:
 
 
 def _own_has_ended() -> bool:
-    """Do the events here say that the run of this machine has ended? Its processes write that last, and a run that it only
-    left may go on."""
+    """Do the events here say that the run of this machine has ended? Processes write that event last. If this machine
+    only left, the run may go on."""
     for _ in range(int(ENDS_S / POLL_S)):
         logs = _newest(TICKET_FILE) or _newest("*.jsonl")
         told = events_in(logs[-1].parent, RunStarted, RunFinished) if logs else []
@@ -144,7 +144,7 @@ def kick_peer(who: str, ticket: str | None) -> None:
         done: Removal = asyncio.run(as_member(given, act, owner))
         replaced = str(dataclasses.replace(given, secret=done.secret))
         write_secret(folder / TICKET_FILE, replaced)
-        with suppress(OSError):  # only what a later kick says depends on it
+        with suppress(OSError):  # only the message of a later kick needs the file
             removed.write_text("\n".join((*before, *sorted(done.out))), encoding="utf-8")
     print(
         f"removed {printable(done.name)} ({done.id[-8:]}): told {done.told} of {plural(done.kept, 'member')}; they tell the others"
@@ -194,8 +194,8 @@ def _ticket(text: str | None) -> Ticket:
 async def as_member(
     ticket: Ticket, work: Callable[[Libp2pNetwork, str], Awaitable[Any]], owner: Key | None = None
 ) -> Any:
-    """Enter the run's network, and do ``work`` there. ``owner``: the run's key, if it is here. Raises PeerUnreachable if
-    no member answers, and AdmissionError."""
+    """Enter the run's network, and do ``work`` there. ``owner``: the run's key, if stored here. Raises PeerUnreachable
+    if no member answers, and AdmissionError."""
     from muletrain.network.libp2p import Libp2pNetwork
     from muletrain.runs.worker_files import PROTOCOL
 

@@ -1,1 +1,1 @@
-"""Commands declare options and help, and import their actions only when they run."""
+"""Commands declare options and help, and import actions only at run time."""

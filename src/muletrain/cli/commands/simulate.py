@@ -1,4 +1,4 @@
-"""``muletrain simulate``: what would happen, from the production rules and code in the virtual world."""
+"""``muletrain simulate``: predict a run with the production rules and code in the virtual world."""
 
 import sys
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""``muletrain status``, ``stop``, ``kick`` and ``ticket``: look at a run on several machines, and steer it."""
+"""``muletrain status``, ``stop``, ``kick`` and ``ticket``: observe and steer a run on several machines."""
 
 from typing import Annotated
 

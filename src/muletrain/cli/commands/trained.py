@@ -1,4 +1,4 @@
-"""``muletrain eval``, ``generate`` and ``export``: use what a run trained."""
+"""``muletrain eval``, ``generate`` and ``export``: use the trained model of a run."""
 
 import dataclasses
 import json as jsonlib

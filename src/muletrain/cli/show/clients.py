@@ -10,7 +10,7 @@ from muletrain import events as ev
 
 @dataclass
 class ClientView:
-    """One client, from its own events and those of its servers."""
+    """One client, from events of the client and of servers."""
 
     name: str
     stage: int = -1

@@ -46,7 +46,7 @@ STYLES = {"training": "green", "ready": "cyan", "suspected": "bold yellow", "lef
 
 
 class SafeConsole(Console):
-    """A console whose text is never obeyed by the terminal, whoever wrote it: models, other machines, files."""
+    """A console for untrusted text (models, remote machines, files): the terminal never obeys any text."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -68,7 +68,7 @@ def say(console: Console, text: str) -> None:
 
 
 class LiveConsole:
-    """Folds events into ``view`` and shows it. Use it in a ``with``, and call it with each event, from one thread."""
+    """Folds events into ``view`` and shows the view. A context manager; call with each event, from one thread."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class LiveConsole:
 
 
 class JsonConsole:
-    """Prints each event as one line of JSON, and folds it."""
+    """Prints each event as one line of JSON, and folds the event."""
 
     def __init__(self, view: RunView, file: TextIO | None = None) -> None:
         self.view = view
@@ -198,7 +198,7 @@ def _peers(view: RunView) -> RenderableType:
 
 
 def _clients(view: RunView) -> str:
-    """The clients at work: how many they are, and what they did."""
+    """The clients at work: number and progress."""
     of_stages = []
     for stage, clients in view.clients.by_stage().items():
         working = sum(c.state == "working" for c in clients)

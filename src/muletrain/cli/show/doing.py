@@ -1,5 +1,5 @@
-"""What a command is doing, told on standard error while there is nothing else to show. Every command that may take more
-than two seconds tells it before it loads anything large."""
+"""The current activity of a command, reported on standard error while nothing else is shown. Every command that may
+take more than two seconds reports before loading anything large."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BEGINS = {
     "fleet": "preparing to play the fleet",
     "calibrate": "reading the runs' events",
 }
-"""The first line of each command that loads torch, computes or asks other machines."""
+"""The first line of each command that loads torch, computes or asks remote machines."""
 SOON_S, PAUSE_S, SELDOM_S = 1.0, 5.0, 60.0
-"""Without a terminal: seconds to an activity's first line and to its second one; later pauses double up to the last."""
+"""Without a terminal: seconds to an activity's first and second line; later pauses double up to the last."""
 
 
 def begins(command: str) -> None:
-    """Print the first line of a command, if it has one."""
+    """Print the first line of a command, if any."""
     if (what := BEGINS.get(command)) is not None:
         _say(what)
 
@@ -49,7 +49,7 @@ def _say(what: str) -> None:
 
 
 class Doing:
-    """One activity. Call it with the share that is done (0 to 1; None: unknown), and with other words when the activity
+    """One activity. Call with the finished share (0 to 1; None: unknown), and with new words when the activity
     changes."""
 
     def __init__(self, what: str, bar: Progress | None) -> None:
@@ -87,8 +87,8 @@ class Doing:
 
 @contextmanager
 def doing(what: str) -> Iterator[Doing]:
-    """Tell people about an activity while the context lasts: by a bar on a terminal, which vanishes at the end; elsewhere
-    by lines, if it takes longer than ``SOON_S``."""
+    """Tell people about an activity while the context lasts: by a bar on a terminal, which vanishes at the end;
+    elsewhere by lines, after ``SOON_S``."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from muletrain.cli.show.console import make_console

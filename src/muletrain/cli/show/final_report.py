@@ -89,7 +89,7 @@ def quality_table(q: Quality) -> RenderableType:
 
 
 def _validations(view: RunView) -> RenderableType:
-    """Held-out losses during training, at most ``MEASURED`` of them; the events have all."""
+    """Held-out losses during training, at most ``MEASURED``; the events have all."""
     steps = sorted(view.validated)
     last = len(steps) - 1
     shown = sorted({steps[last * k // (MEASURED - 1)] for k in range(MEASURED)})
@@ -104,7 +104,7 @@ def _validations(view: RunView) -> RenderableType:
 
 
 def improvement(q: Quality) -> str:
-    """The held-out loss before training and after it, as a line. ``q.before`` must be known."""
+    """The held-out loss before and after training, as a line. ``q.before`` must be known."""
     assert q.before is not None  # the caller looked
     return (
         f"held-out loss {q.before:.3f} before training, {q.loss:.3f} after "
@@ -136,7 +136,7 @@ def _work(view: RunView) -> RenderableType:
 
 
 def _since(view: RunView) -> str:
-    """Whose work the tables count, if the run was resumed: the summary counts all steps."""
+    """The beginning of the tables' counts, if the run was resumed: the summary counts all steps."""
     first = view.started.first_step if view.started else 0
     return f" since step {first}" if first else ""
 
@@ -165,7 +165,7 @@ def _links(view: RunView) -> RenderableType:
 
 
 def _swapped(view: RunView) -> RenderableType:
-    """Peers whose stage is larger than their device."""
+    """Peers with a stage larger than the device."""
     table = new_table(
         "Swapped stages",
         ["stage", "peer"],

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 LINKS = 10
 """Most pairs of regions in the table; '--json' has all."""
 FAR = 4.0
-"""Ratio between the sizes of these stages and of the measured ones above which the report warns."""
+"""Ratio between the sizes of the played stages and of the measured ones above which the report warns."""
 BESIDE = (1.0, 1.0)
-"""Place of a legend, right of its plot."""
+"""Place of a legend, right of the plot."""
 NAMED_STAGES = 12
 """Most stages in a legend; the colours of more could not be told apart."""
 
@@ -170,8 +170,11 @@ def draw(outcome: Outcome, scene: Setting, path: Path) -> None:
 
     hours = [p.time_s / 3600 for p in outcome.curve]
     tokens = scene.cost.tokens
+    kinds = sorted({what for p in outcome.curve for what in p.events})
     figure = Figure(figsize=(10, 8), layout="constrained")
-    top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1.5))
+    heights = (3, 3, 1.5)[: 3 if kinds else 2]
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    top, middle, bottom = axes[0], axes[1], axes[-1]
     top.plot(hours, [p.optimum * tokens for p in outcome.curve], color="0.7", label="optimum")
     top.plot(hours, [p.throughput * tokens for p in outcome.curve], label="throughput")
     top.set(ylabel="tokens/s", ylim=(0, None), title=f"{100 * outcome.share_of_optimum:.1f} % of the optimum")
@@ -182,9 +185,10 @@ def draw(outcome: Outcome, scene: Setting, path: Path) -> None:
     middle.set(ylabel="peers by stage", ylim=(0, None))
     if stages <= NAMED_STAGES:
         middle.legend(loc="upper left", bbox_to_anchor=BESIDE)
-    kinds = sorted({what for p in outcome.curve for what in p.events})
     for row, what in enumerate(kinds):
         seen = [(h, p.events[what]) for h, p in zip(hours, outcome.curve, strict=True) if what in p.events]
         bottom.scatter([h for h, _ in seen], [row] * len(seen), s=[12 * n for _, n in seen], alpha=0.6)
-    bottom.set(xlabel="hours", yticks=range(len(kinds)), yticklabels=kinds, ylim=(-0.7, len(kinds) - 0.3))
+    if kinds:
+        bottom.set(yticks=range(len(kinds)), yticklabels=kinds, ylim=(-0.7, len(kinds) - 0.3))
+    bottom.set(xlabel="hours")
     figure.savefig(path, dpi=120)

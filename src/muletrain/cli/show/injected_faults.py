@@ -21,10 +21,10 @@ class _Injected:
 
 
 class FaultsView:
-    """A fold over events: each fault, which peers detected it, and how soon the first one did."""
+    """A fold over events: each fault, the detecting peers, and the first detection time."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
-        """``name_of``: a peer's name from its id."""
+        """``name_of``: a peer's name from the id."""
         self._name_of = name_of
         self._faults: list[_Injected] = []
 
@@ -46,7 +46,7 @@ class FaultsView:
                 pass
 
     def _noticed(self, name: str, event: ev.Event, kinds: tuple[str, ...]) -> None:
-        """Attribute the event to the newest fault of these kinds that hit ``name``."""
+        """Attribute the event to the newest fault of ``kinds`` that hit ``name``."""
         for fault in reversed(self._faults):
             if name in fault.event.who and fault.event.what in kinds:
                 fault.by.add(event.peer)

@@ -1,4 +1,4 @@
-"""Tables of a measured fleet: its machines, and the links between them."""
+"""Tables of a measured fleet: machines and links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from muletrain.events import FleetMeasured
 
 WHOLE = 8
-"""Most peers whose links are listed one by one."""
+"""Largest number of peers with all links listed one by one."""
 
 
 def fleet_tables(measured: FleetMeasured) -> RenderableType:

@@ -1,5 +1,5 @@
-"""A fold over the steps of a run: how far it is, how fast, and at what loss. Steps that the run takes again count once:
-after a step back, or when it was resumed, it goes on as if they had not been taken before."""
+"""A fold over the steps of a run: progress, speed and loss. Repeated steps count once: after a step back or a resume,
+the fold continues as if the repeated steps had not been taken before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KNOWN = 3
 OUTLIER = 3.0
 """A step counts as at most so many medians: one that waited for a lost peer says little about the next ones."""
 OVERDUE = 2.0
-"""Times the longest of these steps, after which the next one is overdue."""
+"""Multiple of the longest recent step, after which the next one is overdue."""
 
 
 class _Sums(NamedTuple):
@@ -35,7 +35,7 @@ NOTHING = _Sums(0.0, 0.0, 0)
 
 
 class Pace:
-    """What the steps folded so far tell. Two peers may both report a step."""
+    """Figures of the steps folded so far. Two peers may both report a step."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -69,7 +69,7 @@ class Pace:
         self._seen = {(k, lineage) for k, lineage in self._seen if k <= step}
 
     def fold(self, event: StepDone) -> bool:
-        """Take in a step. Returns False if it was reported before."""
+        """Take in a step. Returns False if reported before."""
         if (event.step, event.lineage) in self._seen:
             return False
         self._seen.add((event.step, event.lineage))
@@ -98,7 +98,7 @@ class Pace:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all steps up to the current one, as far as they are known."""
+        """Tokens of all steps up to the current one, as far as known."""
         return self._now.tokens
 
     @property
@@ -114,8 +114,8 @@ class Pace:
         return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
 
     def seconds_left(self, steps: int, now: float | None = None) -> float:
-        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough of them tell, and once a step
-        is overdue."""
+        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough are known, and once a
+        step is overdue."""
         if len(self._steady) < KNOWN or self._overdue_s(now):
             return math.nan
         most = OUTLIER * statistics.median(self._steady)

@@ -1,4 +1,4 @@
-"""A picture of a plan: for each strategy which region serves which stage, and the links between them."""
+"""A picture of a plan: for each strategy which region serves which stage, and the links between regions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 ROW_IN, STAGE_IN = 1.15, 2.0
 """Height of a region and width of a stage [inches]."""
 LABELLED = 12
-"""Most links of a strategy with labels; of more the narrowest have them: others would hide each other."""
+"""Most links of a strategy with labels; of more links, only the narrowest have labels, which would otherwise
+overlap."""
 WIDE = 26
 """Characters of a line beside a machine."""
 SMALL, FONT = 8.5, 10
@@ -33,7 +34,7 @@ Way = tuple[float, float]
 
 def draw(plan: Plan, fleet: Fleet, path: Path) -> None:
     """Draw every strategy that is possible, the recommended one first, in rows of stages and regions. A line's colour
-    shows the bandwidth of its narrower direction; its label has both, forward first.
+    shows the bandwidth of the narrower direction; the label has both, forward first.
 
     Raises OSError."""
     from matplotlib import colormaps
@@ -78,7 +79,7 @@ def draw(plan: Plan, fleet: Fleet, path: Path) -> None:
 
 
 def _shown(plan: Plan) -> list[Prediction]:
-    """What is possible: the recommended one, then the others by tokens/s."""
+    """The possible strategies: the recommended one, then the rest by tokens/s."""
     able = [p for p in plan.strategies if not p.problem]
     chosen = [] if plan.recommended is None else [plan.strategies[plan.recommended]]
     return [*chosen, *sorted((p for p in able if p not in chosen), key=lambda p: -p.expected_per_s)]
@@ -159,7 +160,7 @@ def _draw_one(
 
 
 def _label(both: tuple[Way, Way], *, arrows: tuple[str, str]) -> str:
-    """Both directions in a line each, or one if they are alike."""
+    """Both directions in a line each, or one if alike."""
     forward, back = (_speed(way) for way in both)
     if forward == back:
         return forward
@@ -174,7 +175,7 @@ def _speed(way: Way) -> str:
 
 
 def _ways(p: Prediction, fleet: Fleet) -> dict[tuple[int, str, str], tuple[Way, Way]]:
-    """By stage and two regions, the links to the next stage and back; with one stage, between its regions. A pipeline has
+    """By stage and two regions, the links to the next stage and back; with one stage, between regions. A pipeline has
     fixed pairs; otherwise all may send to all."""
     peers = {peer.name: peer for peer in fleet.peers()}
     found: dict[tuple[int, str, str], list[tuple[int, int]]] = {}

@@ -1,4 +1,4 @@
-"""A plan for people: what each strategy is predicted to do, and where everything goes."""
+"""A plan for people: each strategy's prediction, and where time, memory and traffic go."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from muletrain.config.plan_file import Memory, Plan, Prediction, Traffic
 
 CELL = len("125 ms, 55%")
-"""Widest column of the table, so that five columns and their labels fit into 80."""
+"""Widest column of the table, so that five columns and labels fit into 80."""
 LINKS = 6
 """Most pairs of regions in the table; '--json' has all."""
 
@@ -72,7 +72,7 @@ def tell(console: Console, plan: Plan, fleet: Fleet) -> None:
 
 
 def _say_limit(console: Console, plan: Plan, chosen: Prediction) -> None:
-    """Print what limits the recommended strategy, and the changes of the run that help."""
+    """Print the limits of the recommended strategy, and helpful changes of the run."""
     if chosen.limit:
         say(console, f"limit: {escape(chosen.limit)}")
     if plan.swapping:
@@ -190,7 +190,7 @@ def _number(nbytes: int, unit: int) -> str:
 
 
 def _has(nbytes: int, unit: int) -> str:
-    """The amount, with its own unit if the table's is too small."""
+    """The amount, with a separate unit if the table's is too small."""
     return _number(nbytes, unit) if nbytes < 999.5 * unit else format_memory(nbytes)
 
 
@@ -200,7 +200,7 @@ def _needs(m: Memory, unit: int) -> str:
 
 
 def _traffic_rows(plan: Plan, row: Callable[..., None]) -> None:
-    """Link speeds are those of the machines that work in the recommended strategy, or else in one that runs today."""
+    """Link speeds are of the machines that work in the recommended strategy, or else in one that runs today."""
     most: dict[tuple[str, str], tuple[bool, bool, float, Traffic]] = {}
     for n, p in enumerate(plan.strategies):
         for t in p.traffic:

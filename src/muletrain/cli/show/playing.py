@@ -1,4 +1,4 @@
-"""Progress of a simulated fleet, and its Ctrl-C."""
+"""Progress and Ctrl-C of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Playing:
-    """Shows on standard error how much of ``horizon_s`` was played: as a bar, or as lines without a terminal (``quiet``:
-    nothing). The first Ctrl-C (or SIGTERM) ends the play in order, a second one ends the program. Use it in a ``with``,
-    and pass it to a play as ``sim.fleet.accounts.GoesOn``."""
+    """Shows on standard error how much of ``horizon_s`` was played: as a bar, or as lines without a terminal
+    (``quiet``: nothing). The first Ctrl-C (or SIGTERM) ends the play in order, a second one ends the program. A context
+    manager; pass the object to a play as ``sim.fleet.accounts.GoesOn``."""
 
     def __init__(self, what: str, horizon_s: float, *, quiet: bool) -> None:
         self._what, self._horizon_s, self._quiet = what, horizon_s, quiet

@@ -21,7 +21,7 @@ NAMED = 24
 
 
 def table_of(profile: Profile) -> RenderableType:
-    """The blocks, and what the whole model takes."""
+    """The blocks, and the whole model's needs."""
     text = profile.context > 1
     microbatch = plural(profile.sequences, "sequence" if text else "sample")
     if text:

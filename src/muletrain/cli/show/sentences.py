@@ -13,7 +13,7 @@ ANSWERED = re.compile("answered a probe|it trains in|it is still at|its history"
 
 
 class Known(Protocol):
-    """What is known of a run so far."""
+    """Facts about a run so far."""
 
     @property
     def left(self) -> int: ...
@@ -24,12 +24,13 @@ class Known(Protocol):
 
 
 _OF_SCRIPTS = "\u00ad\u200c\u200d\u200e\u200f"
-"""Characters without width that scripts and emoji need: they join, or part, or say the direction of a neighbour."""
+"""Characters without width that scripts and emoji need: joiners, separators, and marks of direction."""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Untrusted ``text`` without what a terminal obeys or what hides other text: control characters, escape sequences,
-    marks of direction, characters without width. It stays on one line, unless ``lines`` keeps its line ends."""
+    """Untrusted ``text`` without characters that a terminal obeys or that hide text: control characters, escape
+    sequences, marks of direction, characters without width. The result is one line, unless ``lines`` keeps line
+    ends."""
     kept = f"{_OF_SCRIPTS}\n\t" if lines else _OF_SCRIPTS
     return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "\ufffd" for c in text)
 
@@ -50,7 +51,7 @@ def is_warning(event: ev.Event) -> bool:
 
 
 def _stepped_back(event: ev.SteppedBack, view: Known) -> str:
-    """The sentence; the process that reports it may be behind, or a newcomer without a step."""
+    """The sentence; the reporting process may be behind, or a newcomer without a step."""
     stages = f"stage{'s' if len(event.lost) > 1 else ''} {', '.join(map(str, event.lost))}"
     where = f"the checkpoint of step {event.to}" if event.to else "the beginning"
     moves = f"; {', '.join(event.moves)}" if event.moves else ""
@@ -60,7 +61,7 @@ def _stepped_back(event: ev.SteppedBack, view: Known) -> str:
 
 
 def headline(event: ev.Event, view: Known) -> str | None:
-    """The event as a sentence, with names of peers for their ids; None for events that only change numbers."""
+    """The event as a sentence, with names of peers for ids; None for events that only change numbers."""
     sentence = _sentence(event, view)
     return None if sentence is None else view.named(sentence)
 

@@ -1,4 +1,4 @@
-"""A fold over a run's skipped updates: how many there were, and why those at the end were skipped."""
+"""A fold over a run's skipped updates: the number, and the cause of the skips at the end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class SkipsView:
         self._last = 0
         """The last step that was done."""
         self._steps: dict[int, ev.StepDone] = {}
-        """Steps whose update was skipped."""
+        """Steps with a skipped update."""
         self._tensors: dict[int, dict[int, str]] = {}
-        """By step and stage: name of the stage's first parameter whose gradient was not finite."""
+        """By step and stage: name of the stage's first parameter with a gradient that is not finite."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def fold(self, event: ev.Event) -> None:
-        """Take in a step, or what one peer says of a step."""
+        """Take in a step, or one peer's report of a step."""
         match event:
             case ev.StepApplied(skipped=True) if event.not_finite:
                 self._tensors.setdefault(event.step, {})[event.stage] = event.not_finite
@@ -39,7 +39,7 @@ class SkipsView:
                 pass
 
     def why(self) -> str:
-        """The updates at the end of the run that were skipped, the first tensor that was not finite, and what to try."""
+        """The skipped updates at the end of the run, the first tensor that was not finite, and a remedy."""
         first = self._last + 1
         while first - 1 in self._steps:
             first -= 1

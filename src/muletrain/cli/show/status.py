@@ -27,12 +27,12 @@ differ by some seconds."""
 
 
 def furthest(peers: Sequence[Announced]) -> Announced:
-    """The member whose numbers stand for the run: the furthest fresh one. A stale one may have died before a step back."""
+    """The member that stands for the run: the furthest fresh one. A stale one may have died before a step back."""
     return max([p for p in peers if p.age_s <= FRESH_S] or peers, key=lambda p: p.step)
 
 
 def status_of(peers: Sequence[Announced], missing: Sequence[str], unheard: Sequence[Down] = ()) -> RenderableType:
-    """The run as a line, and its peers by stage. ``unheard``: members that serve, but whose announcements are not here."""
+    """The run as a line, and peers by stage. ``unheard``: serving members without an announcement here."""
     if unheard:
         names = ", ".join(f"{m.name} (stage {m.stage})" for m in unheard)
         hint = Text(
@@ -62,13 +62,13 @@ def gone(peers: Sequence[Announced]) -> list[Down]:
 
 
 def state_of(peer: Announced, peers: Sequence[Announced]) -> str:
-    """'suspected': the furthest member gets no answer from it, or its announcement is stale."""
+    """'suspected': the furthest member gets no answer, or the announcement is stale."""
     silent = peer.age_s > FRESH_S or peer.id in {d.id for d in furthest(peers).down}
     return "suspected" if silent else "serving"
 
 
 def _table(peers: Sequence[Announced], at: Announced) -> Table:
-    """The peers by stage; with ids only if two of them have one name."""
+    """The peers by stage; with ids only if two share a name."""
     lost = gone(peers)
     names = [*(p.name for p in peers), *(d.name for d in lost)]
     alike = len(set(names)) < len(names)
@@ -132,13 +132,13 @@ class Announced(BaseModel):
     """``loss`` and ``tokens_per_s`` are of the run, as this member counts them."""
     heldout_loss: float | None = None
     heldout_step: Annotated[int, Field(ge=0)] = 0
-    """The held-out loss that this member measured last, and the updates in those weights."""
+    """The held-out loss that this member measured last, and the updates in the measured weights."""
     clients: Annotated[int, Field(ge=0)] | None = None
-    """Clients that compute for it; None: the run has none."""
+    """Clients that compute for this member; None: the run has none."""
     parts: Annotated[int, Field(ge=2)] | None = None
-    """Parts of its stage that take turns on its device; None: the stage stays there."""
+    """Parts of the stage that take turns on the device; None: the stage stays there."""
     left: bool = False
-    """Whether it left in order."""
+    """Whether the member left in order."""
     down: Annotated[tuple[Down, ...], Field(max_length=64)] = ()
     """Peers that do not answer this member."""
 
@@ -150,8 +150,8 @@ class Announced(BaseModel):
 
     @classmethod
     def read(cls, peer: PeerId, value: bytes, age_s: float = 0.0) -> Announced | None:
-        """The announcement in ``value``; None if it is malformed."""
+        """The announcement in ``value``; None if malformed."""
         try:
             return cls.model_validate({**json.loads(value), "id": peer, "age_s": max(0.0, age_s)})
-        except (ValueError, TypeError, RecursionError):  # a malformed announcement does not hide the others
+        except (ValueError, TypeError, RecursionError):  # a malformed announcement does not hide the rest
             return None

@@ -1,4 +1,4 @@
-"""The summary of a run before its first step, for people: lines that fit into 80 columns."""
+"""The summary of a run before the first step, for people: lines that fit into 80 columns."""
 
 from __future__ import annotations
 

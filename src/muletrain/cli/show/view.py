@@ -19,19 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GONE_S = 30.0
-"""Seconds after which a suspected peer is gone: then another peer adopts its stage (``fleet.adopt_after``)."""
+"""Seconds after which a suspected peer is gone: then another peer adopts the stage (``fleet.adopt_after``)."""
 ENTERS_S = 5.0
-"""Seconds that a peer has to be admitted before its first, refused question is news."""
+"""Seconds that a peer has to be admitted before a first, refused question is news."""
 BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
-FINAL = frozenset(
-    {"expelled", "removed", "ended"}
-)  # states that nothing ends: what such a peer said last may come late
+FINAL = frozenset({"expelled", "removed", "ended"})  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
 
 
 @dataclass
 class PeerView:
-    """One peer, from its own events and the suspicions of others. Totals are since the start of the run."""
+    """One peer, from events of the peer and suspicions of the rest. Totals are since the start of the run."""
 
     name: str
     peer_id: str = ""
@@ -41,7 +39,7 @@ class PeerView:
     trainer: bool = False
     state: str = "joining"
     suspected_at: float = 0.0
-    """Wall time at which it became suspected [s]."""
+    """Wall time of the suspicion [s]."""
     step: int = 0
     microbatches: int = 0
     recomputed: int = 0
@@ -50,12 +48,13 @@ class PeerView:
     apply_s: float = 0.0
     wait_s: float = 0.0
     parts: int = 0
-    """Parts of its stage that take turns on the device; 0: it stays there. The next four are of a swapped stage."""
+    """Parts of the stage that take turns on the device; 0: the stage stays there. The next four are of a swapped
+    stage."""
     loads: int = 0
     loaded_bytes: int = 0
     rounds: int = 0
     passed: int = 0
-    """Microbatches that passed in its rounds."""
+    """Microbatches that passed in rounds."""
     load_wait_s: float = 0.0
     sent: dict[str, Counter[str]] = field(default_factory=dict)
     """Bytes by receiver (name if known) and traffic class."""
@@ -79,19 +78,19 @@ class RunView:
     """The state of a run after the events folded so far."""
 
     def __init__(self, *, whole: bool = True, earlier: Sequence[ev.Event] = ()) -> None:
-        """``whole``: events of all peers arrive, so a stage without events has no peer. ``earlier``: events of processes
-        that trained the run before; they count if it is resumed."""
+        """``whole``: events of all peers arrive, so a stage without events has no peer. ``earlier``: events of
+        processes that trained the run before; counted after a resume."""
         self.whole, self._earlier = whole, earlier
         self.started: ev.RunStarted | None = None
         self.finished: ev.RunFinished | None = None
         self.validated: dict[int, ev.Validated] = {}
         """Held-out losses measured during training, by step."""
         self.peers: dict[str, PeerView] = {}
-        """By ``Event.peer``: the name that a peer began with, even if the run renamed it. A peer whose name another one
-        took over: by id."""
+        """By ``Event.peer``: a peer's first name, even if the run renamed the peer. If another peer took over the name:
+        the id."""
         self.clients = ClientsView()
         self.failed: dict[str, str] = {}
-        """Why processes of this machine gave up or were killed, by the peer's name; those of planned faults are left out."""
+        """Why processes of this machine gave up or were killed, by the peer's name; planned faults are left out."""
         self.missing: list[str] = []
         self.probing: ev.ProbeProgress | None = None
         """Set while machines and links are measured."""
@@ -105,7 +104,7 @@ class RunView:
         """Sentences that follow from several events, to be shown once."""
         self._by_id: dict[str, PeerView] = {}
         self._names: dict[str, str] = {}
-        """Names by id, and by the ends of ids that messages have; also of peers whose events do not arrive here."""
+        """Names by id, and by the ends of ids that messages have; also of peers without events here."""
         self._strangers: dict[str, ev.JoinRefused | ev.FrameRefused] = {}
         """Peers that asked for something before they were admitted, which happens when all enter at once."""
         self._back = ""
@@ -152,12 +151,12 @@ class RunView:
         self.clients.ended(name)
 
     def name_of(self, peer_id: str) -> str:
-        """A peer's name; before it has joined, the end of its id (all ids begin alike)."""
+        """A peer's name; before joining, the end of the id (all ids begin alike)."""
         known = self._by_id.get(peer_id) or self.peers.get(peer_id)
         return known.name if known is not None else self.named(peer_id)
 
     def named(self, text: str) -> str:
-        """``text`` with names in place of ids and of their ends. Of an unknown id the end stays."""
+        """``text`` with names in place of ids and ends of ids. Of an unknown id the end stays."""
 
         def name(found: re.Match[str]) -> str:
             word = found[0]
@@ -174,7 +173,7 @@ class RunView:
         return self.started.tokens_per_step / max(1, self.started.microbatches) if self.started else math.nan
 
     def fold(self, event: ev.Event) -> bool:
-        """Fold one event. Returns False if it is no news: a repeated warning, or a step reported twice."""
+        """Fold one event. Returns False for no news: a repeated warning, or a step reported twice."""
         self.faults.fold(event)
         self._hear_of_strangers(event)
         self.clients.fold(event)
@@ -274,7 +273,7 @@ class RunView:
         self.missing = []
 
     def _set_aside(self, peer: PeerView) -> None:
-        """Rename a peer whose name another one took over."""
+        """Rename a peer after another one took over the name."""
         self.peers[peer.peer_id] = peer
         peer.name = f"{peer.name} ({peer.peer_id[-8:]})"
         self._learn(peer.peer_id, peer.name)
@@ -318,7 +317,7 @@ class RunView:
             peer.state, peer.suspected_at = "suspected", event.t
 
     def _give_up(self) -> None:
-        """Note the peers that were suspected for so long that they are gone."""
+        """Mark peers with a long suspicion as gone."""
         for peer in self.peers.values():
             if peer.state == "suspected" and self.pace.end_s - peer.suspected_at > GONE_S:
                 peer.state = "gone"
@@ -327,7 +326,7 @@ class RunView:
                 self.asides.append(f"{peer.name} is gone: no answer for {GONE_S:.0f} s; {left}")
 
     def _hear_of_strangers(self, event: ev.Event) -> None:
-        """Report the strangers that are still not admitted, and forget the others."""
+        """Report the strangers that are still not admitted, and forget the rest."""
         if isinstance(event, (ev.Admitted, ev.MemberAdmitted, ev.PeerJoined)):
             self._strangers.pop(event.peer_id, None)
         for remote, refused in list(self._strangers.items()):

@@ -1,5 +1,5 @@
-"""``SwappedArithmetic`` computes rounds: microbatches that pass each sub-model one after the other while it is on the
-device (ATOM sec. III-C, fig. 12). It decides nothing about order, threads or cancellation.
+"""``SwappedArithmetic`` computes rounds: microbatches that pass each sub-model one by one while the sub-model is on the
+device (ATOM sec. III-C, fig. 12). Decides nothing about order, threads or cancellation.
 
 Shapes: B sequences, T tokens, D width, G trained parameters of the stage, S parameters of a sub-model.
 """
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from muletrain.model.dropout import Masks
 
 BESIDE = 0.75
-"""Share of the cores that updates while the device computes. The others tell it what to do, and bring weights. With all
-16 of a machine an update was no faster (H200)."""
+"""Share of the cores that updates while the device computes. The remaining cores launch kernels and copy weights. With
+all 16 of a machine an update was no faster (H200)."""
 
 
 @dataclass
 class _Accumulator:
-    """A gradient in backing memory, flat [G]. ``empty``: whatever is there does not count. ``region`` None: none is taken
-    yet. A round uses the sum's while that is empty, so that a step of one round needs no second region."""
+    """A gradient in backing memory, flat [G]. ``empty``: the contents do not count. ``region`` None: not allocated yet.
+    A round uses the sum's region while the sum is empty, so that a step of one round needs no second region."""
 
     region: Region | None
     empty: bool = True
 
 
 class SwappedArithmetic:
-    """Owns the stage's accumulator, loss scale and counters. Its state may be read by other threads."""
+    """Owns the stage's accumulator, loss scale and counters. Any thread may read the state."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class SwappedArithmetic:
         kept: Sequence[int] = (),
         alone: bool = False,
     ) -> None:
-        """``where``: the stage, and their number; ``width``: D; ``kept``: see ``Loader``; ``alone``: rounds are added to the
-        accumulator as they are computed, and an update runs beside the next forward: nobody waits for its digest."""
+        """``where``: the stage, and the number of stages; ``width``: D; ``kept``: see ``Loader``; ``alone``: each round
+        is added to the accumulator at once, and an update runs beside the next forward: nobody waits for the digest."""
         self.stage, self._last = where[0], where[0] == where[1] - 1
         self._width, self.models = width, models
         self.setup, self.state, self._backing, self._threads = setup, state, backing, threads
@@ -84,12 +84,13 @@ class SwappedArithmetic:
         self._round = _Accumulator(self._region() if own else None)  # a disk may be full later
         state.order = [model.segments for model in models]
         self._trained_from = next((k for k, model in enumerate(models) if model.trainable.size), len(models))
-        """All sub-models before it are frozen as a whole."""
+        """All earlier sub-models are frozen as a whole."""
         self._alone = alone
         self._beside = alone and (state.in_place or not self._rule.by_tensor)
-        """Updates run beside the next forward pass. Whole tensors of a state on a disk take the memory of what is loaded."""
+        """Updates run beside the next forward pass. Whole tensors of a state on a disk take the memory of loaded
+        sub-models."""
         self._summed: list[Sequence[Passage]] = []
-        """Alone: the rounds in the accumulator. Nothing can be taken out of it, so all of them are computed again if a part
+        """Alone: the rounds in the accumulator. Nothing can be subtracted, so all rounds are computed again if a part
         of a later round does not count."""
         self._spare = Spare()
         self._changing = threading.Lock()
@@ -103,7 +104,7 @@ class SwappedArithmetic:
         self._timed.finish()
 
     def backward(self, passages: Sequence[Passage]) -> None:
-        """Differentiate a stage before the last, whose ``forward`` is done."""
+        """Differentiate a stage before the last, after ``forward``."""
         self._back(passages, len(self.models) - 1)
         self._timed.finish()
 
@@ -130,7 +131,7 @@ class SwappedArithmetic:
         self._timed.finish()
 
     def again(self, passages: Sequence[Passage]) -> None:
-        """Compute the gradients of a round anew: some of its microbatches do not count."""
+        """Compute the gradients of a round anew: some microbatches do not count."""
         if self._last:
             self.loss(passages)
         else:
@@ -158,7 +159,7 @@ class SwappedArithmetic:
         passages = [p for p in passages if self._wanted(p)]
         end = self._trained_from if self.stage == 0 else 0
         for k in range(begin, end - 1, -1) if passages else ():
-            parameters: list[Tensor] = []  # those of the sub-model before leave first
+            parameters: list[Tensor] = []  # the previous sub-model's parameters leave first
             first = min(1, len(self.models) - 1) if k == 0 else None  # only a neighbour has a place beside ``k``
             parameters = self.loader.get(k, k - 1 if k > end else first)
             for p, (x, seed) in self._arriving(k, passages, backward=True):
@@ -176,7 +177,8 @@ class SwappedArithmetic:
     def _differentiate(
         self, p: Passage, k: int, output: Tensor, leaf: Tensor, parameters: list[Tensor], seed: Tensor
     ) -> None:
-        """Gradients of sub-model ``k``: the parameters' into the sum, the inputs' to where the next one finds it."""
+        """Gradients of sub-model ``k``: the parameters' into the sum, the inputs' to the place of the next
+        sub-model."""
         with self._timed("backward_s"):
             wanted = [leaf] if leaf.requires_grad else []
             targets = wanted + (parameters if p.accumulate else [])
@@ -190,7 +192,7 @@ class SwappedArithmetic:
                 self.drain.add(self.models[k], gradients[len(wanted) :], 1 / self.scale.of(p.mb.step), before)
 
     def _end_of(self, k: int, passages: Sequence[Passage]) -> None:
-        """Sub-model ``k`` is done: its gradient leaves."""
+        """Sub-model ``k`` is done: send off the gradient."""
         if any(p.accumulate for p in passages):
             if self._alone:
                 self.drain.send(self.models[k], self._total(), added=not self._sum.empty)
@@ -211,8 +213,8 @@ class SwappedArithmetic:
     def _arriving(
         self, k: int, passages: Sequence[Passage], *, backward: bool = False
     ) -> Iterator[tuple[Passage, list[Tensor]]]:
-        """The microbatches that are still wanted, each with what goes into sub-model ``k``, and in ``backward`` with
-        d loss / d its output, on the device. The next one's comes while one computes."""
+        """The microbatches that are still wanted, each with the input of sub-model ``k``, and in ``backward`` with d
+        loss / d output, on the device. The next microbatch is fetched while one computes."""
 
         def fetched(p: Passage) -> list[Callable[[], Tensor]]:
             if p.dropped:
@@ -234,7 +236,8 @@ class SwappedArithmetic:
             arrived.clear()
 
     def _leaf(self, x: Tensor, k: int) -> Tensor:
-        """``x`` as it goes into sub-model ``k``; a leaf if its gradient is wanted: not if nothing before it is trained."""
+        """``x`` as the input of sub-model ``k``; a leaf if the gradient is wanted: not if nothing earlier is
+        trained."""
         wanted = torch.is_grad_enabled() and (self.stage > 0 or k > self._trained_from)
         return x.detach().requires_grad_() if wanted else x
 
@@ -242,7 +245,7 @@ class SwappedArithmetic:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
 
     def _between(self, p: Passage, k: int) -> Tensor:
-        """Where what goes into sub-model ``k`` > 0 is kept, fp32 [B, T, D]."""
+        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D]."""
         size = p.rows[0] * p.rows[1] * self._width
         if p.between is None:
             self.ferry.finish()  # no copy is under way where the new one may take memory from
@@ -250,7 +253,7 @@ class SwappedArithmetic:
         return p.between.values[(k - 1) * size : k * size].view(*p.rows, self._width)
 
     def free(self, p: Passage) -> None:
-        """Its backward is through, or nobody wants it."""
+        """The backward is done, or no longer wanted."""
         if p.between is not None:
             p.between.release(0, p.between.values.numel())
             self._spare.regions.append(p.between)
@@ -273,8 +276,8 @@ class SwappedArithmetic:
         self.drain.drop()
 
     def commit_again(self, counting: Sequence[Passage]) -> None:
-        """Add the gradient of some microbatches of the last round, or of none, computed anew; if that fails, nothing of it is
-        left. Alone: that of all rounds."""
+        """Add the gradient of some microbatches of the last round, or of none, computed anew; a failure leaves nothing
+        behind. Alone: the gradient of all rounds."""
         self.drop_round()
         rounds = [counting]
         if self._alone and not self._sum.empty:
@@ -307,7 +310,7 @@ class SwappedArithmetic:
         self._sum.empty = False
 
     def _total(self) -> Region:
-        """The sum's region. It has none while a round uses it and nothing was added."""
+        """The sum's region. None exists while a round uses the region and nothing was added."""
         self._sum.region = self._sum.region or self._region()
         return self._sum.region
 
@@ -319,7 +322,7 @@ class SwappedArithmetic:
         """The accumulator, flat fp32 [G]."""
         total = self._total()
         if self._sum.empty:
-            self.state.finish()  # its gradient may be there
+            self.state.finish()  # an update's gradient may be there
             for a, b in total.windows():
                 total.values[a:b].zero_()
             self._sum.empty = False
@@ -328,7 +331,7 @@ class SwappedArithmetic:
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Optimizer step with ``gradient``, fp32 [G]."""
         with self._jobs.at("apply"), self._timed("apply_s"):
-            self.loader.forget()  # its memory is the update's
+            self.loader.forget()  # the update needs the memory
             with self._changing:
                 if update.skip:
                     self.state.finish()
@@ -351,8 +354,8 @@ class SwappedArithmetic:
             raise
 
     def copied_state(self) -> dict[str, Tensor]:
-        """Weights, moments and loss scale of one moment. The copy is in backing memory: no memory is taken for it where
-        that is a disk."""
+        """Weights, moments and loss scale of one moment. The copy is in backing memory: a copy on a disk takes no
+        memory."""
         with self._changing:
             return {**self.state.copy(), **self.scale.state()}
 

@@ -1,9 +1,9 @@
-"""Backing memory holds what the device has no room for: memory of the machine beside a GPU, or memory-mapped files.
+"""Backing memory holds tensors that exceed the device: memory of the machine beside a GPU, or memory-mapped files.
 
-Both are tensors of fp32 numbers on the CPU. Memory that a GPU copies from or to is pinned, so that its copy engines do
-that at the speed of the bus, without the CPU. Pages of a file that are not in use can leave memory (``release``); the
-kernel writes them back. Files have no names: the kernel frees their room however the process ends. The room of all of
-them is taken at the start (``Disk.reserve``), so that a full disk is an error then, and stops no training later.
+Both are tensors of fp32 numbers on the CPU. Memory that a GPU copies from or to is pinned, so that copy engines run at
+the speed of the bus, without the CPU. Pages of a file that are not in use can leave memory (``release``); the kernel
+writes changes back. Files have no names: the kernel frees the room however the process ends. The room of all files is
+taken at the start (``Disk.reserve``), so that a full disk is an error then, and stops no training later.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WINDOW = 1 << 18
-"""Numbers of a region that are read or written at a time (1 MiB), so that no more of it has to be in memory."""
+"""Numbers of a region that are read or written at a time (1 MiB), so that no more has to be in memory."""
 SMALLEST_WINDOW, WINDOWS_IN_STATE = 4096, 16
-"""Numbers in a window of the update, and windows in the state of a small stage, at least: they would be most of a small
-budget."""
+"""Numbers in a window of the update, and windows in the state of a small stage, at least: windows would be most of a
+small budget."""
 PAGE = mmap.PAGESIZE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 22
 """Settings of glibc, and the smallest block that is given back at once [bytes]."""
@@ -42,20 +42,20 @@ SPARE_BYTES = 1 << 30
 
 
 def update_window(params: int) -> int:
-    """Returns how many of ``params`` numbers are updated at a time: a multiple of the smallest window, so that vectors of
-    the CPU begin where they do in a resident stage."""
+    """Returns how many of ``params`` numbers are updated at a time: a multiple of the smallest window, so that vectors
+    of the CPU begin as in a resident stage."""
     smallest = SMALLEST_WINDOW
     return max(smallest, min(WINDOW, params // WINDOWS_IN_STATE // smallest * smallest))
 
 
 class Region:
-    """Flat fp32 numbers in backing memory. ``values``: all of them."""
+    """Flat fp32 numbers in backing memory. ``values``: all numbers."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
 
     def expect(self, begin: int, end: int) -> None:
-        """The numbers from ``begin`` to before ``end`` are needed soon: fetch them meanwhile."""
+        """The numbers from ``begin`` to before ``end`` are needed soon: prefetch."""
 
     def release(self, begin: int, end: int) -> None:
         """The numbers from ``begin`` to before ``end`` are not needed soon."""
@@ -83,12 +83,12 @@ class Region:
             self.release(a, b)
 
     def copy(self) -> Tensor:
-        """A copy of the numbers as they are now, which does not change any more."""
+        """An immutable copy of the current numbers."""
         return self.values.clone()
 
 
 class _Pinned(Region):
-    """A region in pinned memory. torch's own pinned memory comes in powers of two: up to twice what is asked for."""
+    """A region in pinned memory. torch's own pinned memory comes in powers of two: up to twice the request."""
 
     def __init__(self, values: Tensor, gpu: torch.device) -> None:
         super().__init__(values)
@@ -130,7 +130,7 @@ class _File(Region):
         self._advise(mmap.MADV_DONTNEED, begin, end)  # of a shared file: pages leave this process, nothing is lost
 
     def read(self, begin: int, out: Tensor) -> None:
-        """Beside the mapping: a page that is first touched there costs ten times what its copy does."""
+        """Beside the mapping: the first touch of a mapped page costs ten times as much as copying the page."""
         left, at = _bytes_of(out), 4 * begin
         while left:
             if not (n := os.preadv(self._fd, [left], at)):
@@ -174,7 +174,7 @@ class _File(Region):
 
 
 class Memory:
-    """Backing memory in the machine's RAM; ``gpu``: the one that copies from and to it, if any."""
+    """Backing memory in the machine's RAM; ``gpu``: the copying GPU, if any."""
 
     on_disk = False
 
@@ -182,10 +182,10 @@ class Memory:
         self._gpu = gpu
 
     def reserve(self, nbytes: int) -> None:
-        """The offer says what there is (``SwapMemory.fits``)."""
+        """The offer bounds the memory (``SwapMemory.fits``)."""
 
     def region(self, numbers: int, *, copied: bool = False) -> Region:
-        """Zeros. ``copied``: the device copies from it, or to it."""
+        """Zeros. ``copied``: source or target of device copies."""
         values = torch.zeros(numbers)
         return _Pinned(values, self._gpu) if self._gpu is not None and copied else Region(values)
 
@@ -194,7 +194,7 @@ class Memory:
 
 
 class Disk:
-    """Backing memory in files of a folder. Owns room of that disk: a file as large as what its regions have not taken."""
+    """Backing memory in files of a folder. Owns room of that disk: a file as large as the room not taken by regions."""
 
     on_disk = True
 
@@ -208,7 +208,7 @@ class Disk:
             raise CapacityError(f"swap.folder: {folder} cannot be used ({e.strerror}); name another folder") from e
 
     def reserve(self, nbytes: int) -> None:
-        """Take the room of all regions and copies that there will be at once. Raises CapacityError if the disk lacks it."""
+        """Take the room of all simultaneous regions and copies. Raises CapacityError if the disk lacks it."""
         free = shutil.disk_usage(self.folder).free
         if nbytes + SPARE_BYTES > free:
             raise CapacityError(_full(self.folder, nbytes, free))
@@ -220,7 +220,7 @@ class Disk:
         return _File(self, numbers)
 
     def open(self, nbytes: int) -> tuple[int, int]:
-        """A new file of zeros, and how many of its bytes came from the reserve. Raises CapacityError if the disk is full."""
+        """A new file of zeros, and the number of bytes from the reserve. Raises CapacityError if the disk is full."""
         with tempfile.TemporaryFile(dir=self.folder, buffering=0) as file:
             taken = self._take(nbytes)
             try:
@@ -239,14 +239,14 @@ class Disk:
             return taken
 
     def give_back(self, nbytes: int) -> None:
-        """A file has gone: have its bytes in reserve again, unless others have filled the disk at that moment."""
+        """A file has gone: return the bytes to the reserve, unless the disk was filled at that moment."""
         with self._lock, contextlib.suppress(CapacityError):
             if nbytes and not self._reserve.closed:
                 _take_room(self._reserve.fileno(), self.folder, self._left + nbytes)
                 self._left += nbytes
 
     def close(self) -> None:
-        """Free what is in reserve. Idempotent."""
+        """Free the reserve. Idempotent."""
         with self._lock:
             self._left = 0
             self._reserve.close()
@@ -256,10 +256,9 @@ Backing = Memory | Disk
 
 
 def keep_freed_memory_small() -> None:
-    """Have the C library keep freed blocks of less than ``KEPT_BYTES`` only, until ``return_freed_memory``. glibc keeps up
-    to 32 MiB in a heap for each thread, where they pile up: a stage that was to use 137 MB used 291 MB. To return every
-    block at once costs a third more time than the computation itself (page faults; benchmarks/swap). Elsewhere nothing
-    changes."""
+    """Have the C library keep freed blocks of less than ``KEPT_BYTES`` only, until ``return_freed_memory``. glibc keeps
+    up to 32 MiB in a heap for each thread: a stage that was to use 137 MB used 291 MB. To return every block at once
+    costs a third more time than the computation itself (page faults; benchmarks/swap). Elsewhere nothing changes."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)

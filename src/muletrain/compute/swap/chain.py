@@ -1,7 +1,7 @@
-"""A stage as a chain of blocks, and the sub-models into which it is cut.
+"""A stage as a chain of blocks, cut into sub-models.
 
 A block is an ``nn.Module`` without storage, called with (activations, dropout masks), whose parameters have the names
-of the whole model. The chain of the native decoder is its embedding, each of its layers, and its head.
+of the whole model. The native decoder's chain is the embedding, each layer, and the head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def chain_cut(spec: Model, cut: Cut, stage: int) -> tuple[Cut, range]:
-    """The whole model cut into blocks, and which of them are ``stage``'s. Layers that share weights are one block."""
+    """The whole model cut into blocks, and the range of ``stage``. Layers that share weights are one block."""
     runs = cut if spec.share_layers else tuple((layer, layer + 1) for layer in range(spec.layers))
     blocks = ((0, 0), *runs, (spec.layers, spec.layers))
     first, end = (stage, stage + 1) if spec.share_layers else cut[stage]
@@ -36,7 +36,7 @@ def chain_cut(spec: Model, cut: Cut, stage: int) -> tuple[Cut, range]:
 
 
 def chain_of(spec: Model, cut: Cut, stage: int) -> list[StageModule]:
-    """The blocks of ``stage``, in order. Raises CapacityError for weights that two of them share."""
+    """The blocks of ``stage``, in order. Raises CapacityError for weights that two blocks share."""
     runs, own = chain_cut(spec, cut, stage)
     blocks = [make_block(spec, index, runs) for index in own]
     names = Counter(name for block in blocks for name in block.shapes())
@@ -55,11 +55,11 @@ class SubModel:
     number: int
     blocks: tuple[StageModule, ...]
     layout: FlatLayout
-    """The blocks' parameters, [S], in the order that they have in the stage's flat buffer."""
+    """The blocks' parameters, [S], in the order of the stage's flat buffer."""
     trainable: FlatLayout
-    """Those of them that are not frozen, which come first."""
+    """The trained parameters, which come first."""
     segments: tuple[tuple[int, int], ...]
-    """Where they are in the stage's flat buffer: ranges in order, S numbers together."""
+    """Places in the stage's flat buffer: ranges in order, S numbers together."""
 
     @property
     def size(self) -> int:
@@ -67,7 +67,7 @@ class SubModel:
         return self.layout.size
 
     def bind(self, weights: Tensor, exact: Mapping[str, Tensor]) -> list[Tensor]:
-        """Compute with ``weights``, [S], and with ``exact`` in the place of some of them. Returns the trained parameters, in
+        """Compute with ``weights``, [S], and with ``exact`` in the place of some. Returns the trained parameters, in
         the order of ``layout``."""
         views = {**self.layout.views(weights), **exact}
         found: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ class SubModel:
 
     def pieces(self, size: int, *, trained: bool = False) -> Iterator[tuple[int, int, int]]:
         """The segments in pieces of at most ``size`` numbers: (begin, end) in the stage's buffer, and begin in [S].
-        ``trained``: of what is trained only."""
+        ``trained``: of trained parameters only."""
         at, most = 0, self.trainable.size if trained else self.size
         for begin, end in self.segments:
             for a in range(begin, min(end, begin + most - at), size):

@@ -1,12 +1,12 @@
 """Which sub-models of a stage fit into how much memory, and how many microbatches a load is worth.
 
-The rules: everything inside a sub-model is computed again before its backward, but for the last sub-model of the whole
-model, whose backward follows its forward; what goes from one sub-model to the next is kept in backing memory; the gradient
-of a sub-model is summed on the device over the microbatches of a round. C is the smallest number of microbatches with which
-loading is hidden as well as it can be (``planning.swapping.hidden``).
-Sub-models take turns on the device. If it has memory of its own, some stay there as well, as many as have room. Smaller
-sub-models leave more room for that, since their graphs are smaller, but more goes from one to the next. So a few cuts are
-compared: the one that takes the least time is taken, and what goes over the bus takes some, though it is hidden.
+The rules: everything inside a sub-model is computed again before the backward, except for the model's last sub-model,
+where the backward follows the forward; activations between sub-models are kept in backing memory; the gradient of a
+sub-model is summed on the device over the microbatches of a round. C is the smallest number of microbatches with which
+loading is hidden as well as possible (``planning.swapping.hidden``). Sub-models take turns on the device. On a device
+with separate memory, as many as have room stay there. Smaller sub-models have smaller graphs and leave more room, but
+pass more activations. So a few cuts are compared, and the fastest is taken; traffic over the bus counts as time, even
+if hidden.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
     from muletrain.planning.swapping import Swapping
 
 BACKWARD = 3.0
-"""Times of a forward that a backward takes, with the forward that is computed again before it."""
+"""Times of a forward that a backward takes, including the repeated forward."""
 PASSING = 8
-"""Times that what one microbatch passes on is on the device: its input, output and their gradients; the next one's input
-and gradient, which come meanwhile; and what is leaving."""
+"""Copies of one microbatch's activations on the device: input, output and both gradients; the next microbatch's input
+and gradient, prefetched; and the tensor that is leaving."""
 WINDOWS = 8
 """Windows of numbers in memory while weights are updated."""
 TENSORS, TENSORS_IN_MEMORY = 8, 3
-"""Temporaries of the size of a tensor while LAMB updates it: of a state on a disk, and in memory (measured: 2.98)."""
+"""Temporaries, in sizes of the tensor, of a LAMB update: of a state on a disk, and in memory (measured: 2.98)."""
 SHARES = 1.0, 0.8, 0.6, 0.4
 """Of the room on the device, for sub-models that take turns: the cuts that are compared."""
 HIDDEN_COST = 0.22
 """Seconds by which a second of copies beside the computation delays that: 0.24 with 1.35 B parameters on an H200, 0.21 with
 6.7 B (benchmarks/swap)."""
 NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
-"""Speeds of device and backing memory before they are measured [FLOP/s, bytes/s]."""
+"""Speeds of device and backing memory before measurements [FLOP/s, bytes/s]."""
 
 
 def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision, flops: float) -> list[Layer]:
@@ -65,7 +65,7 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
         return Layer(forward_s, BACKWARD * forward_s, float(size * params), works, goes_on, 4.0 * params, again_s)
 
     def layers(first: int, end: int) -> Layer:
-        """One block of these layers; if they are several, they share their weights."""
+        """One block of these layers; several layers share weights."""
         flops = sum(spec.flops_of(layer) for layer in range(first, end))
         return block(spec.params_of(first), flops, tokens * sum(spec.kept_bytes(n, size) for n in range(first, end)))
 
@@ -122,8 +122,8 @@ def swap_memory(
 def once_swapped(
     needs: Sequence[StageMemory], config: RunConfig, spec: Model, cut: Cut, precision: Precision, *, alone: bool
 ) -> list[StageMemory]:
-    """Add to the ``needs`` of a run's stages what each of them needs where it is swapped, if it can be. ``alone``: see
-    ``SwapMemory``."""
+    """Add to the ``needs`` of a run's stages the memory of each swapped stage, where swapping is possible. ``alone``:
+    see ``SwapMemory``."""
     strategy = strategy_of(config)
     if config.swap.backing == "off" or config.optimizer.delayed or strategy.pooled:
         return list(needs)
@@ -162,7 +162,8 @@ def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes
 
 
 def _within(blocks: Sequence[Layer], room: float, asked: float, load_bytes_per_s: float, most: int) -> Swapping:
-    """The best sub-models that take turns in ``asked`` bytes, or in what they need at least; never more than ``room``."""
+    """The best sub-models that take turns in ``asked`` bytes, or in the least sufficient memory; never more than
+    ``room``."""
     least = held_bytes(blocks, _one_by_one(blocks))
     asked = max(least, asked)
     while True:  # the search counts two neighbours' own bytes; the places are as large as the largest need

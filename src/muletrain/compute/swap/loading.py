@@ -1,9 +1,9 @@
-"""Weights come to the device beside the computation, and gradients leave it.
+"""Weights come to the device, and gradients leave, beside the computation.
 
 One thread loads the next sub-model while the current one computes; another one brings summed gradients into backing
-memory. Weights in 16 bits are made from the fp32 masters on the way: on the GPU, where pinned memory comes at the speed of
-the bus, and on the CPU, where they come from a file through pinned buffers. What goes from one sub-model to the next
-leaves the device and comes back beside the computation, too.
+memory. Weights in 16 bits are made from the fp32 masters on the way: on the GPU, where pinned memory comes at the speed
+of the bus, and on the CPU, where a file is read through pinned buffers. Activations between sub-models also leave the
+device and come back beside the computation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ ALIGNED = 128
 
 
 def device_window(params: int) -> int:
-    """Numbers that are copied at a time from or to pinned memory, of a stage with ``params``. In 16 bits they pass through
-    a buffer of the device. Small copies would keep the computing thread from launching kernels: all threads take turns."""
+    """Numbers that are copied at a time from or to pinned memory, of a stage with ``params``. In 16 bits the numbers
+    pass through a buffer of the device. Small copies would keep the computing thread from launching kernels: all
+    threads take turns."""
     return max(SMALLEST_WINDOW, min(DEVICE_WINDOW, params // WINDOWS_IN_DEVICE))
 
 
@@ -53,7 +54,7 @@ class Traffic:
 
 
 class Lane:
-    """One direction between backing memory and the device. Its thread runs one copy after the other."""
+    """One direction between backing memory and the device. A thread runs one copy at a time."""
 
     def __init__(self, name: str, device: torch.device, dtype: torch.dtype, window: int, *, inline: bool) -> None:
         """``window``: numbers that are copied at a time from or to pinned memory."""
@@ -116,8 +117,7 @@ class Lane:
         target.copy_(staged)
 
     def follow(self) -> None:
-        """What is copied from now on waits for what the device was told to do so far: memory that was freed meanwhile may
-        still be read by that."""
+        """Later copies wait for the device work queued so far, which may still read memory that was freed meanwhile."""
         if self._cuda:
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
 
@@ -127,15 +127,15 @@ class Lane:
 
 
 class Ferry:
-    """What goes from one sub-model to the next, between the device and backing memory. On CUDA its copies run beside the
-    computation, in the order of the calls. Only the compute thread calls it."""
+    """Copies of activations between sub-models, between the device and backing memory. On CUDA copies run beside the
+    computation, in the order of the calls. Only for the compute thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def store(self, values: Tensor, place: Tensor) -> None:
-        """Bring ``values`` to ``place`` in backing memory. They are there for every later ``fetch``."""
+        """Copy ``values`` to ``place`` in backing memory, visible to every later ``fetch``."""
         if self._stream is None:
             place.copy_(values)
             return
@@ -145,15 +145,15 @@ class Ferry:
         values.record_stream(self._stream)
 
     def fetch(self, place: Tensor) -> Callable[[], Tensor]:
-        """Begin to copy ``place`` to the device. Call what it returns when the computation needs the copy."""
+        """Begin to copy ``place`` to the device. Call the returned function when the computation needs the copy."""
         if self._stream is None:
             return lambda: place.to(self._device)
         values = torch.empty_like(place, device=self._device)
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # its memory may have been another tensor's
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))  # the memory may have been another tensor's
         with torch.cuda.stream(self._stream):
             values.copy_(place, non_blocking=True)
             arrived = self._stream.record_event()
-        # else, if nobody calls ``get``, its memory could be another tensor's while it is written
+        # else, if nobody calls ``get``, the memory could be reused during the copy
         values.record_stream(self._stream)
 
         def get() -> Tensor:
@@ -169,9 +169,9 @@ class Ferry:
 
 
 class Loader:
-    """Keeps some sub-models on the device, and at most two of the others: the one that computes, and the one that comes
-    next. These take turns at the beginning and at the end of one place, so that nothing is taken and given back between
-    them. All places are in one buffer. Only the compute thread calls it."""
+    """Keeps some sub-models on the device, and at most two more: the current and the next. Both take turns at the
+    beginning and at the end of one place, so that no memory is allocated or freed in between. All places are in one
+    buffer. Only for the compute thread."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Loader:
         *,
         inline: bool,
     ) -> None:
-        """``kept``: the sub-models that stay on the device once they were loaded, until the weights change."""
+        """``kept``: the sub-models that stay on the device after loading, until the weights change."""
         self._models, self._state, self._device, self._dtype, self._jobs = models, state, device, dtype, jobs
         self.lane = Lane("load", device, dtype, device_window(state.layout.size), inline=inline)
         self.traffic = Traffic()
@@ -205,15 +205,15 @@ class Loader:
         names = {model.number: {name for block in model.blocks for name in block.exact(dtype)} for model in models}
         self._exact_places = {k: {name: places[name] for name in sorted(found)} for k, found in names.items()}
         self._exact: dict[int, dict[str, Tensor]] = {}
-        """Of each sub-model that was loaded, what it computes with in fp32."""
+        """Of each loaded sub-model, the parameters that compute in fp32."""
         self._coming: dict[int, Future[Tensor]] = {}
         self.prefetch = True
 
     def get(self, k: int, then: int | None = None) -> list[Tensor]:
-        """Sub-model ``k`` computes next: returns its parameters. ``then`` is loaded meanwhile, or the next one in this
-        direction that is not there."""
+        """Sub-model ``k`` computes next: returns the parameters. ``then`` is loaded meanwhile, or the next absent one
+        in this direction."""
         if self._device.type == "cpu":
-            return_freed_memory()  # of the last sub-model: the next one's blocks have other sizes
+            return_freed_memory()  # of the last sub-model: the next one has blocks of different sizes
         if k not in self._held:
             begin = time.perf_counter()
             if k not in self._coming:
@@ -228,18 +228,18 @@ class Loader:
         return self._models[k].bind(self._held[k], self._exact[k])
 
     def forget(self) -> None:
-        """The weights have changed. On the CPU, where the update needs it, the memory is given back."""
+        """The weights have changed. On the CPU, the memory is freed for the update."""
         self._let_go(set(), stay=False)
         if self._device.type == "cpu":
             self._buffer = None
 
     def _begin(self, k: int, keep: set[int]) -> None:
-        """Make room for sub-model ``k``, and load it. Sub-models in ``keep`` are not unloaded for that."""
+        """Load sub-model ``k``, after making room. Sub-models in ``keep`` are not unloaded."""
         self._let_go(keep)
         if self._buffer is None:
             self._buffer = torch.empty(self._size, dtype=self._dtype, device=self._device)
         model, at = self._models[k], self._places[k]
-        place = self._buffer.data[at : at + model.size]  # autograd must not take it for a change of its neighbour
+        place = self._buffer.data[at : at + model.size]  # autograd must not take the copy for a change of the neighbour
         self.lane.follow()
         self._coming[k] = self.lane.thread.submit(self._load, model, place)
 
@@ -284,7 +284,7 @@ class Loader:
 
 class Drain:
     """Sums the gradients of one sub-model on the device, and brings the sum into backing memory while the next one
-    computes. Only the compute thread calls it."""
+    computes. Only for the compute thread."""
 
     def __init__(
         self, models: Sequence[SubModel], traffic: Traffic, device: torch.device, jobs: Jobs, *, inline: bool
@@ -299,8 +299,8 @@ class Drain:
         self._views: list[Tensor] = []
 
     def add(self, model: SubModel, gradients: Sequence[Tensor], alpha: float, before: Region | None = None) -> None:
-        """Add ``alpha`` x ``gradients`` of a microbatch, in the order of the sub-model's layout. ``before``: what the sum
-        begins with, flat [P]; None: zeros."""
+        """Add ``alpha`` x ``gradients`` of a microbatch, in the order of the sub-model's layout. ``before``: the
+        initial sum, flat [P]; None: zeros."""
         if self._sum is None:
             self.finish()  # one sum at a time
             if self._buffer is None:
@@ -322,7 +322,7 @@ class Drain:
                 total[at : at + b - a].copy_(before.values[a:b], non_blocking=before.pinned)
 
     def send(self, model: SubModel, target: Region, *, added: bool = False) -> None:
-        """Bring the sum to its place in ``target``, flat [P]; zeros if nothing was added. ``added``: it began with what is
+        """Copy the sum to ``target``, flat [P]; zeros if nothing was added. ``added``: the sum began with the values
         there."""
         values, self._sum, self._views = self._sum, None, []
         self.finish()
@@ -340,7 +340,7 @@ class Drain:
             self._traffic.wait_s += time.perf_counter() - begin
 
     def drop(self) -> None:
-        """Forget what was added and not sent. On the CPU, where the update needs it, the memory is given back."""
+        """Forget the unsent sum. On the CPU, the memory is freed for the update."""
         self._sum, self._views = None, []
         if self._device.type == "cpu":
             self._buffer = None

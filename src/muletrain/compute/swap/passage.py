@@ -1,4 +1,4 @@
-"""``Passage``: one microbatch on its way through a swapped stage.
+"""``Passage``: one microbatch under way through a swapped stage.
 
 Shapes: B sequences, T tokens, D width.
 """
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Passage:
-    """One microbatch on its way through the stage. ``targets``: at the last stage; ``grad``: at the others, once there
-    is one."""
+    """One microbatch under way through the stage. ``targets``: at the last stage; ``grad``: at earlier stages, once
+    received."""
 
     mb: Microbatch
     inputs: Tensor
@@ -26,16 +26,16 @@ class Passage:
     grad: Tensor | None = None
     accumulate: bool = False
     between: Region | None = None
-    """What goes into each sub-model but the first, and later its gradient, fp32 [sub-models - 1, B, T, D]."""
+    """The input of each sub-model but the first, and later the gradient, fp32 [sub-models - 1, B, T, D]."""
     loss: float = 0.0
     output: Tensor | None = None
     inputs_gradient: Tensor | None = None
     shape: tuple[int, ...] = ()
     """The output's."""
     rows: tuple[int, int] = (0, 0)
-    """B, T of what goes from one sub-model to the next."""
+    """B, T of the activations between sub-models."""
     dropped: bool = False
-    """Nobody waits for it any more."""
+    """Nobody waits any more."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Spare:
     def take(self, numbers: int, backing: Backing) -> Region:
         found = next((r for r in self.regions if r.values.numel() >= numbers), None)
         if found is None:
-            self.regions.clear()  # sequences have become longer: they are too small from now on
+            self.regions.clear()  # sequences have become longer: the old buffers are too small from now on
             return backing.region(numbers, copied=True)
         self.regions.remove(found)
         return found

@@ -1,8 +1,8 @@
-"""Rounds are formed from the calls that wait: the most urgent one, and all others of its kind and step, up to a bound.
+"""Rounds are formed from the waiting calls: the most urgent one, and all of the same kind and step, up to a bound.
 
-A call that arrives at an idle device waits a moment for others, as long as they are fewer than C: each round loads the
-whole stage. What came in one round is decided together: a caller that resumed counts, one that was cancelled does not,
-and only when all callers have done either is the round's gradient the accumulator's.
+At an idle device, a call waits a moment while fewer than C calls wait: each round loads the whole stage. The calls of a
+round are settled together: a caller that resumed counts, a cancelled one does not, and the round's gradient becomes the
+accumulator's only after all callers have done either.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from muletrain.compute.swap.passage import Passage
 
 PATIENCE, PATIENCE_MAX_S, PATIENCE_FIRST_S = 0.1, 2.0, 0.05
-"""A round waits for more calls for this share of what the last one took, at most so long, and so long at first [s]."""
+"""A round waits for more calls for this share of the last round's time, at most so long, and so long at first [s]."""
 ARRIVING_S = 0.01
 """A round that has enough calls waits on while each next one comes within this time [s]."""
 
 
 @dataclass(eq=False)
 class Call:
-    """One call that waits for its turn. ``kind``: which calls are computed together; ``p`` None: it is alone."""
+    """One waiting call. ``kind``: which calls are computed together; ``p`` None: computed alone."""
 
     kind: str
     turn: Turn
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(eq=False)
 class Round:
-    """Calls that are computed together. ``over``: it is known which of them count."""
+    """Calls that are computed together. ``over``: settled which calls count."""
 
     calls: list[Call]
     counted: set[Call] = field(default_factory=set)
@@ -58,7 +58,7 @@ class Round:
 
 
 class Rounds:
-    """Runs one round at a time. Only the event loop's thread uses it."""
+    """Runs one round at a time. Only for the event loop's thread."""
 
     def __init__(self, enough: int, most: int, settle: Callable[[Round], None]) -> None:
         """``enough``: C; ``most``: calls of a round; ``settle``: told once about each round that is over."""
@@ -75,7 +75,8 @@ class Rounds:
     async def call(
         self, kind: str, turn: Turn, work: Callable[[Sequence[Passage]], Awaitable[None]], p: Passage | None = None
     ) -> None:
-        """Returns when ``work`` on ``p`` (and those of other calls) is done. Raises what it raises, or ``turn.begins``."""
+        """Returns when ``work`` on ``p`` (and the rest of the round) is done. Raises the errors of ``work`` and
+        ``turn.begins``."""
         if self._closed:
             raise asyncio.CancelledError
         call = Call(kind, turn, next(self._order), work, p, asyncio.get_running_loop().create_future())
@@ -107,14 +108,14 @@ class Rounds:
             round_.over.set()
 
     async def settled(self) -> None:
-        """Returns when every round whose work is done is over."""
+        """Returns when every finished round is settled."""
         for round_ in [r for r in self._open if all(c.done.done() for c in r.calls)]:
             await round_.over.wait()
 
     async def _work(self) -> None:
         try:
             await self._work_off()
-        except Exception as e:  # nobody may wait for what never comes
+        except Exception as e:  # nobody may wait for ever
             for call in [c for c in self._waiting if not c.done.done()]:
                 call.done.set_exception(e)
 
@@ -132,7 +133,7 @@ class Rounds:
             if calls[0].p is not None:
                 self._last_s = asyncio.get_running_loop().time() - begin
                 self.rounds, self.microbatches = self.rounds + 1, self.microbatches + len(calls)
-                await round_.over.wait()  # the next round needs room for its gradient
+                await round_.over.wait()  # the next round needs room for a gradient
 
     async def _run(self, round_: Round) -> None:
         passages = [c.p for c in round_.calls if c.p is not None]
@@ -147,7 +148,7 @@ class Rounds:
                 call.done.set_result(None)
 
     async def _chosen(self) -> list[Call]:
-        """The calls of the next round: waits for more of the most urgent one's kind while they are few."""
+        """The calls of the next round: waits for more of the most urgent one's kind while few are there."""
         loop = asyncio.get_running_loop()
         until = loop.time() + min(PATIENCE * self._last_s, PATIENCE_MAX_S)
         while self._waiting:
@@ -167,7 +168,7 @@ class Rounds:
         return []
 
     async def _begun(self, calls: list[Call]) -> list[Call]:
-        """Those of ``calls`` whose check passes."""
+        """The ``calls`` that pass the check."""
         begun = []
         for call in calls:
             if call not in self._waiting:  # cancelled meanwhile

@@ -1,7 +1,7 @@
 """The state of a stage in backing memory: fp32 weights and both moments. P: parameters of the stage (flat).
 
-There is one version of it, which ends with the process: a run goes on from a checkpoint. An update may run beside the
-next forward pass, which waits for the weights that it needs: no numbers change.
+There is one version, which ends with the process: a run continues from a checkpoint. An update may run beside the next
+forward pass, which waits for the needed weights: no numbers change.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ KINDS = ("model", *MOMENTS)
 
 
 class State:
-    """Owns the newest weights and moments. A lock keeps updates, copies and digests apart. Updates change what is trained."""
+    """Owns the newest weights and moments. A lock serializes updates, copies and digests. Updates change the trained
+    parameters."""
 
     def __init__(self, layout: FlatLayout, backing: Backing) -> None:
         """Raises CapacityError if the backing memory is too small."""
         self.layout = layout
         self.in_place = not backing.on_disk
-        """Are windows updated where they are, or read from a file and written to it?"""
+        """Are windows updated in place, or read from and written to a file?"""
         self._regions = {
             kind: backing.region(layout.trained if kind in MOMENTS else layout.size, copied=kind == "model")
             for kind in KINDS
@@ -50,21 +51,21 @@ class State:
         self._lock = threading.Lock()
         self._progress = threading.Condition()
         self._left: dict[int, int] = {}
-        """What the update that has begun has not changed yet: begin -> end of ranges, in its order."""
+        """Ranges that the running update has not changed yet: begin -> end, in update order."""
         self._begins: list[int] = []
-        """Where its ranges begin, ascending."""
+        """Begins of the ranges, ascending."""
         self._broken: BaseException | None = None
         """Why that update will not end."""
         self.order: Sequence[Sequence[tuple[int, int]]] = ()
-        """What is needed together, in the order in which it is needed: ranges each."""
+        """Parts in the order of need: ranges each."""
 
     @property
     def model(self) -> Region:
-        """The newest weights, fp32 [P]; of an update that has begun, those for which ``ready`` has returned."""
+        """The newest weights, fp32 [P]; during an update, only where ``ready`` has returned."""
         return self._regions["model"]
 
     def begin(self, source: Callable[[str], Tensor]) -> None:
-        """Fill in first weights by name, and zero moments. Raises CheckpointError for other shapes."""
+        """Fill in first weights by name, and zero moments. Raises CheckpointError for wrong shapes."""
         with self._whole():
             state = self._regions
             for name, view in self.layout.views(state["model"].values).items():
@@ -102,17 +103,18 @@ class State:
                     self._progress.notify_all()
 
     def begin_update(self, rule: Rule) -> None:
-        """``update`` follows in another thread. Until it is through, ``ready`` waits for it."""
+        """``update`` follows in another thread. Until the end of the update, ``ready`` waits."""
         with self._whole():
             self._left = dict(self._ranges(rule))
             self._begins = sorted(self._left)
 
     def ready(self, begin: int, end: int) -> None:
-        """Returns when the weights from ``begin`` to before ``end`` are the newest. Raises what ended their update."""
+        """Returns when the weights from ``begin`` to before ``end`` are the newest. Raises the error of a failed
+        update."""
         self._wait(lambda: self._is_left(begin, end))
 
     def finish(self) -> None:
-        """Returns when no weights are left to change. Raises what ended their update."""
+        """Returns when no weights are left to change. Raises the error of a failed update."""
         self._wait(lambda: bool(self._left))
 
     def _is_left(self, begin: int, end: int) -> bool:
@@ -140,8 +142,8 @@ class State:
             yield
 
     def _ranges(self, rule: Rule) -> list[tuple[int, int]]:
-        """What is updated at a time: windows, or tensors where the rule needs whole ones. Never across ``decayed``. What is
-        needed first comes first."""
+        """Ranges of each update: windows, or tensors where the rule needs whole ones. Never across ``decayed``. In the
+        order of need."""
         ends = (0, self.layout.decayed), (self.layout.decayed, self.layout.learned)
         window = update_window(self.layout.size) * (IN_PLACE if self.in_place else 1)
         windows = [(a, min(a + window, end)) for begin, end in ends for a in range(begin, end, window)]
@@ -171,13 +173,13 @@ class State:
             return self.model.values.clone()
 
     def copy(self) -> dict[str, Tensor]:
-        """'model/NAME', and of what is trained 'moment1/NAME', 'moment2/NAME', fp32: a copy that does not change any more,
-        in backing memory."""
+        """'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32: an immutable copy in backing
+        memory."""
         with self._whole():
             return self._named({kind: region.copy() for kind, region in self._regions.items()})
 
     def named(self) -> dict[str, Tensor]:
-        """The same, but no copy: it holds until the next change."""
+        """The same, but no copy: valid until the next change."""
         with self._whole():
             return self._named({kind: region.values for kind, region in self._regions.items()})
 

@@ -1,8 +1,9 @@
-"""``SwappedCompute``: one stage whose weights, moments and gradients are in backing memory, computed by sub-models that
-take turns on the device. It knows nothing of the network.
+"""``SwappedCompute``: one stage with weights, moments and gradients in backing memory, computed by sub-models that take
+turns on the device. No part knows the network.
 
-The device holds what ``fit`` said. The numbers are those of ``TorchCompute``: the same arithmetic on the same fp32
-masters; only the sums of gradients are taken in another order. Shapes: B sequences, T tokens, D width, P parameters.
+The device holds the sub-models that ``fit`` chose. The numbers equal ``TorchCompute``'s: the same arithmetic on the
+same fp32 masters; only the sums of gradients are taken in a different order. Shapes: B sequences, T tokens, D width, P
+parameters.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ PROBED = 1 << 22
 
 @dataclass(frozen=True)
 class Swap:
-    """How a stage is swapped. ``offer``: the memory that it may use; ``folder``: for backing memory on a disk, None:
-    pinned memory of the machine; ``most``: microbatches computed together at most; ``least``: C, None: as many as hide
-    the loading; ``alone``: see ``SwapMemory``."""
+    """How a stage is swapped. ``offer``: the usable memory; ``folder``: for backing memory on a disk, None: pinned
+    memory of the machine; ``most``: microbatches computed together at most; ``least``: C, None: as many as hide the
+    loading; ``alone``: see ``SwapMemory``."""
 
     offer: Offer
     folder: Path | None
@@ -70,7 +71,7 @@ class Swap:
 
 
 class _Counts(NamedTuple):
-    """What was counted up to now."""
+    """The counts up to now."""
 
     loads: int = 0
     loaded_bytes: int = 0
@@ -87,9 +88,9 @@ class _Counts(NamedTuple):
 
 
 class SwappedCompute(ThreadedCompute):
-    """The ``Compute`` protocol for a stage that does not fit into its device. ``source``: see ``TorchCompute``.
+    """The ``Compute`` protocol for a stage that does not fit into the device. ``source``: see ``TorchCompute``.
 
-    Raises CapacityError if device, memory or disk are too small, CheckpointError when ``source`` gives other shapes.
+    Raises CapacityError if device, memory or disk are too small, CheckpointError when ``source`` gives wrong shapes.
     """
 
     delayed = False
@@ -113,13 +114,13 @@ class SwappedCompute(ThreadedCompute):
         self.lends = not memory.copies(swap.offer)
         flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
         blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
-        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # what does not fit takes no disk
+        fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
         chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
         self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
         if setup.device.type == "cpu":
             keep_freed_memory_small()
         self._failure: BaseException | None = None
-        """Why the accumulator lacks something, until it is emptied."""
+        """Why the accumulator lacks something, until emptied."""
         try:
             self._backing.reserve(memory.in_files)
             self._begin(spec, cut, chain, swap, (blocks, memory), source)
@@ -157,7 +158,7 @@ class SwappedCompute(ThreadedCompute):
         self._kept: dict[Microbatch, Passage] = {}
         self._told = _Counts()
         self._together: dict[Microbatch, int] = {}
-        """Microbatches of the last round of each, until it is discarded or its step is over."""
+        """Microbatches of the last round of each, until discarded or until the step is over."""
         self._closed = False
 
     @property
@@ -170,7 +171,7 @@ class SwappedCompute(ThreadedCompute):
         return self.arithmetic.scale.skipped
 
     def worked(self, step: int) -> SwapWorked:
-        """What was done since the last call, at the end of ``step``."""
+        """The work since the last call, at the end of ``step``."""
         now, before = _Counts.of(self.arithmetic.loader.traffic, self.rounds), self._told
         self._told = now
         return SwapWorked(
@@ -219,7 +220,7 @@ class SwappedCompute(ThreadedCompute):
         finally:
             if begun:
                 self._freed(passage)
-            else:  # it may have another turn
+            else:  # another turn may follow
                 self._kept[mb] = passage
         return None if passage.inputs_gradient is None else Result(passage.inputs_gradient)
 
@@ -264,7 +265,7 @@ class SwappedCompute(ThreadedCompute):
         raise KeyError(mb)  # no parts are kept
 
     def _freed(self, passage: Passage) -> None:
-        """Its memory is free once the device is through with it."""
+        """The memory is free once the device no longer uses the tensor."""
         if not self._closed:
             self._submit(self.arithmetic.free, passage)
 
@@ -278,8 +279,8 @@ class SwappedCompute(ThreadedCompute):
         return work
 
     def _settle(self, round_: Round) -> None:
-        """A round is over. If all callers counted, its gradient is the accumulator's; if some did, theirs is computed
-        again; else it is dropped."""
+        """A round is over. If all callers counted, the gradient is the accumulator's; if some did, the counted part is
+        computed again; else the gradient is dropped."""
         arithmetic = self.arithmetic
         counting = [c.p for c in round_.counted if c.p is not None and c.p.accumulate]
         wanted = [c.p for c in round_.calls if c.p is not None and c.p.accumulate]
@@ -289,8 +290,8 @@ class SwappedCompute(ThreadedCompute):
         self._submit(settle, sorted(counting, key=lambda p: p.mb))
 
     def _submit(self, fn: Callable[..., None], *args: object) -> None:
-        """Queue ``fn`` behind what the device computes; whatever is called later sees it. If it fails, ``gradient`` and
-        ``apply`` raise that until the accumulator is emptied."""
+        """Queue ``fn`` behind the device's work; later calls see the effect. If ``fn`` fails, ``gradient`` and
+        ``apply`` raise that error until the accumulator is emptied."""
 
         def done(future: Future[None]) -> None:
             if not future.cancelled() and (error := future.exception()) is not None and self._failure is None:
@@ -299,7 +300,7 @@ class SwappedCompute(ThreadedCompute):
         self.threads.submit(self.threads.compute, fn, *args).add_done_callback(done)
 
     def _raise_failure(self) -> None:
-        """Raises what failed since the accumulator was emptied."""
+        """Raises any failure since the accumulator was emptied."""
         if self._failure is not None:
             raise self._failure
 
@@ -355,7 +356,7 @@ class SwappedCompute(ThreadedCompute):
         await self._compute(self.arithmetic.change, self.state_.load_weights, weights)
 
     async def state(self) -> dict[str, Tensor]:
-        """The copy is in backing memory: no memory is taken for it where that is a disk."""
+        """The copy is in backing memory: a copy on a disk takes no memory."""
         return await self._read(self.arithmetic.lent_state if self.lends else self.arithmetic.copied_state)
 
     async def load_state(self, state: dict[str, Tensor]) -> None:
@@ -366,7 +367,7 @@ class SwappedCompute(ThreadedCompute):
         self.arithmetic.scale.load_state(state, 0)
 
     def close(self) -> None:
-        """Files of the backing memory are removed; what is under way keeps its own."""
+        """Remove the files of the backing memory; running work keeps open files."""
         self._closed = True
         self.rounds.close()
         self.threads.close()

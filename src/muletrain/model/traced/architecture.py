@@ -32,11 +32,11 @@ _FOREIGN = ("auto_map", "custom_pipelines", "factory", "quantization_config", "k
 """Entries that have ``transformers`` run other code than its own, or change what a weight is."""
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_local_experts", "num_experts")
 _CACHES = ("cache", "past_key_values")
-"""What versions of ``transformers`` call the keys and values that a model keeps."""
+"""Names of the cache of keys and values in versions of ``transformers``."""
 
 
 class Whole(StageModule):
-    """All of a causal language model, as its own class computes it: what is traced, and what writes text."""
+    """All of a causal language model, as its own class computes it, for tracing and for writing text."""
 
     def __init__(self, spec: Model, model: nn.Module) -> None:
         super().__init__(spec, first=True, last=True)
@@ -71,7 +71,7 @@ class Whole(StageModule):
 
 
 class _Written:
-    """The text so far, and what ``transformers`` keeps of it: keys and values, or nothing."""
+    """The text so far, with its keys and values if ``transformers`` keeps them."""
 
     def __init__(self) -> None:
         self._tokens: Tensor | None = None
@@ -96,7 +96,7 @@ def _frequencies(model: nn.Module) -> list[Tensor]:
 
 
 def checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without what only describes files and software. Raises ConfigError for what this machine will not
+    """``config`` without the entries that describe files and software. Raises ConfigError for entries that this machine will not
     build."""
     for name in _FOREIGN:
         if config.get(name):
@@ -195,7 +195,7 @@ def _turns(module: nn.Module) -> list[str | None]:
 
 
 def at_one_length(model: nn.Module) -> nn.Module:
-    """``model`` with the rotary frequencies that its buffers have, whatever the length of the text: what is traced."""
+    """``model`` with the rotary frequencies that its buffers have at every length of the text, for tracing."""
     for module in turning(model):
         plain = type(module).forward.__wrapped__  # type: ignore[attr-defined] # below ``dynamic_rope_update``
         module.forward = plain.__get__(module)
@@ -238,11 +238,16 @@ def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remarks that ``transformers`` makes on its own behalf."""
-    logger = logging.getLogger("transformers")
+    """Without the remarks and progress bars that ``transformers`` shows on its own behalf."""
+    from transformers.utils import logging as theirs
+
+    logger, bars = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()
     before = logger.level
     logger.setLevel(logging.ERROR)
+    theirs.disable_progress_bar()
     try:
         yield
     finally:
         logger.setLevel(before)
+        if bars:
+            theirs.enable_progress_bar()

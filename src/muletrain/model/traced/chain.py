@@ -98,7 +98,7 @@ class TracedModel(Described):
 
     @property
     def chain_name(self) -> str:
-        """Digest of what decides the chain's numbers (names and shapes of its parameters, each part's code, and the
+        """Digest of everything that decides the chain's numbers (names and shapes of its parameters, each part's code, and the
         buffers of a user's module), and the versions that made it."""
         if self.factory is None:
             maker = f"transformers {version('transformers')}"
@@ -113,7 +113,7 @@ class TracedModel(Described):
 
     @property
     def factory(self) -> str | None:
-        """Who makes the module; None: ``transformers``."""
+        """The maker of the module; None: ``transformers``."""
         name: str | None = self.config.get("factory")
         return name
 
@@ -143,7 +143,7 @@ class TracedModel(Described):
 
     @property
     def outline(self) -> Outline:
-        """What is known of the chain without its graph."""
+        """Parameters and costs of the chain, known without its graph."""
         return outlined(self)
 
     @property
@@ -165,7 +165,7 @@ class TracedModel(Described):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What comes before the first block, the blocks, what comes after the last one."""
+        """The part before the first block, the blocks, the part after the last one."""
         return self._chain.parts
 
     @property
@@ -179,7 +179,7 @@ class TracedModel(Described):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """What the tables follow from, in their function's order."""
+        """Inputs of the tables, in the order of their function."""
         return {name: self._made.constants[name] for name in self._chain.constants}
 
     @property
@@ -211,7 +211,7 @@ class TracedModel(Described):
         return self._module((index, index + 1))
 
     def middle_block(self) -> StageModule:
-        """The first block, without what comes before it."""
+        """The first block, without the part before it."""
         return self._module((1, 2))
 
     def _module(self, run: tuple[int, int]) -> StageModule:

@@ -1,4 +1,4 @@
-"""What traced parts cost: parameters and FLOPs are counted in the graph, and what autograd keeps is seen in a forward
+"""Costs of traced parts: parameters and FLOPs are counted in the graph, and tensors that autograd keeps in a forward
 pass on the meta device, which computes no numbers. There attention keeps what fused kernels do."""
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Kept:
 
     @functools.cached_property
     def _tables(self) -> dict[str, Any]:
-        """What the parts share, so that it does not count."""
+        """Storages that the parts share, so that they do not count."""
         names = {name: node for node, name in self._traced.constants.items()}
         given = [self._meta(names[name]).detach() for name in self._chain.constants]
         made = self._chain.tables(*given, 1, self._tokens, torch.device("meta"))

@@ -1,4 +1,4 @@
-"""Cuts a flat graph into parts: what comes before the first block, the blocks, what comes after the last one.
+"""Cuts a flat graph into parts: one before the first block, the blocks, one after the last block.
 
 A part is a function of weights, of values that earlier parts made, and of *tables*: values that depend on the shape of
 the microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that
@@ -70,9 +70,9 @@ class Parts:
     lead: int
     """Dimensions that all values between blocks begin with: batch and length, or batch alone."""
     inputs: str
-    """What goes into the first part."""
+    """Inputs of the first part."""
     targets: str | None
-    """What goes into the last part besides."""
+    """Further inputs of the last part."""
     frozen: Mapping[str, torch.dtype]
     """Parameters that are not trained, with the types that the parts compute with."""
 
@@ -176,7 +176,7 @@ def _drops(node: fx.Node) -> bool:
 
 
 def _places(traced: Traced, fixed: set[fx.Node], path: str, block_of: dict[int, int]) -> dict[fx.Node, int]:
-    """Node -> its part: 0 before the blocks, 1 + k in block k, then what comes after them; -1: the tables."""
+    """Node -> its part: 0 before the blocks, 1 + k in block k, then the part after them; -1: the tables."""
     place: dict[fx.Node, int] = {traced.inputs: 0}
     now, count = 0, max(block_of.values()) + 1
     prefix = f"{path}."
@@ -219,7 +219,7 @@ def _number(node: fx.Node, prefix: str) -> int | None:
 
 
 def _hoist(traced: Traced, fixed: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """What is fixed and wanted elsewhere is a table, with all that it follows from. So is a size that a block computes:
+    """A fixed value that another part needs is a table, with all that it follows from. So is a size that a block computes:
     the graph has it once, in the first block that needs it, and the code of that block is not to tell whether there
     is another one."""
     blocks = range(1, max(place.values()))

@@ -65,7 +65,7 @@ class Traced:
     values: dict[str, Tensor] = field(default_factory=dict)
     """Constants that tracing found; buffers are not among them."""
     sizes: tuple[Any, ...] = ()
-    """Symbols of batch and, with tokens, length: what the shapes of all values between blocks begin with."""
+    """Symbols of batch and, with tokens, length. The shapes of all values between blocks begin with them."""
 
     def size_of(self, node: fx.Node) -> int | None:
         """Which of ``sizes`` a node reads off inputs or targets; None: it does something else."""
@@ -83,7 +83,7 @@ def trace(
     *,
     repeats: bool = True,
 ) -> Traced:
-    """Trace ``module``, which lies on the meta device and maps what is ``given`` to logits [B, T, V] (tokens alone) or to
+    """Trace ``module``, which lies on the meta device and maps the ``given`` inputs to logits [B, T, V] (tokens alone) or to
     a loss (inputs and targets; floats are in ``dtype``). ``repeats``: it has many equal layers, so what torch finds out
     about an operator is kept for the next one; for few that takes longer. Raises ConfigError that says where tracing
     failed, and why."""

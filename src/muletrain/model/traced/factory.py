@@ -1,6 +1,6 @@
 """Builds a user's own module by an importable factory: without storage to trace it, or whole for its first weights.
 
-What to build may come from another machine. A factory is imported only if this machine's own user named it
+The name of a factory may come from another machine. A factory is imported only if this machine's own user named it
 (``config.trusted``); its arguments are numbers, booleans and strings.
 """
 
@@ -87,7 +87,7 @@ def first_weights(about: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def state_dict(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What ``load_state_dict`` of the module takes: ``weights`` (of each tensor by its first name) under all names, and
+    """Argument of the module's ``load_state_dict``: ``weights`` (of each tensor by its first name) under all names, and
     its persistent buffers."""
     with _without_storage():
         module = _called(about, seed=0)
@@ -133,7 +133,7 @@ def check_positions(parts: Parts, tables: Tables, context: int) -> None:
 
 
 class Writes(StageModule):
-    """A user's module that is called with tokens int64 [B, T] alone, for logits [B, T, V]: what goes on with a text. Raises
+    """A user's module that is called with tokens int64 [B, T] alone, for logits [B, T, V]: one that can continue a text. Raises
     ConfigError if it gives no logits then."""
 
     def __init__(self, spec: Model, about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
@@ -175,7 +175,7 @@ def version_of(name: str) -> str:
 
 
 def fingerprint(name: str, buffer: Tensor) -> str:
-    """What a buffer holds, in a few digits: alike on machines whose processors round differently."""
+    """Contents of a buffer, in a few digits: alike on machines whose processors round differently."""
     values = buffer.double().flatten()
     weights = values.new_tensor(range(1, len(values) + 1))
     sums = ((values.abs() * weights).sum(), ((values + 1).abs() * weights).sum())
@@ -200,7 +200,7 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
 
 
 def _check(module: nn.Module) -> None:
-    """Raises ConfigError for what would be trained otherwise than in a plain loop."""
+    """Raises ConfigError for a module that would be trained otherwise than in a plain loop."""
     for name, parameter in module.named_parameters():
         head = name.partition(".")[0]
         if not parameter.is_floating_point():

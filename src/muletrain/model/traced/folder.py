@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-"""What architectures call the longest sequence."""
+"""Names of the longest sequence in configurations."""
 _INV_FREQ = "rotary_emb.inv_freq"
 USUAL_CONTEXT = 1024
 """Tokens of a sequence, at most, where the user names no ``model.context``."""
@@ -61,7 +61,7 @@ def run_context(folder: Path, context: int | None) -> int:
 def traced_in(
     folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
 ) -> TracedModel:
-    """The chain that ``config.json`` in ``folder`` describes, whatever its weights. See ``import_traced``."""
+    """The chain that ``config.json`` in ``folder`` describes, for any weights. See ``import_traced``."""
     from muletrain.model.traced.architecture import build, checked
 
     source = read_json(folder / "config.json")
@@ -133,7 +133,7 @@ def _stored_names(folder: Path, model: TracedModel, tensors: Mapping[str, Stored
 
 
 class _Known:
-    """What the class of a model says of its files."""
+    """Facts about the files of a model that its class declares."""
 
     def __init__(self, model: nn.Module) -> None:
         from muletrain.model.traced.export import first_names
@@ -142,7 +142,7 @@ class _Known:
         self.first = first_names(model)
         """Each parameter's name -> the first name of the same tensor."""
         self._prefix = f"{getattr(own, 'base_model_prefix', '')}."
-        """What the names of a model without its head do not begin with elsewhere."""
+        """Prefix of names that a model without its head leaves out."""
         patterns = {*(own._keys_to_ignore_on_load_unexpected or ())}
         for ending, pattern in ((_INV_FREQ, r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
             if any(name.endswith(ending) for name, _ in model.named_buffers()):

@@ -34,7 +34,7 @@ _OWN = {"histogram": operators.histogram, "dropout": operators.dropout, "attenti
 
 
 class Computing(NamedTuple):
-    """What a stage computes with."""
+    """The graph and the constants of a stage."""
 
     parts: Parts
     """Without their ``Part.nodes``."""
@@ -164,7 +164,7 @@ def _name_of(target: Any) -> str:
 
 
 def _value(x: Any) -> Any:
-    """A value of a node's arguments as JSON; what JSON lacks is an object with the value's kind."""
+    """A value of a node's arguments as JSON; a kind of value that JSON lacks is an object with that kind."""
     if isinstance(x, fx.Node):
         return {"node": x.name}
     if x is None or isinstance(x, bool | int | str):

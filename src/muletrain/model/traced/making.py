@@ -1,7 +1,7 @@
 """Builds, traces and cuts a model, once in a process.
 
 Planning asks for the outline alone. It comes from the cache, or else from a short model with the first block of each kind,
-since tracing takes a quarter of a second for each block. What computes, and what machines compare, is traced whole.
+since tracing takes a quarter of a second for each block. A chain that computes, or that machines compare, is traced whole.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Described(Model):
 
     architecture: str
     """As JSON with sorted keys: the ``transformers`` configuration, or the 'factory' of a module with a loss of its own,
-    with its 'arguments', and what it takes ('inputs', 'targets', 'vocab_size')."""
+    with its 'arguments' and inputs ('inputs', 'targets', 'vocab_size')."""
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """What ``architecture`` says."""
+        """Fields of ``architecture``."""
         found: dict[str, Any] = json.loads(self.architecture)
         return found
 
 
 @dataclass(frozen=True)
 class Made:
-    """What tracing found."""
+    """The outcome of tracing."""
 
     parts: Parts
     constants: dict[str, Tensor]
@@ -75,7 +75,7 @@ def outlined(spec: Described) -> Outline:
 
 
 def digest_of(spec: Described) -> str:
-    """What machines compare: of the whole chain. From the cache, or by tracing."""
+    """Digest of the whole chain, for machines to compare. From the cache, or by tracing."""
     found = None if spec.own_loss else known(spec.architecture, spec.context, whole=True)
     digest = (found or made(spec, "float32").outline).digest
     assert digest is not None
@@ -205,7 +205,7 @@ def _short_made(spec: Described) -> Made | None:
 
 
 def _short(spec: Described, precision: str, first: Sequence[int]) -> Made | None:
-    """The model up to the first block of the last kind, and one more, so that what blocks share is seen; None: it is no
+    """The model up to the first block of the last kind, and one more, so that shared values are seen; None: it is no
     shorter, or cannot be traced. ``first``: for each block, the first one like it."""
     blocks = max(first) + 2
     if blocks >= len(first):
@@ -250,14 +250,14 @@ def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _digest(shapes: Mapping[str, tuple[int, ...]], parts: Parts, buffers: list[str]) -> str:
-    """``buffers``: what those of a user's module hold, in a few digits."""
+    """``buffers``: contents of the buffers of a user's module, in a few digits."""
     codes = [hashlib.sha256(part.code.encode()).hexdigest() for part in parts.parts]
     names = [[[name, shapes[name]] for name in part.weights] for part in parts.parts]
     return hashlib.sha256(json.dumps([codes, names, parts.tables.code, *buffers]).encode()).hexdigest()
 
 
 def _built(spec: Described, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
-    """The module to trace, and what makes its buffers' values."""
+    """The module to trace, and a function that makes the values of its buffers."""
     if spec.own_loss:
         from muletrain.model.traced import factory
 

@@ -1,4 +1,4 @@
-"""What the traced graph calls in place of operators that draw random numbers: masks are facts here (``model.dropout``).
+"""Functions that a traced graph calls in place of operators that draw random numbers: masks are facts here (``model.dropout``).
 
 ``aten.dropout`` draws from torch's generator, and so does the dropout inside ``aten.scaled_dot_product_attention``.
 """

@@ -1,4 +1,4 @@
-"""Puts the nodes of a graph into an order that follows from what they compute, not from when a model's code ran.
+"""Puts the nodes of a graph into an order that follows from their computations, not from the time at which a model's code ran.
 
 The code of ``transformers`` loops over sets (of kinds of layers), whose order differs from process to process. Here each node
 comes where it is first needed. Machines then make the same code of one model, pack values in the same order, and add
@@ -48,7 +48,7 @@ def in_order(nodes: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> list[fx.Nod
 
 
 def inputs_of(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """What ``nodes`` take, one after the other."""
+    """Inputs of ``nodes``, one after the other."""
     return chain.from_iterable(node.all_input_nodes for node in nodes)
 
 

@@ -1,4 +1,4 @@
-"""What planning asks of a traced chain: its parameters and costs, without its graph. Tracing takes seconds to minutes, so
+"""Parameters and costs of a traced chain without its graph, for planning. Tracing takes seconds to minutes, so
 the outline is kept in the user's cache (``config.cache``).
 
 Where only planning asks, one block of each kind is traced, and the outline of the others is that of the first one like
@@ -69,7 +69,7 @@ class Outline(Section):
 
     @property
     def kinds(self) -> list[object]:
-        """What equal parts have in common, for each part."""
+        """Common properties of equal parts, for each part."""
         return [(part.code, *(self.shapes[name] for name in part.weights)) for part in self.parts]
 
 
@@ -113,7 +113,7 @@ def keep_short(found: Outline, architecture: str, context: int) -> None:
 def alike(layers: Iterable[nn.Module], config: Mapping[str, object]) -> list[int]:
     """For each layer the first one that is made like it: of the same modules, with parameters of the same shapes, and the
     same settings in them and in the lists of ``config`` that have an entry for each layer. A layer's number does not
-    count. What this cannot compare counts as different."""
+    count. Values that cannot be compared count as different."""
     found = [dict(_settings(layer)) for layer in layers]
     for name, value in config.items():
         if isinstance(value, list) and len(value) == len(found):
@@ -168,7 +168,7 @@ def extend(
 
 
 def about(architecture: str, context: int) -> dict[str, object]:
-    """What an entry of the cache belongs to."""
+    """Key of an entry of the cache."""
     software = {name: version(name) for name in ("torch", "transformers")}
     software |= {"python": sys.version, "muletrain": _own_text()}
     return {"architecture": architecture, "context": context, **software}

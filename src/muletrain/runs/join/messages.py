@@ -71,8 +71,8 @@ class Welcome(Message):
     """SHA-256 of that file."""
     running: bool = False
     """The run has begun: replicas of the stage give its state."""
-    name: Text = ""
-    """The newcomer's name in the run."""
+    name: Annotated[str, Field(max_length=128, pattern=r"^[\w.-]*$")] = ""
+    """The newcomer's name in the run (``Name``), once it has one."""
     tokens: Shared | None = None
     """The tokens that the run shares (``data.share``)."""
     client: bool = False
