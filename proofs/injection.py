@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from proofs.scenario import stage_of
+from proofs.scenario import SUSPENDED, stage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class Injection:
         pairs = [(name, other) for other in (fault.who[1:] or world.networks) if other != name]
         sides = [(a, b) for a in fault.who for b in world.scenario.names if b not in fault.who]
         switches: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            "freeze": (lambda: world.freeze(name, fault.how), lambda: world.thaw(name)),
+            "freeze": (lambda: world.freeze(name, suspended=fault.how == SUSPENDED), lambda: world.thaw(name)),
             "cut": (lambda: _each(barriers.cut, pairs), lambda: _each(barriers.mend, pairs)),
             "partition": (lambda: _each(barriers.cut, sides), lambda: _each(barriers.mend, sides)),
             "blackhole": (lambda: _each(barriers.hold_up, sides), lambda: _each(barriers.let_pass, sides)),

@@ -13,17 +13,16 @@ import asyncio
 import hashlib
 import math
 import random
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.data.tokens import digest_of
-from muletrain.errors import MuletrainError
 from muletrain.events import (
     CheckpointWritten,
     FrameRefused,
@@ -49,10 +48,9 @@ from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.transfer.tokens import Sharing, Store, share
-from muletrain.sim.loop import MachineClock, context_of, virtual_loop
+from muletrain.sim.host import VirtualHost
+from muletrain.sim.loop import MachineClock
 from proofs import reference
 from proofs.faulty import FaultyCompute
 from proofs.links import Links
@@ -64,14 +62,14 @@ from proofs.witness import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from contextvars import Context as Variables
     from pathlib import Path
 
     import numpy as np
     import numpy.typing as npt
     from torch import Tensor
 
-    from muletrain.compute.base import Compute
+    from muletrain.clock import LoopClock
+    from muletrain.errors import MuletrainError
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
     from muletrain.runtime.checkpoint.store import Folder, Key
@@ -113,7 +111,7 @@ class Start:
             await compute.load_state(safetensors.torch.load(self.place.read_part(self.base, stage)))
 
 
-class World:
+class World(VirtualHost):
     """The peers of a scenario by name, and their surroundings."""
 
     def __init__(
@@ -123,16 +121,13 @@ class World:
         self.scenario, self._outcome, self._folder, self._witness = scenario, outcome, folder, witness
         self._start = start
         self.links = Links(scenario)
-        self.hub = MemoryHub(self.links, relays=scenario.relays)
+        super().__init__(MemoryHub(self.links, relays=scenario.relays), outcome.violations)
         for name, rate in scenario.narrow:
             self.hub.roads.lay(name, Road(rate, rate, scenario.queue_s))
-        self.clock = LoopClock()
         self.networks: dict[str, MemoryNetwork] = {}
-        self._contexts: dict[str, Variables] = {}
         self.liars: dict[str, Liar] = {}
         self.stages: dict[str, FaultyCompute] = {}
         self.computes: dict[str, PacedCompute] = {}
-        self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.peers: dict[str, Peer] = {}
         self.cut_off: list[str] = []
         """Who had not ended when the power failed."""
@@ -143,10 +138,9 @@ class World:
     async def run(self, inject: Callable[[Fault], Coroutine[Any, Any, None]]) -> dict[str, dict[str, Tensor]]:
         """Run; return the state of every peer that reached the end. ``inject`` waits for a fault's time and carries
         it out."""
+        self.networks.update({name: self.arrive(name) for name, _ in self.scenario.members})
         for name, _ in self.scenario.members:
-            self._arrive(name)
-        for name, _ in self.scenario.members:
-            self._begin(name, self._peer(name))
+            self.begin(name, self._peer(name))
         for name in self.scenario.clients:
             self.join(name, name)
         injecting = [asyncio.create_task(inject(f)) for f in self.scenario.faults]
@@ -186,32 +180,8 @@ class World:
 
     def join(self, name: str, called: str) -> None:
         """A newcomer."""
-        self._arrive(name)
-        self._begin(name, self._client(name) if name.startswith("client") else self._peer(name, joins_as=called))
-
-    def _arrive(self, name: str) -> None:
-        """Give ``name`` a network. All that the machine does, others' calls included, runs in its context."""
-        self._contexts[name] = context = context_of(name)
-        self.networks[name] = context.run(self.hub.join, name)
-
-    def _begin(self, name: str, life: Coroutine[Any, Any, Any]) -> None:
-        self.tasks[name] = asyncio.create_task(life, name=name, context=self._contexts[name])
-
-    def kill(self, name: str) -> None:
-        self.hub.kill(name)
-        self.tasks[name].cancel()
-        virtual_loop().thaw(name)
-
-    def freeze(self, name: str, how: str) -> None:
-        """Stop ``name``: its timers, too, as SIGSTOP does. Its device goes on with what it has begun, unless it is
-        suspended."""
-        self.hub.barriers.freeze(name)
-        virtual_loop().freeze(name, suspended=how == SUSPENDED)
-
-    def thaw(self, name: str) -> None:
-        """What came for ``name`` reaches it before timers go off that were due meanwhile."""
-        self.hub.barriers.thaw(name)
-        virtual_loop().thaw(name)
+        self.networks[name] = self.arrive(name)
+        self.begin(name, self._client(name) if name.startswith("client") else self._peer(name, joins_as=called))
 
     def look_at(self, name: str) -> None:
         """While it works."""
@@ -223,16 +193,9 @@ class World:
         self._outcome.timeline.append((self.clock.now(), text.replace(f"{self._folder}/", "")))
 
     def _first_members(self) -> Genesis:
+        trainers = self.scenario.trainers
         members = tuple(
-            Member(
-                id=name,
-                name=name,
-                stage=stage,
-                trainer=k < self.scenario.trainers,
-                addresses=(),
-                place=self.disks.place(name).name,
-            )
-            for k, (name, stage) in enumerate(self.scenario.members)
+            self._member(name, name, stage, k < trainers) for k, (name, stage) in enumerate(self.scenario.members)
         )
         return Genesis(
             run_id="fuzz",
@@ -243,6 +206,10 @@ class World:
             coordinator=members[0].id,
             first_step=0 if self._start is None else self._start.step,
         )
+
+    def _member(self, name: str, called: str, stage: int, trains: bool) -> Member:
+        place = self.disks.place(name).name
+        return Member(id=name, name=called, stage=stage, trainer=trains, addresses=(), place=place)
 
     def _corpus(self) -> tuple[Path, Path, bytes]:
         """The data owners' files of tokens, of the held-out part, and the genesis's entries about them."""
@@ -288,10 +255,7 @@ class World:
         sharing, limit_s = self._sharing(name), self.scenario.time_limit_s
         ends_s = math.inf if limit_s is None else clock.now() + limit_s
         trains = self._owns_data(name) and name not in self.scenario.without_data
-        member = Member(
-            id=name, name=joins_as or name, stage=stage_of(name), trainer=trains, addresses=(), place=place.name
-        )
-        roster = Roster(self._genesis, member if joining else name)
+        roster = Roster(self._genesis, self._member(name, joins_as, stage_of(name), trains) if joining else name)
         network.on_refusal(lambda remote, reason: self._note(name, FrameRefused(remote=remote, reason=reason)))
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
@@ -302,15 +266,8 @@ class World:
             if self._start is not None and not joins:
                 await self._start.load(stage, roster.own.stage)
             compute = self.computes[name] = self._paced(stage, clock)
-            note, tasks, plan = partial(self._note, name), Tasks(InlineExecutor()), self._facts.plan
-            served: Compute = compute
-            if plan.strategy.pooled:
-                served = PooledCompute(
-                    PartsDesk(
-                        compute, network, clock, tasks, plan, roster, self._genesis.config, note, random.Random(name)
-                    )
-                )
-            ctx = Context(network, clock, served, roster, plan, note, tasks=tasks)
+            note, tasks, draw = partial(self._note, name), Tasks(InlineExecutor()), random.Random(name)
+            ctx = Context.at_stage(network, clock, compute, roster, self._facts.plan, note, tasks, draw)
             source = reference.Tokens(self._facts) if sharing is None else sharing.source
             self.peers[name] = Peer(
                 ctx,
@@ -325,26 +282,18 @@ class World:
             )
             return self.peers[name]
 
-        try:
-            await Service(make, joining=joining).run()
-            self.stages[name].recover()  # what is looked at from outside
-            state = await self.computes[name].state()
-        except MuletrainError as e:
-            self.say(f"{name} ends: {e}")
-            self._outcome.ends[name] = str(e)
+        async def serve() -> dict[str, Tensor]:
+            with nullcontext() if sharing is None else closing(sharing):
+                await Service(make, joining=joining).run()
+                self.stages[name].recover()  # what is looked at from outside
+                return await self.computes[name].state()
+
+        if (state := await self.live(name, self.networks[name], serve())) is None:
             return None
-        except Exception as e:
-            self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
-            return None
-        finally:
-            if sharing is not None:
-                sharing.close()
-            await network.close()
-        self._outcome.lineages[name] = self.peers[name].position.applied
-        self._outcome.steps[name] = self.peers[name].position.step
-        left = self.peers[name].left
-        self._outcome.ends[name] = LEFT if left else "finished"
-        return None if left else state
+        peer = self.peers[name]
+        self._outcome.lineages[name], self._outcome.steps[name] = peer.position.applied, peer.position.step
+        self._outcome.ends[name] = LEFT if peer.left else "finished"
+        return None if peer.left else state
 
     async def _client(self, name: str) -> None:
         """Live one client's life."""
@@ -355,17 +304,12 @@ class World:
         servers = tuple(m.id for m in self._genesis.members if m.stage == stage)
         tasks = Tasks(InlineExecutor())
         client = Client(network, clock, tasks, compute, self._facts.plan, self._genesis.config, name, servers)
-        try:
-            await client.run()
-            self._outcome.ends[name] = LEFT
-        except MuletrainError as e:
-            self._outcome.ends[name] = str(e)
-            self.say(f"{name} ends: {e}")
-        except Exception as e:
-            self._outcome.violations.append(f"{name}: {type(e).__name__}: {e}")
-        finally:
-            await tasks.close()
-            await network.close()
+        await self.live(name, network, client.run(), tasks)
+        self._outcome.ends.setdefault(name, LEFT)
+
+    def gave_up(self, name: str, error: MuletrainError) -> None:
+        self.say(f"{name} ends: {error}")
+        self._outcome.ends[name] = str(error)
 
     def _paced(self, stage: FaultyCompute, clock: LoopClock) -> PacedCompute:
         slower = self.scenario.slower

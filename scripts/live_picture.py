@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.text import Text
 
 from muletrain.cli.show.console import status
-from muletrain.cli.show.view import RunView, headline, is_warning, printable
+from muletrain.cli.show.sentences import printable
+from muletrain.cli.show.view import RunView, headline, is_warning
 from muletrain.events import Event, EventTail, FaultInjected, StepDone
 
 WIDTH = 104  # columns

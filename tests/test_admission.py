@@ -27,7 +27,7 @@ def with_name(request: JoinRequest, name: str) -> bytes:
 
 
 def test_who_was_admitted_or_refused_has_a_name() -> None:
-    """Admitted: the name that it has in the run; refused: the one that it asked for."""
+    """An admission states the name in the run; a refusal states the requested name."""
 
     async def scenario() -> list[Event]:
         hub, said = MemoryHub(), list[Event]()

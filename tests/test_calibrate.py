@@ -56,7 +56,7 @@ class Recorded(Actors):
 
     def note(self, name: str, event: Event) -> None:
         super().note(name, event)
-        write(self.folder, self.process(name), [event], now=self._clock.now())
+        write(self.folder, self.process(name), [event], now=self.clock.now())
 
     def process(self, name: str) -> str:
         """Named as the profile numbers them: kind by kind."""

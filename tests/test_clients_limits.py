@@ -149,13 +149,13 @@ def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, 
         host.build_client = made  # type: ignore[assignment, method-assign]
         help = Help(facts, net, Machine(torch.device("cpu"), Precision.FP32, Offer(1)), "server", None)
         servers = {0: ("server",), 1: ("another",)}
-        former = await helping.client(help, 0, servers, tasks)
+        former = await helping.client(help, tasks, 0, servers)
         assert not former.over
         if stopped:
-            assert (await helping.client(help, 1, servers, tasks)).over, "it leaves in order"
+            assert (await helping.client(help, tasks, 1, servers)).over, "it leaves in order"
         else:
             with pytest.raises(NoServer, match="a server of its former stage takes leave"):
-                await helping.client(help, 1, servers, tasks)
+                await helping.client(help, tasks, 1, servers)
         assert former.over
         await tasks.close()
 

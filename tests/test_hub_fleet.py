@@ -144,7 +144,7 @@ def test_who_joins_becomes_a_client_and_with_reliable_a_server(
     wait_for(lambda: '"late"' in _worked(tmp_path))
     status = {"peers": [{"clients": 0}]}
     while sum(p["clients"] for p in status["peers"]) < 2:  # announced now and then
-        status = json.loads(output(started("e", "status", ticket, "--json")))
+        status = json.loads(output(started("e", "status", ticket, "--json")).splitlines()[-1])
     # of which stage depends on how fast servers and clients are, which share cores here
     late.send_signal(signal.SIGINT)
     assert "left in order" in output(late, code=130)
@@ -237,12 +237,11 @@ def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.Monk
             self.version = 8
             await asyncio.sleep(0.05)
 
-    class Here:
-        async def servers(self) -> dict[int, tuple[str, ...]]:
-            return {0: ("a",)}
+    async def there() -> dict[int, tuple[str, ...]]:
+        return {0: ("a",)}
 
-        async def make(self, stage: int, servers: object) -> Stays:
-            return Stays()
+    async def make(stage: int, servers: object) -> Stays:
+        return Stays()
 
     async def helpers(net: object, asked: tuple[str, ...]) -> Helpers:
         looks.append(asked)
@@ -253,7 +252,7 @@ def test_a_client_draws_once_in_a_step_whether_it_moves(monkeypatch: pytest.Monk
     monkeypatch.setattr(servers, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(servers, "helpers_of", helpers)
     net: Any = None
-    asyncio.run(Roaming(hub, Here(), net, LoopClock(), [1.0], [0], 0, rng).run())
+    asyncio.run(Roaming(hub, there, make, net, LoopClock(), [1.0], [0], 0, rng).run())
     assert len(looks) > 4
     assert len(drawn) == 2, "one for each version of the weights"
 
@@ -271,13 +270,12 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
         async def run(self) -> None:
             await asyncio.sleep(0.1)  # three looks
 
-    class Here:
-        async def servers(self) -> dict[int, tuple[str, ...]]:
-            return {0: ("a",), 1: ("b",)}
+    async def there() -> dict[int, tuple[str, ...]]:
+        return {0: ("a",), 1: ("b",)}
 
-        async def make(self, stage: int, servers: object) -> Mover:
-            made.append(Mover())
-            return made[-1] if stage == 0 else Mover()
+    async def make(stage: int, servers: object) -> Mover:
+        made.append(Mover())
+        return made[-1] if stage == 0 else Mover()
 
     made, rng = list[Mover](), random.Random(1)
     monkeypatch.setattr(rng, "random", lambda: 0.0)
@@ -291,7 +289,7 @@ def test_clients_that_still_fetch_their_weights_are_not_taken_to_be_slow(monkeyp
         monkeypatch.setattr(servers, "helpers_of", helpers)
         made.clear()
         net: Any = None
-        asyncio.run(Roaming(hub, Here(), net, LoopClock(), [1.0, 1.0], [0, 1], 0, rng).run())
+        asyncio.run(Roaming(hub, there, make, net, LoopClock(), [1.0, 1.0], [0, 1], 0, rng).run())
         assert made[0].moved == moves
 
 

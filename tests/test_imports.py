@@ -344,3 +344,31 @@ def _imports(path: Path, source: Path) -> Iterator[tuple[int, str]]:
 
 def _parts(path: Path, source: Path) -> tuple[str, ...]:
     return path.relative_to(source).with_suffix("").parts
+
+
+def test_names_that_are_imported_beside_the_package_exist() -> None:
+    """Nobody runs a benchmark for months; two of them imported what had moved."""
+    root = SOURCE.parents[1]
+    defined = {"muletrain": SOURCE, **{name: root / name for name in BESIDE}}
+    missing = []
+    for path in (path for folder in (*BESIDE, "scripts") for path in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and (top := node.module.split(".")[0]) in defined:
+                module = defined[top].joinpath(*node.module.split(".")[1:])
+                known = {inner.stem for inner in module.glob("*")} if module.is_dir() else set[str]()
+                file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                known |= _bound(ast.parse(file.read_text())) if file.is_file() else set()
+                missing += [f"{path.relative_to(root)}: {a.name}" for a in node.names if a.name not in known]
+    assert not missing
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that a module binds, wherever in its text."""
+    named = {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    imported = {
+        (a.asname or a.name) for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names
+    }
+    return named | stored | imported

@@ -41,7 +41,7 @@ def test_wiring_shares_follow_speed() -> None:
 
 def test_wiring_slow_start_does_not_flood_rarely_chosen_peers() -> None:
     """Without correction the slow peer's average, being younger, would look better than it is."""
-    assert routed({"fast": 1.0, "slow": 10.0}, 44)["slow"] <= 7
+    assert routed({"fast": 1.0, "slow": 10.0}, 44)["slow"] <= 6
 
 
 def test_wiring_newcomer_joins_at_the_floor() -> None:
@@ -239,6 +239,28 @@ def test_wiring_takes_one_long_time_for_no_slow_peer(long: int) -> None:
             wiring.measured(peer, 10.0 if (peer, counts[peer]) == ("b", long + 1) else 0.05, now_s=free_s[peer])
         now_s = max(free_s.values())
     assert counts["b"] > 450, "of 600"
+
+
+@pytest.mark.parametrize("every", [2, 20])
+def test_wiring_gives_an_erratic_peer_nothing_that_steps_would_wait_for(every: int) -> None:
+    """A peer that takes 200 times as long now and then: each such time holds up a step."""
+    wiring, draw, now_s, counts = Wiring(random.Random(0)), random.Random(1), 0.0, Counter[str]()
+    for peer in ("steady", "erratic"):
+        wiring.add(peer)
+    for step in range(400):
+        free_s, back = dict.fromkeys(("steady", "erratic"), now_s), list[tuple[float, str, float]]()
+        for _ in range(16):
+            owed = Counter(peer for _, peer, _ in back)
+            peer = wiring.choose(under_way=owed, step=step, now_s=now_s)
+            assert peer is not None
+            takes_s = 10.0 if peer == "erratic" and draw.random() < 1 / every else 0.05
+            free_s[peer] += takes_s
+            back.append((free_s[peer], peer, takes_s))
+            counts[peer] += 1
+        for now_s, peer, takes_s in sorted(back):
+            wiring.measured(peer, takes_s, now_s=now_s)
+    assert now_s < 1.3 * 400 * 16 * 0.05, "as long as the steady one needs alone"
+    assert counts["erratic"] > 0
 
 
 @pytest.mark.parametrize("senders", [1, 4])

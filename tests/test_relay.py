@@ -19,6 +19,7 @@ from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.events import Note, StepApplied, StepDone
 from muletrain.network.pipes import ACCEPTED, RELAY, WORKS
+from muletrain.network.relay import Relay
 from muletrain.network.ways import Failures
 from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import Frame, pack
@@ -151,6 +152,31 @@ def test_when_both_look_for_each_other_one_way_is_made() -> None:
             b, c = await two_private(w, a)
             calls = (s.call(r.peer_id, "echo", b"x", timeout_s=20) for s, r in ((b, c), (c, b)) for _ in range(10))
             assert await asyncio.gather(*calls) == [b"x"] * 20
+            assert (ways(b, c), ways(c, b)) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_who_looks_while_the_other_one_is_being_let_in_takes_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        looked = asyncio.Event()
+
+        async def late(relay: Relay, *what: Any) -> bool:
+            await looked.wait()
+            return await reaches(relay, *what)
+
+        reaches = Relay._reaches
+        monkeypatch.setattr(Relay, "_reaches", late)
+        async with world() as w:
+            a = await w.open()
+            b, c = sorted(await two_private(w, a), key=lambda net: net.peer_id)
+            first = asyncio.create_task(c.call(b.peer_id, "echo", b"x", timeout_s=20))
+            await poll(lambda: b.relay.ways.expects(c.peer_id))
+            second = asyncio.create_task(b.call(c.peer_id, "echo", b"x", timeout_s=20))
+            await poll(lambda: b.relay.ways.searches(c.peer_id))
+            await asyncio.sleep(0.5)
+            looked.set()
+            assert await asyncio.gather(first, second) == [b"x", b"x"]
             assert (ways(b, c), ways(c, b)) == (1, 1)
 
     asyncio.run(scenario())

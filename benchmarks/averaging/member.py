@@ -18,21 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from group import context, meet
 
 from muletrain.clock import LoopClock
+from muletrain.compute.jobs import Jobs
 from muletrain.config.fleet_file import FleetPeer, Link
 from muletrain.config.schema import Codec
-from muletrain.network.identity import Key
-from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
-from muletrain.runtime.averaging.rounds import Round
-from muletrain.runtime.core.plan import Plan
-from muletrain.runtime.members.context import Context
-from muletrain.runtime.members.messages import Member
-from muletrain.runtime.members.roster import Genesis, Roster
-from muletrain.strategies.swarm import SWARM
+from muletrain.runtime.averaging.rounds import Round, usual_round
 
 SIZE = 25_000_000
 ROUNDS, WARM_UP = 5, 1
@@ -47,59 +42,34 @@ class Alone:
 
 
 class Vector:
-    """What the averager asks of a ``Compute``: the length, and a thread beside the loop."""
+    """What the averager asks of a ``Compute``."""
 
     n_params = n_trained = SIZE
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
+        self.jobs = Jobs(LoopClock().now)
+
+    async def room(self, numbers: int) -> torch.Tensor:
+        return torch.empty(numbers)
 
     async def offload(self, fn: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
 
 
-async def gather_addresses(folder: Path, rank: int, members: int, own: list[str]) -> list[str]:
-    (folder / f"{rank}.tmp").write_text(own[0])
-    (folder / f"{rank}.tmp").rename(folder / f"{rank}.address")
-    while len(found := sorted(folder.glob("*.address"))) < members:
-        await asyncio.sleep(0.05)
-    return [f.read_text() for f in found]
-
-
 async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-        secret, owner = b"b" * 32, Key.of_seed(b"b" * 32)
-        inner = await Libp2pNetwork.create(
-            run_id="bench", secret=secret, owner=owner, protocol="bench", folder=Path(sockets)
-        )
-        addresses = await gather_addresses(folder, rank, members, inner.addresses())
-        for address in addresses:
-            if not address.endswith(inner.peer_id):
-                await inner.connect([address], timeout_s=20)
-        ids = sorted(a.rsplit("/p2p/", 1)[1] for a in addresses)
+        inner, ids = await meet(folder, rank, members, sockets)
         network: Any = inner
         if shaped:
             own = FleetPeer(rank, str(rank), "", None, 1.0, None, None, True, RATE, RATE, None, None, None)
             network = ShapedNetwork(inner, lambda peer: Link(RTT_S / 2, RATE), own)
-        roster = Roster(
-            Genesis(
-                run_id="bench",
-                config=bytes(32),
-                data=bytes(32),
-                stages=1,
-                coordinator=ids[0],
-                first_step=0,
-                members=tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in ids),
-            ),
-            network.peer_id,
-        )
-        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, codec, None, lambda s: 0.0, 0, 8, SWARM)
-        ctx = Context(network, LoopClock(), Vector(), roster, plan, emit=lambda event: None)  # type: ignore[arg-type]
+        ctx = context(network, ids, Vector(), codec)
         entries: dict[int, set[str]] = {}
         changed = asyncio.Event()
 
-        averager = Averager(ctx, Alone())
+        averager = Averager(ctx, Alone(), usual_round())
 
         async def on_frame(sender: str, frame: Any) -> None:
             if frame.kind == RoundEntry.KIND:
@@ -113,10 +83,7 @@ async def main(rank: int, members: int, folder: Path, codec: Codec, shaped: bool
         vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
         seconds, checks = [], []
         for step in range(ROUNDS + WARM_UP):
-            everyone = tuple(ids)
-            round_ = Round(
-                step.to_bytes(32), bytes(32), step, 0, everyone, everyone, everyone, members, SIZE, stop=False
-            )
+            round_ = Round(step.to_bytes(32), bytes(32), step, 0, ids, ids, ids, members, SIZE, stop=False)
             begin = time.perf_counter()
             result, shards = await averager.reduce(round_, vector)
             entry = RoundEntry(

@@ -46,10 +46,10 @@ class TimedActors(Actors):
         self.timed: defaultdict[str, list[Call]] = defaultdict(list)
         self._calling: list[asyncio.Task[None]] = []
 
-    def _network(self, name: str) -> Any:
-        network = TimedNetwork(super()._network(name), self._clock.now, self.timed[name].append)
+    def arrive(self, name: str) -> Any:
+        network = TimedNetwork(super().arrive(name), self.clock.now, self.timed[name].append)
         others = self._rosters[name].others
-        self._calling.append(asyncio.create_task(call_in_turn(network, self._clock, others)))
+        self._calling.append(asyncio.create_task(call_in_turn(network, self.clock, others)))
         return network
 
     async def _run(self) -> Any:

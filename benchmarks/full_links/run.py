@@ -37,7 +37,7 @@ from muletrain.events import (
     StepDone,
 )
 from muletrain.runs.assemble import RunFacts
-from muletrain.runs.fleet import LocalFleet, failures
+from muletrain.runs.fleet import LocalFleet
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
@@ -274,7 +274,8 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
     told = [
         e for e in events if (case.fault is None or e.peer != VICTIM) and (watched.over is None or e.t < watched.over)
     ]
-    failed = "; ".join([failed, *failures(told)]).strip("; ")
+    reported = [f"{e.peer}: {e.message}" for e in told if isinstance(e, Note) and e.level == "error"]
+    failed = "; ".join([failed, *reported]).strip("; ")
     return {**measured(case, config, events, calls(folder / "run"), watched), "failed": failed}
 
 

@@ -135,7 +135,7 @@ def seats(scene: Setting) -> tuple[int, ...]:
     serving, stages = [[0] * len(scene.kinds) for _ in scene.cut], []
     for k, kind in enumerate(scene.kinds):
         for _ in range(kind.count):
-            stages.append(seat(scene, k, serving, [0] * len(scene.cut)))
+            stages += seat(scene, [k], serving)
             serving[stages[-1]][k] += 1
     return tuple(stages)
 

@@ -20,22 +20,18 @@ from typing import Any
 
 import torch
 
-from muletrain.clock import LoopClock
 from muletrain.config.schema import Codec
-from muletrain.network.identity import Key
-from muletrain.network.libp2p import Libp2pNetwork
 from muletrain.policy.fork_choice import Chain
 from muletrain.runtime.core.lifecycle import Lifecycle
-from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
-from muletrain.runtime.members.messages import Member
-from muletrain.runtime.members.roster import Genesis, Roster
 from muletrain.runtime.step.gradient_log import GradientLog
 from muletrain.runtime.transfer import donor
 from muletrain.runtime.transfer.donor import Receiver, Snapshots
 from muletrain.runtime.transfer.messages import Block
-from muletrain.strategies.swarm import SWARM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "averaging"))
+from group import context, meet
 
 PARAMS = 25_000_000
 TENSORS = 50
@@ -73,39 +69,12 @@ class State:
         return await asyncio.get_running_loop().run_in_executor(self._pool, fn, *args)
 
 
-async def gather_addresses(folder: Path, rank: int, members: int, own: list[str]) -> list[str]:
-    (folder / f"{rank}.tmp").write_text(own[0])
-    (folder / f"{rank}.tmp").rename(folder / f"{rank}.address")
-    while len(found := sorted(folder.glob("*.address"))) < members:
-        await asyncio.sleep(0.05)
-    return [f.read_text() for f in found]
-
-
 async def main(rank: int, donors: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mule-") as sockets:
-        secret, owner = b"b" * 32, Key.of_seed(b"b" * 32)
-        network = await Libp2pNetwork.create(
-            run_id="bench", secret=secret, owner=owner, protocol="bench", folder=Path(sockets)
-        )
-        addresses = await gather_addresses(folder, rank, donors + 1, network.addresses())
-        for address in addresses:
-            if not address.endswith(network.peer_id):
-                await network.connect([address], timeout_s=20)
-        ids = sorted(a.rsplit("/p2p/", 1)[1] for a in addresses)
-        members = tuple(Member(id=p, name=p, stage=0, trainer=True, addresses=()) for p in ids)
-        genesis = Genesis(
-            run_id="bench",
-            config=bytes(32),
-            data=bytes(32),
-            stages=1,
-            coordinator=ids[0],
-            first_step=0,
-            members=members,
-        )
-        plan = Plan(1, 1, 1, 1, 1, 2, lambda s: 1, Codec.INT8, Codec.FP32, None, lambda s: 0.0, 0, 8, SWARM)
+        network, ids = await meet(folder, rank, donors + 1, sockets)
         compute: Any = State()
-        ctx = Context(network, LoopClock(), compute, Roster(genesis, network.peer_id), plan, emit=lambda event: None)
+        ctx = context(network, ids, compute, Codec.FP32)
         now: Any = SimpleNamespace(
             step=0,
             applied=bytes(32),

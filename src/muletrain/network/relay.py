@@ -153,13 +153,17 @@ class Relay:
         if self.ways.searches(origin) and self._p2p.peer_id.to_base58() < origin:
             ends[1].write(WAIT)
             return await ends[1].drain()
-        if await self._reaches(origin, relay, addresses):
-            ends[1].write(WORKS)
-            return await ends[1].drain()
-        await self._p2p.hang_up(origin)
-        reader, writer = await asyncio.open_connection(*self._daemon)
-        ends[1].write(ACCEPTED)
-        await self.ways.keep_up(relay, Pipe((origin,), (ends[1], writer)), ends, (reader, writer))
+        with self.ways.expecting(origin):
+            if await self._reaches(origin, relay, addresses):
+                ends[1].write(WORKS)
+                return await ends[1].drain()
+            await self._p2p.hang_up(origin)
+            reader, writer = await asyncio.open_connection(*self._daemon)
+            ends[1].write(ACCEPTED)
+            pipe = Pipe((origin,), (ends[1], writer))
+            carried = self._jobs.spawn(self.ways.keep_up(relay, pipe, ends, (reader, writer)))
+            await self.ways.comes(origin)
+        await carried
         return None
 
     async def _reaches(self, origin: str, relay: str, addresses: list[str]) -> bool:

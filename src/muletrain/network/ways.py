@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from muletrain.policy.deadline import backoff_s
 from muletrain.policy.recent import Recent
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
     from muletrain.network.gated import GatedP2P
     from muletrain.network.pipes import Ends
@@ -54,6 +55,8 @@ class Ways:
         ``told`` is told (peer, relay) of each way found."""
         self._p2p, self._pipes, self._addresses, self._port, self._told = p2p, pipes, addresses, port, told
         self._searches: dict[str, asyncio.Task[bool]] = {}
+        self._expected: Counter[str] = Counter()
+        """Peers whose pipes we are taking: asking them for one, too, would make a second way."""
         self._failures: dict[str, dict[str, Failures]] = {}
         """By peer and member."""
         self._answer_s: Recent[float] = Recent()
@@ -68,6 +71,20 @@ class Ways:
     def searches(self, peer: str) -> bool:
         """Are we looking for a way to ``peer`` now?"""
         return peer in self._searches
+
+    def expects(self, peer: str) -> bool:
+        """Are we taking a pipe of ``peer`` now?"""
+        return peer in self._expected
+
+    @contextmanager
+    def expecting(self, peer: str) -> Iterator[None]:
+        """While we take a pipe of ``peer``, our own search waits for that one."""
+        self._expected[peer] += 1
+        try:
+            yield
+        finally:
+            self._expected[peer] -= 1
+            self._expected += Counter()  # drops zeros
 
     def advice(self) -> str:
         port = (
@@ -120,13 +137,15 @@ class Ways:
         return await self._search(peer)
 
     async def _search(self, peer: str) -> bool:
+        if self.expects(peer) and await self.comes(peer):
+            return True
         members = await self._candidates(peer)
         for k in range(0, len(members), RACE):
             async with self._race(members[k : k + RACE], peer) as found:
                 match found:
                     case (_, ends, answer) if answer in (WORKS, WAIT):
                         ends[1].close()
-                        return answer == WORKS or await self._comes(peer)
+                        return answer == WORKS or await self.comes(peer)
                     case (relay, ends, _):
                         return await self._connect(peer, relay, ends)
         return False
@@ -197,8 +216,8 @@ class Ways:
         self._told(peer, relay)
         return True
 
-    async def _comes(self, peer: str) -> bool:
-        """Wait until ``peer``, which is about to, has connected to us."""
+    async def comes(self, peer: str) -> bool:
+        """Whether ``peer``, which is about to connect to us, has within ASK_S."""
         for _ in range(int(ASK_S / 0.1)):
             if peer in await self._p2p.connected():
                 return True

@@ -25,8 +25,9 @@ WAYS = 32
 MOST = 0.9
 """Share of a sender's returned microbatches that defines the usual length of a step. The last ones may have waited for
 a slow peer, and the next step should not."""
-OUTLIER = 4.0
-"""A measurement counts at most this multiple of the expectation, unless the one before was as long."""
+OUTLIER, PARDON = 4.0, 64
+"""A measurement above this multiple of the expectation does not count, unless one of the peer's last so many was as
+long."""
 PROMPT = 2.0
 """At the end of a step, peers that take at most this multiple of the fastest time still count as fast enough."""
 TRY = 0.005
@@ -42,18 +43,12 @@ class _Entry:
     ways_s: deque[float] = field(default_factory=lambda: deque(maxlen=WAYS))
     banned: bool = False
     device_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.last_s = deque([self.device_s], maxlen=2)
+    since_long: float = math.inf
+    """Measurements after the last one above ``OUTLIER`` times the expectation."""
 
     @property
     def measured_s(self) -> float | None:
         return max(self.mean_s / self.weight, min(self.ways_s)) if self.weight else None
-
-    def at_best_s(self, expected_s: float) -> float:
-        """Returns the shorter of the last two times, if that is less than ``expected_s``. Before the first one, the
-        device's expected time counts."""
-        return min(expected_s, max(min(self.last_s), min(self.ways_s, default=0.0)))
 
 
 class Wiring:
@@ -73,9 +68,9 @@ class Wiring:
     - A peer that takes longer for a microbatch than is left of the usual length of a step gets none, if there are
       faster peers, since a step ends with the last microbatch. A CPU among GPUs would get one in a hundred steps, and
       make that step five times as long.
-    - One long time is no slow peer: a first call allocates and compiles, and somebody else may use a device for a
-      moment. Until the next one is long, too, at most ``OUTLIER`` times the expectation counts, and the peer gets
-      microbatches however little of the step is left.
+    - One long time does not make a slow peer: a first call allocates and compiles, and a device may be busy for a
+      moment. Such a peer would get too few microbatches to correct the average. A second long time counts, since rare
+      ones cost as much as many: each holds up a step.
     """
 
     def __init__(self, rng: random.Random, gamma: float = GAMMA) -> None:
@@ -141,7 +136,7 @@ class Wiring:
         }
         soonest_s = min(((under_way.get(p, 0) + 1) * s for p, s in expected_s.items()), default=0.0)
         left_s = max(self._begun_s + self._usual_s - now_s, PROMPT * soonest_s, waited_s)
-        in_time = {p: s for p, s in expected_s.items() if self._entries[p].at_best_s(s) <= left_s}
+        in_time = {p: s for p, s in expected_s.items() if s <= left_s}
         if not (prompt := _prompt(in_time, under_way) - set(full)):
             return None
         smallest = min(self._entries[p].total_s for p in prompt)
@@ -173,9 +168,12 @@ class Wiring:
         entry = self._entries.get(peer)
         if entry is None:
             return
-        entry.last_s.append(busy_s)
-        counted_s = min(busy_s, OUTLIER * max(min(entry.last_s), self.expected_s(peer)))
-        entry.mean_s += self._gamma * (counted_s - entry.mean_s)
+        entry.since_long += 1
+        if busy_s > OUTLIER * self.expected_s(peer):
+            since, entry.since_long = entry.since_long, 0
+            if since > PARDON:
+                return
+        entry.mean_s += self._gamma * (busy_s - entry.mean_s)
         entry.weight += self._gamma * (1 - entry.weight)
         entry.ways_s.append(way_s)
 

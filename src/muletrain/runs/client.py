@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from muletrain.compute.probe import chip
@@ -104,12 +105,12 @@ class Helping:
         """Returns why the work ended. Raises NoServer, and MuletrainError."""
         facts, host = help.facts, self._host
         fits = [s for s, need in enumerate(facts.client_needs()) if need.fits(help.machine.offer)]
-        home, draw, stays = _Home(self, help, tasks), random.Random(host.spec.name), host.spec.stage is not None
-        work = facts.plan().work
-        await Roaming(hub, home, help.network, host.clock, work, fits, help.stage, draw, stays=stays).run()
+        servers, make = partial(self.servers, help), partial(self.client, help, tasks)
+        draw, stays, work = random.Random(host.spec.name), host.spec.stage is not None, facts.plan().work
+        await Roaming(hub, servers, make, help.network, host.clock, work, fits, help.stage, draw, stays=stays).run()
         return LEFT if self._stopped.is_set() else "the run has ended"
 
-    async def client(self, help: Help, stage: int, servers: Mapping[int, Sequence[PeerId]], tasks: Tasks) -> Client:
+    async def client(self, help: Help, tasks: Tasks, stage: int, servers: Mapping[int, Sequence[PeerId]]) -> Client:
         """Make the client of a ``stage``. Raises MuletrainError."""
         host, facts, machine = self._host, help.facts, help.machine
         plan, links = facts.plan(), host.links(facts, help.network)
@@ -166,18 +167,3 @@ class Helping:
             ask = [help.admitter, *(p for p in host.known if p != help.admitter)]
             await host.clock.sleep(ASK_EVERY_S)
         raise NoServer(problem)
-
-
-@dataclass(frozen=True)
-class _Home:
-    """See ``runtime.pool.servers``."""
-
-    helping: Helping
-    help: Help
-    tasks: Tasks
-
-    async def servers(self) -> Mapping[int, Sequence[PeerId]]:
-        return await self.helping.servers(self.help)
-
-    async def make(self, stage: int, servers: Mapping[int, Sequence[PeerId]]) -> Client:
-        return await self.helping.client(self.help, stage, servers, self.tasks)

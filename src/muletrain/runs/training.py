@@ -20,8 +20,6 @@ from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
-from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
@@ -135,24 +133,9 @@ class Training:
         self, seat: Seat, links: Network, compute: Compute, book: Book, joins: bool, back: StepBack | None
     ) -> Peer:
         host, facts, roster, cache, sharing = self._host, seat.facts, seat.roster, seat.cache, seat.sharing
-        plan, tasks, helpers = facts.plan(), Tasks(), None
-        if plan.strategy.pooled:
-            digest, emit = facts.config_digest, self._of_pool
-            compute = pooled = PooledCompute(
-                PartsDesk(compute, links, host.clock, tasks, plan, roster, digest, emit, random.SystemRandom())
-            )
-            helpers = pooled.clients.__len__
-        ctx = Context(
-            net=links,
-            clock=host.clock,
-            compute=compute,
-            roster=roster,
-            plan=plan,
-            emit=host.log.emit,
-            tasks=tasks,
-            helpers=helpers,
-            chaos=self._points,
-        )
+        plan, emit, draw = facts.plan(), host.log.emit, random.SystemRandom()
+        ctx = Context.at_stage(links, host.clock, compute, roster, plan, emit, Tasks(), draw, self._of_pool)
+        ctx.chaos = self._points
         source = facts.source(cache) if cache is not None else None if sharing is None else sharing.source
         heldout = None if cache is None else facts.heldout(cache)
         for samples in (source, heldout):

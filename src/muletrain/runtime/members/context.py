@@ -12,8 +12,11 @@ from muletrain.runtime.core.meter import Meter
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.core.waiting import News
 from muletrain.runtime.members.detector import FailureDetector
+from muletrain.runtime.pool.desk import PartsDesk
+from muletrain.runtime.pool.server import PooledCompute
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Coroutine
 
     from muletrain.clock import Clock
@@ -72,6 +75,27 @@ class Context:
     meter: Meter = field(default_factory=Meter)
     helpers: Callable[[], int] | None = None
     """Counts the clients that compute for this peer, if it can have any."""
+
+    @classmethod
+    def at_stage(
+        cls,
+        net: Network,
+        clock: Clock,
+        compute: Compute,
+        roster: Roster,
+        plan: Plan,
+        emit: Callable[[Event], None],
+        tasks: Tasks,
+        draw: random.Random,
+        of_pool: Callable[[Event], None] | None = None,
+    ) -> Context:
+        """Returns the context of a peer that serves the stage in ``compute``. With a strategy that has clients, clients
+        compute the passes: ``draw`` chooses the results to check, and the pool's events go to ``of_pool`` (``emit``)."""
+        if not plan.strategy.pooled:
+            return cls(net, clock, compute, roster, plan, emit, tasks)
+        config, of_pool = roster.genesis.config, of_pool or emit
+        pooled = PooledCompute(PartsDesk(compute, net, clock, tasks, plan, roster, config, of_pool, draw))
+        return cls(net, clock, pooled, roster, plan, emit, tasks, helpers=pooled.clients.__len__)
 
     def __post_init__(self) -> None:
         self.detector, self.news.queue_s = FailureDetector(self), self.queue_s

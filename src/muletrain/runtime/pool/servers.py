@@ -15,7 +15,7 @@ from muletrain.policy.worker import server_to_move_to
 from muletrain.runtime.pool.messages import Enlisted, GetState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from muletrain.clock import Clock
     from muletrain.network.base import Network, PeerId
@@ -199,26 +199,17 @@ class Worker(Protocol):
     async def run(self) -> None: ...
 
 
-class Home(Protocol):
-    """The machine of a client."""
-
-    async def servers(self) -> Mapping[int, Sequence[PeerId]]:
-        """Returns the servers of each stage. Raises NoServer."""
-        ...
-
-    async def make(self, stage: int, servers: Mapping[int, Sequence[PeerId]]) -> Worker:
-        """Make the client of a ``stage``, instead of the one before. Raises MuletrainError."""
-        ...
-
-
 class Roaming:
-    """Works at one stage after the other. ``work``: of each stage, for a sequence; ``fits``: stages whose weights this
-    machine can hold; ``stage``: the first one, None: it chooses; ``stays``: it is the only one."""
+    """Works at one stage after the other. ``servers``: returns the servers of each stage, or raises NoServer; ``make``:
+    makes the client of a stage in place of the one before, or raises MuletrainError. ``work``: of each stage, for a
+    sequence; ``fits``: stages whose weights this machine can hold; ``stage``: the first one, or None for a choice;
+    ``stays``: the first stage is the only one."""
 
     def __init__(
         self,
         rule: Rule,
-        home: Home,
+        servers: Callable[[], Awaitable[Mapping[int, Sequence[PeerId]]]],
+        make: Callable[[int, Mapping[int, Sequence[PeerId]]], Awaitable[Worker]],
         net: Network,
         clock: Clock,
         work: Sequence[float],
@@ -228,18 +219,18 @@ class Roaming:
         *,
         stays: bool = False,
     ) -> None:
-        self._rule, self._home, self._net, self._clock = rule, home, net, clock
+        self._rule, self._servers, self._make, self._net, self._clock = rule, servers, make, net, clock
         self._work, self._fits, self._first, self._stays, self._draw = work, fits, stage, stays, draw
 
     async def run(self) -> None:
         """Work until the run ends, or the client is stopped. Raises MuletrainError."""
         stage = self._first
         while True:
-            servers = await self._home.servers()
+            servers = await self._servers()
             if stage is None:
                 stage = self._rule.stage_to_help(self._work, self._speeds(await self._helpers(servers)), self._fits)
                 assert stage is not None  # who has no memory for any stage is no client
-            client = await self._home.make(stage, servers)
+            client = await self._make(stage, servers)
             looking = asyncio.create_task(self._look_elsewhere(stage, client))
             try:
                 await client.run()
@@ -257,7 +248,7 @@ class Roaming:
                 await self._clock.sleep(LOOK_EVERY_S)
                 if client.version < 2:  # in the first step a stage of long parts looks slow until some have come back
                     continue
-                helpers, before = await self._helpers(await self._home.servers()), unmeasured
+                helpers, before = await self._helpers(await self._servers()), unmeasured
                 unmeasured = {s for s, h in enumerate(helpers) if h.clients and h.speed < IDLE}
                 if unmeasured - before:  # they may still fetch the weights
                     continue

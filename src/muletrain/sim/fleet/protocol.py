@@ -12,13 +12,12 @@ import math
 import random
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from muletrain.clock import LoopClock
 from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
 from muletrain.errors import Expelled, MuletrainError
@@ -37,13 +36,12 @@ from muletrain.runtime.peer.peer import Peer
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
-from muletrain.runtime.pool.desk import PartsDesk
-from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.pool.servers import Roaming
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
 from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
+from muletrain.sim.host import VirtualHost
 from muletrain.sim.loop import run_virtually, seldom_collected
 from muletrain.sim.setting import fetch_s, mortal, seat, seated
 from muletrain.sim.steps.endings import exchange_s
@@ -53,7 +51,6 @@ from muletrain.strategies.swarm import SWARM
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from muletrain.compute.base import Compute
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
     from muletrain.network.memory import MemoryNetwork
@@ -75,24 +72,7 @@ class _Machine(PeerHost):
         return stage in self._kind.fits
 
 
-@dataclass(frozen=True)
-class _Home:
-    """See ``runtime.pool.servers``."""
-
-    actors: Actors
-    name: str
-    kind: Kind
-    network: MemoryNetwork
-    tasks: Tasks
-
-    async def servers(self) -> Mapping[int, Sequence[str]]:
-        return self.actors.servers()
-
-    async def make(self, stage: int, servers: Mapping[int, Sequence[str]]) -> Client:
-        return self.actors.client_of(self.name, self.kind, self.network, self.tasks, stage, servers.get(stage, ()))
-
-
-class Actors:
+class Actors(VirtualHost):
     """The peers of one setting, played once for ``horizon_s``."""
 
     def __init__(
@@ -110,11 +90,9 @@ class Actors:
         """``watch`` hears every event. ``planned``: default: machines are seated as newcomers."""
         self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
         self._setting, self._config, self._weather = setting, config, weather.on(setting.exposed)
-        self._clock, self._tally = LoopClock(), Tally(setting)
-        self._problems: list[str] = []
+        self._tally = Tally(setting)
         self._draw, self._horizon_s = random.Random(f"actors/{seed}"), horizon_s
         self._mortal = mortal(setting)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rosters: dict[str, Roster] = {}
         """Of those that are there."""
         self._clients: dict[str, int] = {}
@@ -122,7 +100,7 @@ class Actors:
         self._kind_of: dict[str, int] = {}
         self._served: dict[str, int] = {}
         """Stages of peers and clients, the last ones of those that are gone."""
-        self._hub = MemoryHub(FleetLinks(setting, self._kind_of, self._served), hands_over=True)
+        super().__init__(MemoryHub(FleetLinks(setting, self._kind_of, self._served), hands_over=True), [])
         stage_of = (
             {
                 self._name(k): s
@@ -177,7 +155,7 @@ class Actors:
         problems, self._over, self._whole = self._problems, asyncio.Event(), True
 
         def look_up() -> None:
-            if not goes_on(self._clock.now(), self._tally.steps):
+            if not goes_on(self.clock.now(), self._tally.steps):
                 self._whole = False
                 self._over.set()
 
@@ -199,11 +177,11 @@ class Actors:
         churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
         asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
         await self._over.wait()
-        end_s = self._clock.now()
+        end_s = self.clock.now()
         self._changed()
-        for task in (*churn, *self._tasks.values()):
+        for task in (*churn, *self.tasks.values()):
             task.cancel()
-        await asyncio.gather(*churn, *self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*churn, *self.tasks.values(), return_exceptions=True)
         return end_s
 
     # Churn ------------------------------------------------------------------------------------------------------------
@@ -211,7 +189,7 @@ class Actors:
     async def _traced(self) -> None:
         gone: list[int] = []
         for change in self._weather.trace:
-            await asyncio.sleep(max(0.0, change.time_s - self._clock.now()))
+            await asyncio.sleep(max(0.0, change.time_s - self.clock.now()))
             for _ in range(-change.peers):
                 gone += [] if (kind := self._take_any()) is None else [kind]
             for _ in range(change.peers):
@@ -246,10 +224,8 @@ class Actors:
         if not able:
             return None
         name = self._draw.choice(able)
-        self._hub.kill(name)
-        self._tasks[name].cancel()
-        self._rosters.pop(name, None)
-        self._clients.pop(name, None)
+        self.kill(name)
+        self._remove(name)
         self._changed()
         self._tally.happened("left")
         return self._kind_of[name]
@@ -260,7 +236,7 @@ class Actors:
             asyncio.get_running_loop().call_later(after_s, self._come, kind)
 
     def _come(self, kind: int) -> None:
-        if self._clock.now() >= self._horizon_s:
+        if self.clock.now() >= self._horizon_s:
             return
         name = self._name(kind)
         if self._strategy.pooled:
@@ -279,20 +255,19 @@ class Actors:
         return serving
 
     def _changed(self) -> None:
-        self._tally.present(self._clock.now(), self._serving(self._clients))
+        self._tally.present(self.clock.now(), self._serving(self._clients))
 
     # Peers ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, name: str, roster: Roster, *, joining: bool) -> None:
         self._rosters[name] = roster
         self._served[name] = roster.own.stage
-        work = self._peer(name, self._network(name), roster, joining=joining)
-        self._tasks[name] = asyncio.create_task(work, name=name)
+        self.begin(name, self._peer(name, self.arrive(name), roster, joining=joining))
 
-    def _network(self, name: str) -> MemoryNetwork:
+    def arrive(self, name: str) -> MemoryNetwork:
         own = self._setting.kinds[self._kind_of[name]]
-        self._hub.roads.lay(name, Road(own.up_bytes_per_s, own.down_bytes_per_s, own.queue_s))
-        return self._hub.join(name)
+        self.hub.roads.lay(name, Road(own.up_bytes_per_s, own.down_bytes_per_s, own.queue_s))
+        return super().arrive(name)
 
     async def _peer(self, name: str, network: MemoryNetwork, roster: Roster, *, joining: bool) -> None:
         k = self._kind_of[name]
@@ -306,41 +281,27 @@ class Actors:
                     self._tally.happened("moved")
                 self._served[name] = stage
                 self._changed()
-                await self._clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
+                await self.clock.sleep(fetch_s(self._setting, k, stage, self._serving()[stage]))
             ending_s = self._setting.ending_s(stage, (k,)) + exchange_s(self._setting, self._serving(), stage)
-            hollow = HollowCompute(stage, self.plan.stages, self._clock, ending_s, delayed=self.plan.delayed)
-            compute: Compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
-            tasks, note = Tasks(InlineExecutor()), partial(self.note, name)
-            if self._strategy.pooled:
-                compute = PooledCompute(
-                    PartsDesk(
-                        compute,
-                        network,
-                        self._clock,
-                        tasks,
-                        self.plan,
-                        roster,
-                        self.genesis.config,
-                        note,
-                        random.Random(name),
-                    )
-                )
-            ctx = Context(network, self._clock, compute, roster, self.plan, note, tasks=tasks)
+            hollow = HollowCompute(stage, self.plan.stages, self.clock, ending_s, delayed=self.plan.delayed)
+            compute = PacedCompute(hollow, self.clock, kind.forward_s[stage], kind.backward_s[stage])
+            note, tasks, draw = partial(self.note, name), Tasks(InlineExecutor()), random.Random(name)
+            ctx = Context.at_stage(network, self.clock, compute, roster, self.plan, note, tasks, draw)
             source = HollowTokens(self.plan.sequences)
             return Peer(ctx, host=_Machine(kind), source=source, book=Book(place), joining=joins, back=back)
 
-        try:
-            await Service(make, joining=joining).run()
-        except Expelled:
-            self._rosters.pop(name, None)
+        await self.live(name, network, Service(make, joining=joining).run())
+
+    def gave_up(self, name: str, error: MuletrainError) -> None:
+        there = self._remove(name)
+        if isinstance(error, Expelled):
             self._tally.happened("expelled")
-        except MuletrainError as e:
-            if self._rosters.pop(name, None) is not None:  # else it was killed
-                self._tally.gave_up(self._clock.now(), name, str(e))
-        except Exception as e:
-            self._problems.append(f"{name}: {type(e).__name__}: {e}")
-        finally:
-            await network.close()
+        elif there:  # else it was killed
+            self._tally.gave_up(self.clock.now(), name, str(error))
+
+    def _remove(self, name: str) -> bool:
+        """Returns whether it was there."""
+        return (self._rosters.pop(name, None), self._clients.pop(name, None)) != (None, None)
 
     # Clients of a hub -------------------------------------------------------------------------------------------------
 
@@ -348,48 +309,36 @@ class Actors:
         """A client begins; it chooses its stage unless that is planned."""
         if stage is not None:
             self._clients[name] = self._served[name] = stage
-        self._tasks[name] = asyncio.create_task(self._client(name, stage, self._network(name)), name=name)
+        self.begin(name, self._client(name, stage, self.arrive(name)))
 
     async def _client(self, name: str, stage: int | None, network: MemoryNetwork) -> None:
-        kind, tasks = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor())
-        home, work = _Home(self, name, kind, network, tasks), self.plan.work
-        roaming = Roaming(hub, home, network, self._clock, work, kind.fits, stage, random.Random(name))
-        try:
-            await roaming.run()
-        except MuletrainError as e:
-            if self._clients.pop(name, None) is not None:  # else it was killed
-                self._tally.gave_up(self._clock.now(), name, str(e))
-        except Exception as e:
-            self._problems.append(f"{name}: {type(e).__name__}: {e}")
-        finally:
-            await tasks.close()
-            await network.close()
+        kind, tasks, work = self._setting.kinds[self._kind_of[name]], Tasks(InlineExecutor()), self.plan.work
 
-    def servers(self) -> dict[int, list[str]]:
-        """Returns who serves each stage."""
-        found = defaultdict[int, list[str]](list)
-        for name, roster in sorted(self._rosters.items()):
-            found[roster.own.stage].append(name)
-        return found
+        async def servers() -> dict[int, list[str]]:
+            found = defaultdict[int, list[str]](list)
+            for server, roster in sorted(self._rosters.items()):
+                found[roster.own.stage].append(server)
+            return found
 
-    def client_of(
-        self, name: str, kind: Kind, network: MemoryNetwork, tasks: Tasks, stage: int, servers: Sequence[str]
-    ) -> Client:
-        """Make the client of a ``stage``."""
-        if self._clients.get(name, stage) != stage:
-            self._tally.happened("moved")
-        self._clients[name] = self._served[name] = stage
-        self._changed()
-        hollow = HollowCompute(stage, self.plan.stages, self._clock, 0.0, delayed=self.plan.delayed)
-        compute = PacedCompute(hollow, self._clock, kind.forward_s[stage], kind.backward_s[stage])
-        return Client(network, self._clock, tasks, compute, self.plan, self.genesis.config, name, tuple(servers))
+        async def make(stage: int, servers: Mapping[int, Sequence[str]]) -> Client:
+            if self._clients.get(name, stage) != stage:
+                self._tally.happened("moved")
+            self._clients[name] = self._served[name] = stage
+            self._changed()
+            hollow = HollowCompute(stage, self.plan.stages, self.clock, 0.0, delayed=self.plan.delayed)
+            compute = PacedCompute(hollow, self.clock, kind.forward_s[stage], kind.backward_s[stage])
+            there = tuple(servers.get(stage, ()))
+            return Client(network, self.clock, tasks, compute, self.plan, self.genesis.config, name, there)
+
+        roaming = Roaming(hub, servers, make, network, self.clock, work, kind.fits, stage, random.Random(name))
+        await self.live(name, network, roaming.run(), tasks)
 
     @cached_property
     def plan(self) -> Plan:
         return hollow_plan(self._setting, self._config, self._strategy, trace=self._watch is not None)
 
     def note(self, name: str, event: Event) -> None:
-        now, kind = self._clock.now(), self._kind_of[name]
+        now, kind = self.clock.now(), self._kind_of[name]
         if self._watch is not None:
             self._watch(replace(event, t=now, peer=name))
         if isinstance(event, StepDone):
