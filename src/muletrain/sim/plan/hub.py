@@ -1,18 +1,22 @@
 """Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
-clients. Servers are found by the search that unequal pipelines have (``planning.groups``), and clients go where they help
-most, as in a run; ``hub_step`` says how long a step takes. HYBRID's own allocation is in ``reproduction``."""
+clients. The search that unequal pipelines have (``planning.groups``) places both; ``hub_step`` says how long a step takes.
+HYBRID's own allocation is in ``reproduction``."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from muletrain.compute.estimate import client_memory
 from muletrain.config.plan_file import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.planning.groups import Work, search
+from muletrain.planning.groups import Search, Work
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.fleet.rates import TRAINERS
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from muletrain.config.plan_file import Memory
-    from muletrain.planning.groups import Serving
+    from muletrain.planning.groups import Choice, Serving
     from muletrain.planning.partition import Cut
     from muletrain.sim.plan.question import Question, Scene
 
@@ -41,8 +45,12 @@ NO_CLIENTS = (
     "without clients, since moving weights and gradients takes longer than they save: that is 'swarm' on fewer machines, so it is not "
     "recommended"
 )
+SEARCHED = 2
+"""Sizes of microbatches, the smallest ones, with which machines and layers are searched for."""
+CONTINUED = 8
+"""Beginnings, the best ones, from which the search goes on."""
 PLAYED = 8
-"""Hubs that are played at most: of each number of stages those that are fastest if microbatches wait for nothing."""
+"""Hubs that are played at most."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,11 @@ class Allocated:
         return HubStep(self.scene.setting, tuple(stages), run.fleet.trainers or TRAINERS, run.optimizer.delayed)
 
     @property
+    def helped(self) -> bool:
+        """Whether it has clients."""
+        return any(clients for _, clients in self.stages)
+
+    @property
     def roughly_per_s(self) -> float:
         """Tokens/s under churn."""
         cost = self.scene.setting.cost
@@ -77,23 +90,6 @@ class Allocated:
         there = churn.present(self.question.weather.on(self.scene.setting.exposed), clients)
         servers = replace(self.step, stages=tuple(stage._replace(clients=()) for stage in self.step.stages))
         return there + (1 - there) * min(1.0, self.step.roughly_s / servers.roughly_s)
-
-    def with_clients(self) -> Iterator[Allocated]:
-        """The same servers with one client, two, four, ... and all, the fastest first, each at the stage that it helps
-        most."""
-        setting, kind_of = self.scene.setting, self.kinds()
-        each_s = {n: [setting.kinds[k].service_s(s) for s in range(len(self.stages))] for n, k in kind_of.items()}
-        leaving = [n for n, k in kind_of.items() if not setting.kinds[k].reliable]
-        rates = [sum(1 / each_s[n][s] for n in names) for s, (names, _) in enumerate(self.stages)]
-        hub = self
-        for count, name in enumerate(sorted(leaving, key=lambda n: sum(each_s[n])), 1):
-            stage = stage_to_help([1.0] * len(rates), rates, setting.kinds[kind_of[name]].fits)
-            if stage is not None:
-                rates[stage] += 1 / each_s[name][stage]
-                servers, clients = hub.stages[stage]
-                hub = replace(hub, stages=(*hub.stages[:stage], (servers, (*clients, name)), *hub.stages[stage + 1 :]))
-            if count & (count - 1) == 0 or count == len(leaving):
-                yield hub
 
     def unmixed(self) -> Allocated:
         """The same with weights that the CPU updates, if the servers of a stage differ. Raises CapacityError."""
@@ -128,16 +124,7 @@ def predict(
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
-    asked, reliable = question.asking(find("hub")), sum(peer.reliable for peer in question.fleet.peers())
-    counts = [n for n in question.stage_counts() if n <= max(1, reliable)] or [question.stages or 1]
-    hubs, hurried, problem = list[Allocated](), False, ""
-    for n, stages in enumerate(counts):
-        try:
-            found, complete = allocated(asked, stages, seed, time_limit_s / len(counts))
-            hubs, hurried = hubs + found, hurried or not complete
-        except (CapacityError, ConfigError) as e:
-            problem = f"{e}{_servers(question)}"
-        watch((n + 1) / len(counts))
+    hubs, hurried, problem = _found(question, seed, time_limit_s, watch)
     played = list[Prediction]()
     for hub in sorted(hubs, key=lambda hub: -hub.roughly_per_s)[:PLAYED]:
         if hub.roughly_per_s < least:
@@ -152,6 +139,34 @@ def predict(
     return with_haste(max(played, key=lambda p: p.expected_per_s), hurried=hurried)
 
 
+def _found(
+    question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None]
+) -> tuple[list[Allocated], bool, str]:
+    """Find the fastest hubs by estimate, of each number of stages one without clients and one with them; whether the time
+    was too short; why there is none."""
+    asked, reliable = question.asking(find("hub")), sum(peer.reliable for peer in question.fleet.peers())
+    counts = [n for n in question.stage_counts() if n <= max(1, reliable)] or [question.stages or 1]
+    sizes, deadline, problem = asked.microbatches(), time.monotonic() + time_limit_s, ""
+    tries = list(product(counts, sizes[:SEARCHED]))
+    found: list[tuple[Choice, _Search]] = []
+    for n, (stages, size) in enumerate(tries):
+        try:
+            search = _Search(asked, stages, size, seed, deadline)
+            found += [(choice, search) for choice in search.begun()]
+        except (CapacityError, ConfigError) as e:
+            problem = f"{e}{_servers(question)}"
+        watch(n / len(tries) / 2)
+    for n, (choice, search) in enumerate(sorted(found, key=lambda both: both[0].cost_s)[:CONTINUED]):
+        found.append((search.descended(choice), search))
+        watch((1 + n / CONTINUED) / 2)
+    hurried = time.monotonic() > deadline
+    best = dict[tuple[int, bool], Allocated]()
+    hubs = [hub for c, search in found for size in sizes if (hub := search.hub(size, c.serving, c.cut)) is not None]
+    for hub in sorted(hubs, key=lambda hub: -hub.roughly_per_s):
+        best.setdefault((len(hub.stages), hub.helped), hub)
+    return [hub.unmixed() for hub in best.values()], hurried, problem
+
+
 def _servers(question: Question) -> str:
     """What bounds the stages of a hub, for those that are told to take more of them."""
     peers = question.fleet.peers()
@@ -162,42 +177,85 @@ def _problem(why: str) -> Prediction:
     return Prediction(strategy="hub", runnable=find("hub").runs, problem=why)
 
 
-def allocated(question: Question, stages: int, seed: int, time_limit_s: float) -> tuple[list[Allocated], bool]:
-    """The hubs of so many stages that are fastest by estimate, without clients and with them, and whether the search for
-    their servers ended by itself. Raises CapacityError and ConfigError."""
-    fleet, sizes = question.fleet, question.microbatches()
-    takes = takes_s(fleet, question.with_microbatch(sizes[0]), question.spec, stages)
-    work = Work(takes, tuple(m.count * m.reliable for m in fleet.machines))
+class _Search:
+    """The search for the hub of so many stages with microbatches of one size."""
 
-    @cache
-    def served(size: int, serving: Serving, cut: Cut) -> Allocated | None:
-        """None: no room."""
-        try:
-            scene = question.scene(stages, size, cut)
-        except CapacityError:
+    def __init__(self, question: Question, stages: int, microbatch: int, seed: int, deadline: float) -> None:
+        self._question, self._stages, self._microbatch = question, stages, microbatch
+        run, machines = question.with_microbatch(microbatch), question.fleet.machines
+        self._takes_s = takes_s(question.fleet, run, question.spec, stages)
+        self._servers = tuple(m.count * m.reliable for m in machines)
+        self._all = tuple(m.count for m in machines)
+        work = Work(self._takes_s, self._servers)
+        self._search = Search(work, self._cost_s, run.microbatches, seed=seed, deadline=deadline)
+        self._scenes: dict[tuple[int, Cut], Scene | None] = {}
+
+    def begun(self) -> list[Choice]:
+        """Return a few hubs without clients, and the same with the best number of clients. Raises CapacityError and
+        ConfigError if there is none."""
+        alone = self._search.begun()
+        if not alone:
+            self._question.scene(self._stages, self._microbatch)  # says why
+            raise CapacityError(f"the reliable machines have no room for {self._stages} stages")
+        every = [[c for serving in self._helped(a) if (c := self._search.choice(serving))] for a in alone]
+        return alone + [min(helped, key=lambda c: (c.cost_s, c.serving)) for helped in every if helped]
+
+    def descended(self, choice: Choice) -> Choice:
+        """Continue the search; a hub without clients stays one."""
+        servers = all(n == 0 or has for row in choice.serving for n, has in zip(row, self._servers, strict=True))
+        return self._search.descended(choice, self._servers if servers else self._all)
+
+    def _cost_s(self, serving: Serving, cut: Cut, slowest_s: float) -> float:
+        hub = self.hub(self._microbatch, serving, cut)
+        return math.inf if hub is None else hub.step.roughly_s / hub.kept
+
+    def hub(self, microbatch: int, serving: Serving, cut: Cut) -> Allocated | None:
+        """None: no room, or a stage without server."""
+        if (scene := self._scene(microbatch, cut)) is None:
             return None
-        left = [iter(question.names[m.name]) for m in fleet.machines]
-        names = [tuple(next(left[k]) for k, n in enumerate(row) for _ in range(n)) for row in serving]
-        hub, kinds = Allocated(question, scene, tuple((own, ()) for own in names)), scene.setting.kinds
-        kind_of = hub.kinds()
-        held = all(
-            n in kind_of and s in kinds[kind_of[n]].fits - kinds[kind_of[n]].swaps
-            for s, own in enumerate(names)
-            for n in own
-        )
-        return hub if held else None
+        machines, kinds = self._question.fleet.machines, {kind.name: kind for kind in scene.setting.kinds}
+        stages, left = [], {m.name: iter(self._question.names[m.name]) for m in machines}
+        for s, row in enumerate(serving):
+            both: tuple[list[str], list[str]] = [], []
+            for machine, count in zip(machines, row, strict=True):
+                kind = kinds.get(machine.name)
+                if count and (kind is None or s not in kind.fits - kind.swaps):
+                    return None
+                both[not machine.reliable].extend(next(left[machine.name]) for _ in range(count))
+            if not both[0]:
+                return None
+            stages.append((tuple(both[0]), tuple(both[1])))
+        return Allocated(self._question, scene, tuple(stages))
 
-    def cost_s(serving: Serving, cut: Cut, slowest_s: float) -> float:
-        hub = served(sizes[0], serving, cut)
-        return math.inf if hub is None else hub.step.roughly_s
+    def _scene(self, microbatch: int, cut: Cut) -> Scene | None:
+        if (microbatch, cut) not in self._scenes:
+            try:
+                self._scenes[microbatch, cut] = self._question.scene(self._stages, microbatch, cut)
+            except CapacityError:
+                self._scenes[microbatch, cut] = None
+        return self._scenes[microbatch, cut]
 
-    choices, complete = search(work, cost_s, seed=seed, time_limit_s=time_limit_s)
-    alone = [hub for c in choices for size in sizes if (hub := served(size, c.serving, c.cut)) is not None]
-    if not alone:
-        question.scene(stages, sizes[0])  # says why
-        raise CapacityError(f"the reliable machines have no room for {stages} stages")
-    helped = [hub for a in alone for hub in a.with_clients()]
-    return [max(hubs, key=lambda hub: hub.roughly_per_s).unmixed() for hubs in (alone, helped) if hubs], complete
+    def _helped(self, choice: Choice) -> Iterator[Serving]:
+        """Add one client, two, four, ... and all, the fastest first, each at the stage that it helps most."""
+        takes = [self._takes_s[s, :, end - first] for s, (first, end) in enumerate(choice.cut)]
+        rows = [list(row) for row in choice.serving]
+        speeds = [float((np.array(row) / each).sum()) for row, each in zip(rows, takes, strict=True)]
+        quickest_s = self._takes_s.min((0, 2))
+        clients = [
+            k
+            for k in range(len(self._all))
+            for _ in range(self._all[k] - self._servers[k])
+            if math.isfinite(quickest_s[k])
+        ]
+        for count, k in enumerate(sorted(clients, key=lambda k: float(quickest_s[k])), 1):
+            stage = stage_to_help(
+                [1.0] * len(speeds), speeds, [s for s, each in enumerate(takes) if each[k] < math.inf]
+            )
+            if stage is not None:
+                rows[stage][k] += 1
+                speeds[stage] += 1 / float(takes[stage][k])
+            if count & (count - 1) == 0 or count == len(clients):
+                yield tuple(map(tuple, rows))
 
 
 def told(a: Allocated) -> Prediction:
