@@ -1,18 +1,18 @@
 """muletrain: train large transformer models on whatever machines you can get, over ordinary internet.
 
-The package reads top-down; imports run downwards only (``tests/test_imports.py`` holds them to it):
+The package reads top-down; imports run downwards only (enforced by ``tests/test_imports.py``):
 
 =============================  =====================================================================
 ``cli``                        the commands a person types
 ``runs``                       builds a run from a config: processes, tickets, progress, reports
-``sim`` ``papers``             the virtual world, fleets played, plans; the papers' tables
+``sim``                        the virtual world, fleets played, plans
 ``runtime``                    the step protocol: microbatches, agreement, checkpoints, recovery
 ``network`` ``compute`` ``wire``  the seams and their implementations; frames and tensor codecs
 ``model`` ``data`` ``optim``   decoder and stages; corpora and microbatches; AdamW and LAMB
-``planning``                   what is decided before a run: placement, partition (no torch, no sockets)
-``strategies``                 what tells the systems apart: swarm, pipeline, swap, hub (likewise)
-``policy``                     what a running peer decides: wiring, claims, cover (likewise)
-``config`` ``events`` ``clock`` ``units`` ``errors``  what everything stands on
+``planning``                   decisions before a run: placement, partition (no torch, no sockets)
+``strategies``                 differences between the systems: swarm, pipeline, swap, hub (likewise)
+``policy``                     decisions of a running peer: wiring, claims, cover (likewise)
+``config`` ``events`` ``clock`` ``units`` ``errors``  the common base
 =============================  =====================================================================
 """
 

@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
-        del sys.path[0]  # -m puts the working folder first, whose random.py would stand in for the library's
+        del sys.path[0]  # -m puts the working folder first, where a random.py would replace the standard library's
     from muletrain.cli.main import main
 
     main()

@@ -1,7 +1,7 @@
-"""What the system lets this process use: the limits of its control groups (Linux), of version 1 and 2.
+"""Resource limits of this process from its control groups (Linux), of version 1 and 2.
 
-A batch system, a container or systemd sets a limit on a group; each group above may have a smaller one. The groups of this
-process are in /proc/self/cgroup, and where their files are mounted is in /proc/self/mountinfo.
+A batch system, a container or systemd sets a limit on a group; each group above may have a smaller limit.
+/proc/self/cgroup names the groups of this process, and /proc/self/mountinfo names the mount points of their files.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path("/")
-"""The root of the file system; tests have one of their own."""
+"""The root of the file system; tests use a different root."""
 UNLIMITED = 1 << 60
 """Version 1 writes a number near 2**63 for no limit [bytes]."""
 
 
 class _Names(NamedTuple):
-    """Files of a memory group: its limits, what it uses, and the line of memory.stat with the file pages that give way."""
+    """Files of a memory group: limits, use, and the line of memory.stat with the reclaimable file pages."""
 
     limits: tuple[str, ...]
     used: str
@@ -33,7 +33,7 @@ _V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes that this process may still take within all its groups; None: no group limits it."""
+    """Bytes that this process may still take within all its groups; None: no group has a limit."""
     left = []
     for controller, names in (("", _V2), ("memory", _V1)):
         for group in _groups(controller, root):
@@ -45,7 +45,7 @@ def memory_left(root: Path = ROOT) -> int | None:
 
 
 def cpus(root: Path = ROOT) -> int:
-    """How many CPUs this process may keep busy: those it may run on, or fewer if its groups have a quota of CPU time."""
+    """Number of CPUs that this process may keep busy: its allowed CPUs, or fewer if a group has a quota of CPU time."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [[*_text(group / "cpu.max").split(), "", ""][:2] for group in _groups("", root)]
     for group in _groups("cpu", root):
@@ -61,8 +61,8 @@ def _share(quota: str, period: str) -> float:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of this process' group and of all groups above it that are mounted here. ``controller``: of version 1;
-    '': version 2."""
+    """The mounted folders of this process' group and of all groups above. ``controller``: of version 1; '': version
+    2."""
     lines = ([*line.split(":", 2), "", ""] for line in _lines(root / "proc/self/cgroup"))
     named = {c: path for number, names, path, *_ in lines for c in ([""] if number == "0" else names.split(","))}
     path = named.get(controller)
@@ -70,16 +70,16 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
     if path is None or found is None:
         return
     top, mount = found
-    # in a container without a namespace of its own, the mount begins at the container's group
+    # in a container without its own namespace, the mount begins at the container's group
     inside = Path(path).relative_to(top) if Path(path).is_relative_to(top) else Path(path.lstrip("/"))
-    group = mount if ".." in inside.parts else mount / inside  # outside of what this namespace shows
+    group = mount if ".." in inside.parts else mount / inside  # '..': outside of this namespace
     while not group.is_dir() and group != mount:
         group = group.parent
     yield from (g for g in (group, *group.parents) if g.is_relative_to(mount))
 
 
 def _mounted(controller: str, root: Path) -> tuple[str, Path] | None:
-    """The group at which the controller's mount begins, and the folder where it is mounted."""
+    """The group at which the controller's mount begins, and the mount's folder."""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = (after.split() + [""] * 3)[:3]

@@ -1,7 +1,7 @@
 """The ``Clock`` seam: the source of time for protocol code.
 
-Protocol code uses a ``Clock`` instead of ``time.*``, so that it also runs on a virtual event loop whose time jumps to
-the next timer.
+Protocol code uses a ``Clock`` instead of ``time.*``, so that the same code runs on a virtual event loop whose time
+jumps to the next timer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ T = TypeVar("T")
 ALWAYS = {"linux": getattr(time, "CLOCK_BOOTTIME", None), "darwin": getattr(time, "CLOCK_MONOTONIC", None)}.get(
     sys.platform
 )
-"""The system's clock that also counts while the machine is suspended (a laptop whose lid is closed); None: it has none."""
+"""The system's clock that also counts while the machine is suspended (a laptop with a closed lid); None: there is
+none."""
 
 
 class Clock(Protocol):
-    """Time as protocol code sees it."""
+    """The source of time for protocol code."""
 
     def now(self) -> float:
-        """Seconds on a monotonic clock with an arbitrary origin. It may stand still while the machine is suspended."""
+        """Seconds on a monotonic clock with an arbitrary origin. The clock may stand still while the machine is
+        suspended."""
         ...
 
     def stood_still_s(self) -> float:
@@ -50,7 +52,7 @@ def loop_time_s() -> float:
 
 
 class LoopClock:
-    """The running asyncio loop's time: wall time on a real loop, virtual time on a virtual one."""
+    """The running asyncio loop's time: wall time on a real loop, virtual time on a virtual loop."""
 
     def now(self) -> float:
         try:
@@ -65,7 +67,7 @@ class LoopClock:
         await asyncio.sleep(seconds)
 
     async def deadline(self, awaitable: Awaitable[T], seconds: float, what: str) -> T:
-        try:  # not wait_for: before Python 3.12 it loses a cancellation that comes just as its task is done
+        try:  # not wait_for: before Python 3.12, wait_for loses a cancellation that comes just as its task is done
             async with asyncio.timeout(seconds):
                 return await awaitable
         except TimeoutError as e:

@@ -1,4 +1,4 @@
-"""The exception tree. Every message tells what is wrong, where, and what to do next."""
+"""The exception tree. Every message tells the problem, its place, and the remedy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 
 
 class MuletrainError(Exception):
-    """Base of everything muletrain raises on purpose; the CLI prints its message without a traceback."""
+    """Base of all deliberate muletrain errors; the CLI prints the message without a traceback."""
 
 
 class ConfigError(MuletrainError):
@@ -26,8 +26,8 @@ class CapacityError(MuletrainError):
 
 
 class NetworkError(MuletrainError):
-    """Base of errors between two peers. ``why`` is the reason alone, for sentences that name the peer themselves;
-    ``doing``, which begins the message, is what failed with which peer."""
+    """Base of errors between two peers. ``why`` is the reason alone, for sentences that name the peer separately;
+    ``doing``, which begins the message, names the failed action and the peer."""
 
     def __init__(self, why: str, doing: str = "") -> None:
         super().__init__(f"{doing}: {why}" if doing else why)
@@ -35,15 +35,15 @@ class NetworkError(MuletrainError):
 
 
 class PeerUnreachable(NetworkError):
-    """The other side cannot be dialled, or the connection broke."""
+    """The remote peer cannot be dialled, or the connection broke."""
 
 
 class DeadlineExceeded(NetworkError):
-    """The other side did not answer within the deadline."""
+    """The remote peer did not answer within the deadline."""
 
 
 class Refused(NetworkError):
-    """The other side refused. The message gives its reason, and what to do."""
+    """The remote peer refused. The message gives the peer's reason, and the remedy."""
 
 
 class ProtocolError(NetworkError):
@@ -51,8 +51,7 @@ class ProtocolError(NetworkError):
 
 
 class Malformed(ProtocolError):
-    """A message that no correct peer of this version sends in any state. A peer that repeats it is banned for a
-    while."""
+    """A message that no correct peer of this version sends in any state. Repetition gets a peer banned for a while."""
 
 
 class AdmissionError(MuletrainError):
@@ -60,7 +59,7 @@ class AdmissionError(MuletrainError):
 
 
 class Expelled(MuletrainError):
-    """The other members expelled this peer, because its results differ from theirs."""
+    """The other members expelled this peer, because its results differ."""
 
 
 _REMEDIES = {
@@ -76,7 +75,7 @@ _REMEDIES = {
 
 
 def of_the_disk(error: BaseException) -> str | None:
-    """The message for a disk or folder that cannot be used, such as a full or read-only one; None for any other error."""
+    """The message for an unusable disk or folder, such as a full or read-only disk; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
     return f"{error.filename or 'a file of this run'}: {error.strerror}; {_REMEDIES[error.errno]}"

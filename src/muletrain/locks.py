@@ -1,5 +1,5 @@
-"""Locks of files, which end with the process that holds them. Some file systems have none (NFS without lockd, some of
-FUSE): what to do then is the caller's choice."""
+"""Locks of files, which end with the holding process. Some file systems have no locks (NFS without lockd, some of
+FUSE); the caller then decides how to continue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Lock(Enum):
-    """What came of taking a lock."""
+    """Result of an attempt to lock."""
 
     HELD = "held"
     TAKEN = "another process holds it"
@@ -16,7 +16,7 @@ class Lock(Enum):
 
 
 def lock(file: int, *, shared: bool = False) -> Lock:
-    """Try to lock the open ``file``, alone or ``shared`` with others that do so. Never waits, never raises."""
+    """Try to lock the open ``file``, exclusively or ``shared``. Never waits, never raises."""
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SLOTS = ("receive", "compute", "load", "sub-model", "drain", "send", "average")
-"""``load``, ``sub-model`` and ``drain`` are those of a stage that is swapped."""
+"""``load``, ``sub-model`` and ``drain`` belong to a swapped stage."""
 LANES = 100
 """Most rows per slot; work that overlaps is drawn in several rows."""
 INSTANTS = (
@@ -63,7 +63,7 @@ def check_trace(path: Path) -> None:
 
 
 def write_trace(path: Path, events: Iterable[ev.Event]) -> None:
-    """Raises OSError."""
+    """Write the trace to ``path``. Raises OSError."""
     path.write_text(json.dumps(chrome_trace(events), default=str), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Quantities as people write and read them: bytes, durations, counts. Pure; parsers raise ValueError.
+"""Quantities as people write and read: bytes, durations, counts. Pure; parsers raise ValueError.
 
 Sizes are decimal (1 MB = 10^6 bytes, as networks count); written with an 'i', binary (1 MiB = 2^20 bytes, as
 memory counts).

@@ -29,7 +29,8 @@ class VirtualHost:
         """Contexts of machines before ``begin``."""
 
     def arrive(self, name: str) -> MemoryNetwork:
-        """Add a machine. Returns its network. Everything on the machine runs in one context, calls from others too."""
+        """Add a machine. Returns its network. Everything on the machine, incoming calls included, runs in one
+        context."""
         self._contexts[name] = context = context_of(name)
         return context.run(self.hub.join, name)
 

@@ -1,5 +1,5 @@
-"""An event loop with virtual time: if nothing is ready, it jumps to the next timer. It never waits for the wall
-clock; clocks of virtual machines may run faster or slower."""
+"""An event loop with virtual time: if no call is ready, the loop jumps to the next timer. The loop never waits for the
+wall clock; clocks of virtual machines may run faster or slower."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Ts = TypeVarTuple("Ts")
 RESOLUTION_S = 1e-9
 """Timers closer together than this [s] are due at the same time."""
 FEW_TIMERS = 100
-"""Number of timers from which cancelled ones are removed before they are due."""
+"""Number of timers above which cancelled timers are removed early."""
 LOOK_UP_S = 0.1
 """Real seconds between two calls of ``VirtualLoop.look_up``."""
 MACHINE: ContextVar[str] = ContextVar("machine", default="")
-"""Name of the virtual machine to which a task or a timer belongs. What a task begins belongs to the same machine."""
+"""Name of the virtual machine to which a task or a timer belongs; inherited from its creator."""
 GARBAGE = 200_000
 """New objects between two collections of garbage."""
 
@@ -41,7 +41,7 @@ class Hang(MuletrainError):
 
 
 class _Call:
-    """A call, as asyncio's ``Handle`` without its debugging: one message takes some twenty."""
+    """A call: asyncio's ``Handle`` without debugging, because one message takes some twenty calls."""
 
     __slots__ = ("args", "callback", "context")
 
@@ -65,7 +65,7 @@ class _Timer(float):
     callback: Callable[..., object] | None
     context: Context
     loop: VirtualLoop | None
-    """None: it is not in the queue any more."""
+    """None: the timer has left the queue."""
 
     def cancel(self) -> None:
         if self.callback is not None:
@@ -81,8 +81,8 @@ class _Timer(float):
 
 
 class _Task(asyncio.Task[T]):
-    """A task hashed by its number in the loop, so that sets of tasks (a TaskGroup's) keep their order: a seed
-    replays whatever was played before."""
+    """A task hashed by its number in the loop, so that sets of tasks (a TaskGroup's) keep their order: a seed replays
+    the same way after any earlier play."""
 
     def __init__(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], number: int, **options: Any) -> None:
         self._number = number
@@ -93,9 +93,9 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """A loop whose ``time()`` is the sum of its jumps [s]. A job for an executor runs at once, and its caller goes
-    on in the next pass, as if a thread had done it. Queues and passes are asyncio's, in the same order, without
-    selectors and threads."""
+    """A loop whose ``time()`` is the sum of its jumps [s]. A job for an executor runs at once, and its caller continues
+    in the next pass, as after a thread. Queues and passes are asyncio's, in the same order, without selectors and
+    threads."""
 
     def __init__(self, limit_s: float, look_up: Callable[[], None] | None = None) -> None:
         """Raises Hang from ``run_until_complete`` after ``limit_s`` virtual seconds. ``look_up`` is called between
@@ -106,16 +106,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.cancelled = 0
         """Cancelled timers in the queue."""
         self.timers: list[_Timer] = []
-        """A heap, by time. Only this loop writes it."""
+        """A heap by time, written only by this loop."""
         self._calls: deque[_Call | _Timer] = deque()
         self._numbers = itertools.count()
-        """Of tasks."""
+        """Numbers of tasks."""
         self._frozen: dict[str, list[_Call | _Timer]] = {}
-        """By frozen machine: the calls that have become due since."""
+        """Calls that have become due since a machine was frozen, by machine."""
         self._suspended_at_s: dict[str, float] = {}
-        """By machine that is frozen and whose clock stands still: since when."""
+        """Loop time since which a suspended machine's clock stands still, by machine."""
         self._stood_still_s: dict[str, float] = {}
-        """By machine: how long its clock stood still before that."""
+        """Total time of earlier suspensions, by machine."""
         super().__init__()
 
     def time(self) -> float:
@@ -136,7 +136,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         when = self._virtual_s + delay
         if (
             delay > 0.0 and when == self._virtual_s
-        ):  # a real clock goes on: who waits for the rest of its time would wait for ever
+        ):  # a real clock advances: a caller waiting for the rest of its time would wait for ever
             when = math.nextafter(when, math.inf)
         return self.call_at(when, callback, *args, context=context)
 
@@ -161,7 +161,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        """Run ``func`` now; its result or error comes in the next pass."""
+        """Run ``func`` now; the result or error comes in the next pass."""
         done: asyncio.Future[T] = self.create_future()
         try:
             self.call_soon(_unless_done, done, done.set_result, func(*args))
@@ -170,7 +170,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
     def _run_once(self) -> None:
-        """Run one pass: due timers, and the calls made before it began."""
+        """Run one pass: due timers, and calls made before the pass began."""
         if self._look_up is not None and (now := time.monotonic()) >= self._looks_up_s:
             self._looks_up_s = now + LOOK_UP_S
             self._look_up()
@@ -198,14 +198,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 self.call_exception_handler({"message": f"exception in {call.callback}", "exception": e})
 
     def freeze(self, machine: str, *, suspended: bool = False) -> None:
-        """Stop ``machine`` as SIGSTOP does: nothing of it runs, no timer goes off. ``suspended``: a clock of its own
+        """Stop ``machine`` as SIGSTOP does: its calls and timers wait. ``suspended``: the machine's own clock
         (``MachineClock``) stands still meanwhile."""
         self._frozen.setdefault(machine, [])
         if suspended:
             self._suspended_at_s.setdefault(machine, self._virtual_s)
 
     def thaw(self, machine: str) -> None:
-        """Let it go on with all that was due meanwhile."""
+        """Continue ``machine`` with all calls that were due meanwhile."""
         self._calls.extend(self._frozen.pop(machine, ()))
         self._stood_still_s[machine] = self.stood_still_s(machine)
         self._suspended_at_s.pop(machine, None)
@@ -252,7 +252,7 @@ def context_of(machine: str) -> Context:
 
 
 class MachineClock(LoopClock):
-    """A machine's own clock: ``offset_s`` + ``rate`` times the loop's time, without that in which it was suspended."""
+    """A machine's own clock: ``offset_s`` + ``rate`` times the loop's time, without times of suspension."""
 
     def __init__(self, machine: str, rate: float, offset_s: float) -> None:
         self._machine, self._rate, self._offset_s = machine, rate, offset_s
@@ -266,7 +266,7 @@ class MachineClock(LoopClock):
     async def sleep(self, seconds: float) -> None:
         until = self.now() + seconds
         await super().sleep(seconds / self._rate)
-        while self._left_s(until) > RESOLUTION_S:  # it was suspended meanwhile
+        while self._left_s(until) > RESOLUTION_S:  # the machine was suspended meanwhile
             await super().sleep(self._left_s(until))
 
     def _left_s(self, until: float) -> float:
@@ -277,7 +277,7 @@ class MachineClock(LoopClock):
         timers = list[asyncio.TimerHandle]()
 
         def due() -> None:
-            if (left_s := self._left_s(until)) > RESOLUTION_S:  # it was suspended meanwhile
+            if (left_s := self._left_s(until)) > RESOLUTION_S:  # the machine was suspended meanwhile
                 timers.append(loop.call_later(left_s, due))
             else:
                 limit.reschedule(loop.time())
@@ -308,7 +308,7 @@ def seldom_collected() -> Iterator[None]:
 def run_virtually(
     work: Coroutine[Any, Any, T], limit_s: float, problems: list[str], look_up: Callable[[], None] | None = None
 ) -> T:
-    """Run ``work`` to its end on a new loop. Errors of tasks that nobody awaits go to ``problems``. ``look_up``: see
+    """Run ``work`` to its end on a new loop. Errors of tasks without an awaiter go to ``problems``. ``look_up``: see
     ``VirtualLoop``. Raises Hang."""
     loop = VirtualLoop(limit_s, look_up)
     loop.set_exception_handler(lambda _, context: problems.append(_described(context)))

@@ -1,4 +1,4 @@
-"""What one machine of a fleet file offers, and what a microbatch takes on it."""
+"""Memory and speed of one machine of a fleet file, and the time of a microbatch there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def precision_of(config: RunConfig) -> Precision:
 
 @lru_cache
 def device_of(name: str) -> Device | None:
-    """The catalogue's device of this name, or this machine's, as it reports itself."""
+    """The catalogue's device of this name, or this machine's device by its own report."""
     if (known := find_device(name)) is not None:
         return known
     from muletrain.compute.probe import device_here  # torch takes seconds
@@ -43,7 +43,7 @@ def device_of(name: str) -> Device | None:
 
 
 def offer_of(peer: FleetPeer) -> Offer:
-    """Host memory of an accelerator counts as enough if the file does not state it."""
+    """Unstated host memory of an accelerator counts as enough."""
     device = device_of(peer.device) if peer.device else None
     usual = AMPLE if device is None else device.memory_bytes
     beside = AMPLE if peer.host_bytes is None else peer.host_bytes
@@ -52,7 +52,7 @@ def offer_of(peer: FleetPeer) -> Offer:
 
 
 def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
-    """The stated speed or the catalogue's, and which estimate it contains."""
+    """Returns the stated speed or the catalogue's, and the estimate behind it, if any."""
     if peer.flops is not None:
         return peer.flops * peer.speed, ""
     known = ", ".join(d.name for d in DEVICES)
@@ -80,7 +80,7 @@ def resident_service_s(
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
-    """Decide as a peer does: keep activations if memory has room for as many as it usually holds."""
+    """Decide as a peer does: keep activations if memory has room for the usual microbatches in flight."""
     if config.compute.checkpointing != "auto":
         return config.compute.checkpointing == "always"
     kept = min(capacity(stages) // 2, config.microbatches) * need.activations
@@ -88,34 +88,34 @@ def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer)
 
 
 def stash_room(offer: Offer, need: StageMemory) -> float:
-    """Bytes for activations that are kept until their backward."""
+    """Bytes for activations kept until backward."""
     return min(STASH_SHARE * offer.device, offer.device - need.of_device(offer))
 
 
 def backing_rate(peer: FleetPeer) -> float:
-    """Bytes/s from the machine's memory to its device, or from a disk, of which the file says nothing."""
+    """Bytes/s from the machine's memory to its device; nominal for a disk, which the fleet file does not describe."""
     return NOMINAL_BYTES_PER_S if offer_of(peer).host is None else peer.load_bytes_per_s
 
 
 def swapped_service_s(
     n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
 ) -> tuple[float, float]:
-    """Seconds of a microbatch at a stage that is swapped, forward and backward, in rounds that hide the loading as far as
-    the microbatches that a peer holds do."""
+    """Seconds of a microbatch at a swapped stage, forward and backward, in rounds that hide as much loading as a peer's
+    microbatches allow."""
     return swapped_s(*_fitted(n, peer, config, spec, cut, stage, need))
 
 
 def swapping_of(
     n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
 ) -> Swapping:
-    """How a machine swaps a stage that fits it so."""
+    """The swapping of a stage that fits only by swapping."""
     return _fitted(n, peer, config, spec, cut, stage, need)[1]
 
 
 def _fitted(
     n: int, peer: FleetPeer, config: RunConfig, spec: Model, cut: Cut, stage: int, need: StageMemory
 ) -> tuple[list[Layer], Swapping]:
-    assert need.swapped is not None  # it fits so
+    assert need.swapped is not None  # the stage fits by swapping
     tokens, precision = config.train.microbatch * spec.context, precision_of(config)
     most = min(capacity(len(cut)), config.microbatches)
     blocks = blocks_of(spec, cut, stage, tokens, precision, flops_of(n, peer)[0])
@@ -124,4 +124,4 @@ def _fitted(
 
 
 _fitted_once = lru_cache(256)(fitted)
-"""The search for a layout asks for the same machines and stages again and again."""
+"""The search for a layout asks repeatedly for the same machines and stages."""

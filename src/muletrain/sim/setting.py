@@ -1,5 +1,4 @@
-"""A fleet file's machines as the simulator needs them: what each kind takes for each stage of a model, and which
-stages it can hold.
+"""A fleet file's machines for the simulator: each kind's times for each stage of a model, and the stages that fit.
 
 Impossible input is refused with its line in the file: a machine of unknown speed, a model larger than all memory, a
 stage that fits no machine.
@@ -42,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal machines: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch, and
-    ``quarters`` of its memory that the stage takes."""
+    """Equal machines: one entry of the file. By stage: ``forward_s`` and ``backward_s`` of a microbatch, and the
+    stage's need in ``quarters`` of the memory."""
 
     name: str
     region: str
@@ -59,28 +58,28 @@ class Kind:
     assumed: str
     """The value that an estimate replaces; empty: none."""
     leaves: bool = True
-    """Churn may take it: it is unreliable, or all machines of the file are reliable."""
+    """Churn may take the kind: it is unreliable, or all machines of the file are reliable."""
     declared: bool = False
-    """The file declares its times."""
+    """The file declares the kind's times."""
     queue_s: float = QUEUE_S
-    """Longest queue of each direction of its link [s]."""
+    """Longest queue of each direction of the machine's link [s]."""
     swaps: frozenset[int] = frozenset()
-    """Those that it ``fits`` only swapped."""
+    """Stages that fit only by swapping."""
     update_s: float = 0.0
-    """Seconds of the update of a parameter that is swapped."""
+    """Seconds of the update of a swapped parameter."""
 
     def service_s(self, stage: int) -> float:
         return self.forward_s[stage] + self.backward_s[stage]
 
     @property
     def whole_per_s(self) -> float:
-        """Microbatches/s that it could take through all stages alone."""
+        """Microbatches/s of one machine that computes all stages alone."""
         return 1 / sum(self.forward_s + self.backward_s)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A fleet and a run on it. ``links[a][b]``: from a machine of kind a to one of kind b."""
+    """A fleet and a run there. ``links[a][b]``: from a machine of kind a to a machine of kind b."""
 
     kinds: tuple[Kind, ...]
     links: tuple[tuple[Link, ...], ...]
@@ -89,7 +88,7 @@ class Setting:
     left_out: tuple[str, ...]
     """Machines that hold no stage."""
     exposed: float = 1.0
-    """Of all machines of the file that churn may take, the part that is here."""
+    """The part of the file's machines exposed to churn that is in this setting."""
 
     def ending_s(self, stage: int, kinds: Iterable[int]) -> float:
         """``StageCost.ending_s``, and the update of the slowest of the ``kinds`` that swap the stage."""
@@ -113,8 +112,8 @@ STATE_BYTES_PER_S = 240e6
 def seat(
     setting: Setting, kinds: Iterable[int], serving: Sequence[Sequence[int]], promised: Sequence[int] = ()
 ) -> list[int]:
-    """Choose the stages of newcomers of these ``kinds``, one after another (``runs.join.seating``). ``serving``:
-    peers by stage and kind; ``promised``: by stage, newcomers on their way."""
+    """Choose the stages of newcomers of these ``kinds``, one after another (``runs.join.seating``). ``serving``: peers
+    by stage and kind; ``promised``: newcomers on the way, by stage."""
     there = {
         f"{s}/{k}": _replicas(s, n, setting.kinds[k].device)
         for s, counts in enumerate(serving)
@@ -149,7 +148,7 @@ def seated(setting: Setting) -> list[tuple[int, ...]]:
 
 
 def fetch_s(setting: Setting, kind: int, stage: int, donors: Sequence[int]) -> float:
-    """Seconds in which a machine of ``kind`` copies a stage's state from all its replicas at once."""
+    """Seconds in which a machine of ``kind`` copies a stage's state from all replicas at once."""
     sent = sum(
         n * min(setting.kinds[k].up_bytes_per_s, setting.links[k][kind].bandwidth_bytes_per_s)
         for k, n in enumerate(donors)
@@ -160,7 +159,7 @@ def fetch_s(setting: Setting, kind: int, stage: int, donors: Sequence[int]) -> f
 
 
 def mixed(setting: Setting, serving: Sequence[Sequence[int]]) -> list[str]:
-    """Devices of the first stage that mixes devices, in order; empty: none does. ``serving``: by stage and kind."""
+    """Devices of the first stage that mixes devices, in order; empty: no stage does. ``serving``: by stage and kind."""
     for here in serving:
         if len(devices := {setting.kinds[k].device for k, n in enumerate(here) if n}) > 1:
             return sorted(devices)
@@ -168,7 +167,7 @@ def mixed(setting: Setting, serving: Sequence[Sequence[int]]) -> list[str]:
 
 
 def once_mixed(setting: Setting, config: RunConfig, serving: Sequence[Sequence[int]]) -> RunConfig:
-    """Update weights on the CPU if a stage mixes devices and the run does not keep them there."""
+    """Update weights on the CPU if a stage mixes devices, unless the run states ``state_device``."""
     if "state_device" in config.optimizer.model_fields_set or not mixed(setting, serving):
         return config
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"state_device": "cpu"})})
@@ -180,7 +179,7 @@ def mortal(setting: Setting) -> list[int]:
 
 
 def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
-    """Costs of a microbatch and a step; sequences have their full length."""
+    """Costs of a microbatch and a step, for sequences of full length."""
     sequences, tokens = config.train.microbatch, spec.context
     ids = IDS16 if spec.vocab <= 1 << 16 else IDS32
     inputs, targets = (
@@ -214,8 +213,8 @@ def _flat_size(codec: Codec, elements: int) -> int:
 
 
 def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
-    """Find the fewest stages that every kind can hold without swapping, or else that each fit some machine so. Raises
-    CapacityError."""
+    """Find the fewest stages that every kind can hold without swapping, or else that each fit some machine without
+    swapping. Raises CapacityError."""
     peers = first_of_each(fleet)
     possible = range(1, min(spec.most_stages, len(fleet.peers())) + 1)
     for enough in (all, any):
@@ -229,8 +228,8 @@ def stages_for(fleet: Fleet, config: RunConfig, spec: Model) -> int:
 def setting(
     fleet: Fleet, config: RunConfig, spec: Model, cut: Cut | None = None, whole: Fleet | None = None
 ) -> Setting:
-    """``cut``: if it is known already; ``whole``: the fleet file, if ``fleet`` is some of its machines. Raises ConfigError
-    and CapacityError, whose messages begin with the field of the fleet file that they are about."""
+    """``cut``: default: by the configuration; ``whole``: the fleet file, if ``fleet`` is a subset. Raises ConfigError
+    and CapacityError, whose messages begin with a field of the fleet file."""
     cut = cut or spec.cut(config.fleet.stages, config.fleet.layers)
     needs, cost = stage_needs(config, spec, cut, alone=len(fleet.peers()) == 1), run_cost(config, spec, cut)
     machines = first_of_each(fleet)
@@ -282,7 +281,7 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
 
 
 def stage_needs(config: RunConfig, spec: Model, cut: Cut, *, alone: bool = False) -> list[StageMemory]:
-    """Memory that each stage of this run needs, also where it is swapped. ``alone``: see ``SwapMemory``."""
+    """Memory needs of each stage of this run, swapped or not. ``alone``: see ``SwapMemory``."""
     precision = precision_of(config)
     needs = [
         stage_memory(
@@ -349,9 +348,9 @@ def _kind(
 
 
 def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArray[np.float64]:
-    """Seconds of a microbatch, forward and backward, by stage, entry of the file and number of layers, (S, K, L +
-    1); inf where the stage would have to be swapped. Layers cost the same, so only the embedding and the head matter
-    beside their number. Unreliable machines are clients if the strategy has any."""
+    """Seconds of a microbatch, forward and backward, by stage, entry of the file and number of layers, (S, K, L + 1);
+    inf where the stage would have to be swapped. All layers cost the same, so besides their number only the embedding
+    and the head matter. Unreliable machines are clients if the strategy has any."""
     machines, longest, pooled = first_of_each(fleet), spec.layers - stages + 1, strategy_of(config).pooled
     offers = [offer_of(peer) for peer in machines]
     found = np.full((stages, len(machines), spec.layers + 1), np.inf)

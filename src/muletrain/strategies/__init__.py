@@ -1,20 +1,20 @@
-"""A strategy is what tells one of the four systems from the others, and nothing else. ``STRATEGIES`` is the one list;
+"""A strategy contains the differences between the four systems, and nothing else. ``STRATEGIES`` is the only list:
 runs, the planner, the simulator and the command line (``--strategy`` of ``run``, ``start`` and ``simulate``) look
 there. The step protocol knows only the interface (``base.Strategy``).
 
 To add a fifth strategy:
 
 1. Write ``strategies/NAME.py``: a frozen dataclass with the methods of ``base.Strategy`` and, if a run's configuration
-   can ask for it, ``of``.
-2. Append it to ``STRATEGIES``, and its name to ``config.plan_file.StrategyName``. ``tests/test_strategies.py`` calls each
-   of its methods; add a configuration that asks for it there (``made``).
-3. Give it a section of the configuration if a run must know more (``config/peer_sections.py``, ``config/schema.py``; may
-   a resumed run change it? ``runs.resuming.TABLE``), and fill it from a plan (``cli/actions/planned.py``).
-4. Write its predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``; without one, ``muletrain plan`` says
-   that it is missing. ``planner.confirmed`` plays the recommended plan: as strategy swarm, unless it has a schedule. New
-   schedules and fields belong into ``config.plan_file.Prediction``.
-5. Have the fuzzer draw it (``proofs/draws/``).
-6. Describe it in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
+can ask for the strategy, ``of``.
+2. Append the strategy to ``STRATEGIES``, and its name to ``config.plan_file.StrategyName``.
+``tests/test_strategies.py`` calls each method; add a configuration that asks for the strategy there (``made``).
+3. If a run must know more, add a section to the configuration (``config/peer_sections.py``, ``config/schema.py``; may a
+resumed run change it? ``runs.resuming.TABLE``), filled from a plan (``cli/actions/planned.py``).
+4. Write a predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``, or ``muletrain plan`` reports it
+missing. ``planner.confirmed`` plays the recommended plan as strategy swarm, unless the plan has a schedule. New
+schedules and fields belong into ``config.plan_file.Prediction``.
+5. Let the fuzzer draw the strategy (``proofs/draws/``).
+6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Listed:
-    """One strategy of the list. ``of``: returns the strategy that a run's configuration asks for, or None; without
-    ``of`` it can be planned with, but not run yet. ``choices``: its names for ``--strategy``, one for each schedule."""
+    """One strategy of the list. ``of``: returns the strategy if a run's configuration asks for it, else None; without
+    ``of`` the strategy can be planned, but does not run yet. ``choices``: names for ``--strategy``, one for each
+    schedule."""
 
     name: StrategyName
     of: Callable[[RunConfig], Strategy | None] | None = None
     choices: tuple[str, ...] = ()
     ask: Callable[[RunConfig, int], RunConfig] | None = None
-    """Returns a configuration that asks for the strategy, without a plan; the number: clients, if it can have any. None:
-    it needs a plan."""
+    """Returns a configuration that asks for the strategy, without a plan; the number: of clients, if any. None: the
+    strategy needs a plan."""
     pooled: bool = False
     """See ``base.Strategy``."""
 
@@ -55,7 +56,7 @@ class Listed:
 
     @property
     def simulated(self) -> bool:
-        """Does 'simulate fleet' play it? A planned one is played by 'muletrain plan --confirm'."""
+        """Does 'simulate fleet' play the strategy? 'muletrain plan --confirm' plays planned strategies."""
         return self.ask is not None
 
 
@@ -82,16 +83,16 @@ def listed_as(name: str) -> Listed:
 
 
 def strategy_of(config: RunConfig) -> Strategy:
-    """Returns the strategy that a run's configuration asks for: the last of the list that accepts it. The first accepts
-    any."""
+    """Returns the strategy that a run's configuration asks for: the last of the list that accepts the configuration.
+    The first accepts any."""
     return next(found for s in reversed(STRATEGIES) if s.of is not None and (found := s.of(config)) is not None)
 
 
 def listed_of(config: RunConfig) -> Listed:
-    """Returns the strategy that a run's configuration asks for, as the list has it."""
+    """Returns the entry of the list that a run's configuration asks for."""
     return next(listed for listed in reversed(STRATEGIES) if asks_for(config, listed))
 
 
 def asks_for(config: RunConfig, listed: Listed) -> bool:
-    """Does a run's configuration ask for this strategy?"""
+    """Does a run's configuration ask for the strategy ``listed``?"""
     return listed.of is not None and strategy_of(config) == listed.of(config)

@@ -1,5 +1,6 @@
-"""Strategy ``hub`` (HYBRID sec. 3.2) has reliable peers serve the stages, and unreliable ones, the clients, compute for
-them. Between servers everything is as under strategy ``swarm``; inside a stage the pool decides (``policy.pool``)."""
+"""Strategy ``hub`` (HYBRID sec. 3.2) lets reliable peers serve the stages, and unreliable peers, the clients, compute
+for the servers. Servers train together as under strategy ``swarm``; inside a stage the pool decides
+(``policy.pool``)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 MOVES_AT = 1.2
-"""Times as fast as the slowest stage that a stage must be for its clients to move: they fetch other weights for that."""
+"""Clients leave a stage only if it is so many times as fast as the slowest stage, because a move costs a download of
+weights."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +37,15 @@ class Hub(Swarm):
 
     @staticmethod
     def asked(config: RunConfig, clients: int) -> RunConfig:
-        """Returns ``config`` with ``clients``, unless it says how many."""
+        """Returns ``config`` with ``clients``, unless ``config`` has a number."""
         if config.hub.clients is not None:
             return config
         return config.model_copy(update={"hub": config.hub.model_copy(update={"clients": clients})})
 
     def assign(self, view: View) -> tuple[Move, ...]:
-        """Planned servers get their seats, whether they fit there or not. Others are placed, and lost stages filled, as in
-        every strategy. While the run goes on servers stay: clients move to slow stages, and if both did, the stages
-        would be fast in turns."""
+        """Planned servers get their seats, with or without room. Other newcomers are placed, and lost stages filled, as
+        in every strategy. During the run, servers stay and clients move to slow stages; if both moved, the stages would
+        be fast in turns."""
         if not view.newcomers:
             return filled(view) if view.stopped else ()
         stage_of = {name: s for s, names in enumerate(self.seats) for name in names}
@@ -56,10 +58,10 @@ class Hub(Swarm):
 
 
 def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:
-    """Returns the stage at which one more client raises the throughput most: of those that it ``fits`` into, the one with
-    the most work for the speed of its machines; of stages without any, the one with the most work; None: it fits into
-    none. ``work``: of each stage, for a sequence; ``speeds``: work that each stage's servers and clients do together in
-    a second. Both in any unit."""
+    """Returns the stage at which one more client raises the throughput most: of the stages that fit (``fits``), the
+    stage with the most work for the speed of its machines, or, among stages without machines, with the most work; None:
+    no stage fits. ``work``: of each stage, for a sequence; ``speeds``: work per second of each stage's servers and
+    clients together, in the same unit."""
 
     def load(stage: int) -> tuple[float, float]:
         return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
@@ -76,10 +78,10 @@ def stage_to_move_to(
     fits: Collection[int],
     drawn: float,
 ) -> int | None:
-    """Returns the stage to which a client of ``stage`` moves, as one of its ``clients`` of like speed, which do so much
-    work ``together`` in a second; None: it stays. It moves to the slowest stage, if its own one is clearly faster and
-    stays the faster one without it. Only so many go at once, on the average, as make both equally fast: ``drawn``,
-    evenly from 0 to 1, decides. Arguments as for ``stage_to_help``."""
+    """Returns the stage to which a client of ``stage``, one of ``clients`` that do ``together`` units of work per
+    second, moves; None: the client stays. The client moves to the slowest stage, if its own stage is clearly faster,
+    and stays faster without the client. Clients move with the probability that equalises both stages' speed: ``drawn``,
+    uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
     rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
     to = min(sorted({*fits} - {stage}), key=lambda s: (rates[s], -work[s]), default=stage)
     own = together / max(1, clients)

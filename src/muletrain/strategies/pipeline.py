@@ -1,11 +1,11 @@
-"""Strategy ``pipeline`` (DT-FM sec. 3) plans who serves what. The plan says which pipeline a microbatch belongs to and
-which peer serves it at each stage; spares take over for lost devices.
+"""Strategy ``pipeline`` (DT-FM sec. 3) plans the membership. The plan gives each microbatch's pipeline, and the
+pipeline's peer at each stage; spares take over for lost devices.
 
 A seat is one stage of one pipeline, and carries the name of one peer. A peer may have several seats of its stage, so
 stages can have unequal numbers of peers. The pipeline of a microbatch follows from its index alone, so all peers agree
-without messages. Members of a stage without a seat there are spares: they average along, and get microbatches once a
-seat of their stage is empty. Without a spare, all peers of the stage share what the empty seat would get, as under
-strategy ``swarm``.
+without messages. Members of a stage without a seat there are spares: a spare averages with its stage, and gets
+microbatches once a seat of the stage is empty. Without a spare, all peers of the stage share the empty seat's
+microbatches, as under strategy ``swarm``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOST = "lost a peer and has no spare, so this one moves there"
 
 
 def in_flight(schedule: Schedule, stages: int, stage: int, microbatches: int) -> int:
-    """Returns the microbatches whose backward a stage owes at once, at most."""
+    """Returns the largest number of microbatches whose backward a stage owes at once."""
     return microbatches if schedule == "gpipe" else min(stages - stage, microbatches)
 
 
@@ -45,7 +45,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, config: RunConfig) -> Pipeline | None:
-        """Returns the pipeline that a run's configuration plans; None: it plans none."""
+        """Returns the pipeline that a run's configuration plans, if any."""
         p = config.pipeline
         if not p.seats:
             return None
@@ -54,8 +54,8 @@ class Pipeline:
         return cls(p.seats, p.microbatches or evenly, p.schedule)
 
     def assign(self, view: View) -> tuple[Move, ...]:
-        """Newcomers get their seats, whether they fit there or not. Others are placed, and lost stages filled, as in
-        every strategy. While the run goes on, only spares move, to where a peer was lost."""
+        """Newcomers get their seats, with or without room. Other newcomers are placed, and lost stages filled, as in
+        every strategy. During the run only spares move, to stages that lost a peer."""
         if view.newcomers:
             seated = {p: s for p in view.newcomers if (s := self._stages.get(view.loads[p].name)) is not None}
             loads = {p: replace(own, stage=seated.get(p, own.stage)) for p, own in view.loads.items()}
@@ -63,8 +63,8 @@ class Pipeline:
         return filled(view) if view.stopped else self._spares_move(view)
 
     def _spares_move(self, view: View) -> tuple[Move, ...]:
-        """Moves one spare to each stage that has lost a peer and has no spare. Spares come from stages that have more
-        spares than lost peers, and must have room; in the order of stages and names."""
+        """Move one spare to each stage that has lost a peer and has no spare. Spares come from stages with more spares
+        than lost peers, and must have room; in the order of stages and names."""
         ids = {load.name: peer for peer, load in view.loads.items()}
         serving = [{n for n, p in ids.items() if view.loads[p].stage == s} for s in range(len(self.names))]
         lost = [len(set(row) - there) for row, there in zip(self.names, serving, strict=True)]
@@ -88,26 +88,26 @@ class Pipeline:
         return self._turns[index]
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Returns what a peer admits for one of its seats, shared among the trainers. With GPipe it is not shared,
+        """Returns the requests that a peer admits for one of its seats, shared among the trainers; unshared with GPipe,
         since a step's forward passes come first."""
         each = max(2, capacity // self._most_seats)
         return each if self.schedule == "gpipe" else max(2, each // trainers)
 
     def capacity(self, stages: int) -> int:
-        """With GPipe a peer holds a whole step. Each of its seats counts."""
+        """With GPipe a peer holds a whole step for each of its seats."""
         whole = max(self.microbatches) if self.schedule == "gpipe" else 0
         return max(capacity(stages), whole) * self._most_seats
 
     def order(self, stage: int, name: str) -> Order:
-        """1F1B bounds the microbatches between forward and backward, except at the last stage, which does both at
+        """1F1B bounds the microbatches between forward and backward, except at the last stage, which runs both at
         once."""
         if self.schedule == "gpipe":
             return Order(backward_first=False)
         return Order(most_between=None if stage == len(self.names) - 1 else self.most_in_flight(stage, name))
 
     def most_in_flight(self, stage: int, name: str = "") -> int:
-        """Returns the microbatches between their forward and their backward at ``stage``, at most: at the peer
-        ``name``, of all pipelines in which it has the seat; at any other peer the most of any seat, since a spare may
+        """Returns the largest number of microbatches between forward and backward at ``stage``. The number sums over
+        the seats of peer ``name``; a peer without a seat gets the maximum over the seats' peers, since a spare may
         stand in there."""
         owed = Counter[str]()
         for holder, n in zip(self.names[stage], self.microbatches, strict=True):
@@ -121,7 +121,7 @@ class Pipeline:
         return name in self._stages
 
     def stand_ins(self, serving: Sequence[Collection[str]]) -> Mapping[StandIn, tuple[str, ...]]:
-        """Returns the spares of each empty seat's stage. Stages without any peer are left out."""
+        """Returns the spares of each empty seat's stage. Stages without peers are left out."""
         return {
             StandIn(s, p, name): tuple(self._spares(s, serving[s]))
             for s, row in enumerate(self.names)
@@ -134,8 +134,8 @@ class Pipeline:
 
     @cached_property
     def _turns(self) -> tuple[int, ...]:
-        """Pipelines in turn, evenly, so that all fill at the same time and a slow one gets its few over the whole
-        step."""
+        """Pipelines in turn, evenly, so that all fill at the same time, and a slow pipeline gets its few microbatches
+        over the whole step."""
         turns = [((k + 0.5) / n, p) for p, n in enumerate(self.microbatches) for k in range(n)]
         return tuple(p for _, p in sorted(turns))
 
@@ -145,5 +145,5 @@ class Pipeline:
 
     @cached_property
     def _most_seats(self) -> int:
-        """Most seats of one peer."""
+        """Most seats of a peer."""
         return max(max(Counter(row).values()) for row in self.names)

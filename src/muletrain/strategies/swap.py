@@ -1,6 +1,7 @@
-"""Strategy ``swap`` (ATOM sec. III) has every peer serve the whole model. Its blocks pass through a device that is too small
-for all of them (``compute.swap``); peers average the whole model once a step's microbatches are through. With one stage,
-everything else is as under strategy ``swarm``: who computes a microbatch follows from measured speed."""
+"""Strategy ``swap`` (ATOM sec. III) lets every peer serve the whole model. The model's blocks pass through a device
+that is too small for all blocks (``compute.swap``); peers average the whole model once a step's microbatches are
+through. Otherwise this single stage runs as under strategy ``swarm``: measured speed decides who computes a
+microbatch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Swap(Swarm):
-    """The strategy. ``together``: microbatches that wait for each other at a peer; None: it decides."""
+    """The strategy. ``together``: microbatches that wait for each other at a peer; None: the peer decides."""
 
     together: int | None = None
 
@@ -30,7 +31,8 @@ class Swap(Swarm):
 
     @staticmethod
     def asked(config: RunConfig, clients: int) -> RunConfig:
-        """Returns ``config`` with one stage, which every peer serves. Raises ConfigError if the user asks for more."""
+        """Returns ``config`` with one stage, which every peer serves. Raises ConfigError if the user asks for more
+        stages."""
         if "stages" in config.fleet.model_fields_set and config.fleet.stages != 1:
             raise ConfigError(
                 f"fleet.stages: {config.fleet.stages} stages, but with strategy swap every peer serves the whole model; leave it out, or "
@@ -40,10 +42,10 @@ class Swap(Swarm):
         return config.model_copy(update={"fleet": fleet, "swap": config.swap.model_copy(update={"whole": True})})
 
     def capacity(self, stages: int) -> int:
-        """Twice what is computed together, so that the next ones are there when these are through."""
+        """Twice the microbatches computed together, so that the next group is there when a group is through."""
         return max(capacity(stages), 2 * (self.together or 0))
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """With one peer, all that it holds: nobody shares it, and the more microbatches pass a load together, the fewer loads
-        there are."""
+        """With one peer, the peer's full capacity: no other trainer shares the peer, and more microbatches per load
+        mean fewer loads."""
         return capacity if sum(serving) == 1 else super().window(capacity, serving, trainers)

@@ -1,5 +1,5 @@
-"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023) lets any peer of a stage serve any microbatch, and peers move to the
-stage that needs them."""
+"""Strategy ``swarm`` (SWARM, Ryabinin et al. 2023) lets any peer of a stage serve any microbatch, and moves peers to
+the stage with the greatest need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Swarm:
-    """The strategy; it has no settings."""
+    """The strategy, without settings."""
 
     fixed = False
     pooled = False
@@ -39,8 +39,8 @@ class Swarm:
         return 0
 
     def window(self, capacity: int, serving: Sequence[int], trainers: int) -> int:
-        """Returns half of what the stages admit on average, but at most what the smallest one admits, shared among the
-        trainers. A stage with little work has few peers: half of what these admit leaves many others idle."""
+        """Returns half of the stages' mean capacity, but at most the smallest stage's, shared among the trainers. A
+        stage with little work has few peers; half of its capacity would leave many other peers idle."""
         under_way = min(sum(serving) * capacity // (2 * len(serving)), min(serving) * capacity)
         return max(2, under_way // trainers)
 

@@ -1,8 +1,8 @@
 """This room averages: the replicas of a stage reduce their accumulators to one mean gradient, in a round.
 
-``rounds`` says what a round is, and watches its members. ``averager`` reduces it, shard by shard. ``mean_gradient`` is
-what comes out: it is made ready for sending, and taken from a holder by a peer that was no member.
+``rounds`` defines a round and watches its members. ``averager`` reduces a round, shard by shard. ``mean_gradient`` is
+the result: prepared for sending, or taken from a holder by a peer that was not a member.
 
-Rooms above hold an ``Averager`` for each step, give it arriving chunks, and call ``reduce``. A ``MeanGradient`` never
+Rooms above create an ``Averager`` for each step, and pass arriving chunks to its ``reduce``. A ``MeanGradient`` never
 changes.
 """

@@ -1,8 +1,8 @@
 """All-reduce of one stage's gradient among its replicas: reduce-scatter and all-gather in streaming chunks.
 
 Every member derives the same ``Round`` from the same seals, so there is no matchmaking. The result is scratch memory:
-nothing touches weights before the step's record is whole. All members, the shard's owner included, use a shard *as it
-was sent*, so replicas stay identical under fp16 and 8-bit averaging, too. A shard's content is the hash of its decoded
+weights stay untouched until the step's record is whole. All members, the shard's owner included, use a shard *as it was
+sent*, so replicas stay identical under fp16 and 8-bit averaging, too. A shard's content is the hash of its decoded
 values, so any holder can prove and serve the gradient under every codec.
 """
 
@@ -44,49 +44,49 @@ NORM_TOLERANCE = 1e-3
 LANES = 4
 """Chunks encoded for sending at once."""
 LINGER_S = 0.1
-"""Seconds after a peer is marked down, in which its chunks still count: they may be read later than they were sent."""
+"""Seconds after marking a peer down in which the peer's chunks still count, because chunks may be read late."""
 
 
 _Key = tuple[bytes, str, str, int]
 """(round, kind, sender, chunk number)"""
 _Chunk = tuple["Shard | Reduced", "Encoded"]
 ATTEMPTS_WAIT = 2
-"""Rounds of which one sender's chunks may wait: the failed one and the next."""
+"""Rounds for which one sender's chunks may wait: the failed round and the next."""
 ATTEMPTS_SENT = 64
-"""Rounds of one step of which a sender may send chunks."""
+"""Rounds of one step for which a sender may send chunks."""
 KEPT_BYTES = 1 << 10
-"""Bytes that a chunk costs beside its values: a liar's chunk may have one value."""
+"""Bytes that a chunk costs beside its values: a liar's chunk may have a single value."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds for one sender in one step: bytes that wait, and chunks sent."""
+    """Bounds for one sender in one step: waiting bytes, and sent chunks."""
 
     waiting: int
     sent: int
 
     @classmethod
     def of(cls, n_trained: int, chunk: int) -> Limits:
-        """For two members, each of which sends its own half and its part of the other's half. More members send less
-        each."""
+        """Returns the bounds for two members, each of which sends half of its accumulator and half of the mean. With
+        more members, each sends less."""
         chunks = n_trained // chunk + 4
         return cls(ATTEMPTS_WAIT * (4 * n_trained + chunks * KEPT_BYTES), ATTEMPTS_SENT * chunks)
 
 
 @dataclass
 class _Inbox:
-    """Owns arrived chunks, perhaps of rounds that we do not know yet. Each sender has room of its own."""
+    """Owns arrived chunks, also of rounds that are not known yet. Each sender has a separate bound."""
 
     arrived: dict[_Key, _Chunk] = field(default_factory=dict)
     waiting: dict[_Key, asyncio.Future[_Chunk]] = field(default_factory=dict)
     seen: set[_Key] = field(default_factory=set)
     sizes: Counter[PeerId] = field(default_factory=Counter)
-    """Bytes that wait, by sender."""
+    """Waiting bytes, by sender."""
     sent: Counter[PeerId] = field(default_factory=Counter)
-    """Chunks that arrived, by sender."""
+    """Arrived chunks, by sender."""
 
     def check(self, key: _Key, nbytes: int, limits: Limits) -> None:
-        """Check a chunk of ``nbytes`` before it is read. Raises ProtocolError."""
+        """Check a chunk of ``nbytes`` before reading. Raises ProtocolError."""
         sender = key[2]
         if key in self.seen:
             raise Malformed(f"averaging: chunk {key[3]} twice")
@@ -116,9 +116,9 @@ class _Inbox:
         return found
 
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
-        """A chunk, once it has arrived."""
+        """Returns a future chunk."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # perhaps nobody waits for it any more
+        future.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up
         if key in self.arrived:
             chunk = self.arrived.pop(key)
             self.sizes[key[2]] -= chunk[1].nbytes + KEPT_BYTES
@@ -129,28 +129,29 @@ class _Inbox:
 
 
 class Averager:
-    """Reduces the rounds of one step, one at a time, and sends the shard that this peer owns to the others."""
+    """Reduces the rounds of one step, one at a time, and sends this peer's shard to the other members."""
 
     def __init__(self, ctx: Context, holders: Holders, usual: Usual) -> None:
-        """``usual``: how long the run's rounds take."""
+        """``usual``: usual duration of the run's rounds."""
         self._ctx, self._holders, self._usual = ctx, holders, usual
         self._tries = 0
-        """Rounds of this step so far. Each waits twice as long for late members: the one before sent the whole gradient."""
+        """Rounds of this step so far. Each waits twice as long for late members, because the previous round sent the
+        whole gradient."""
         self._inbox = _Inbox()
         self._limits = Limits.of(ctx.compute.n_trained, ctx.plan.chunk)
         self._broken: set[PeerId] = set()
         self._missed: set[PeerId] = set()
-        """Members whose stream ended before a chunk that we waited for."""
+        """Members whose stream ended before an awaited chunk."""
         self.gone: set[PeerId] = set()
-        """Members of this attempt that were marked down before all their chunks had come."""
+        """Members of this attempt that were marked down before the arrival of all their chunks."""
         self._attendance: Attendance | None = None
         self._sending: Counter[PeerId] = Counter()
         """Chunks being sent, by member."""
         self.shards: defaultdict[bytes, dict[PeerId, ShardFacts]] = defaultdict(dict)
-        """The reduced shards that we know, by round and owner."""
+        """The known reduced shards, by round and owner."""
 
     def expects(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
-        """Check a chunk before it is read. Raises ProtocolError for a sender of another stage, and for more chunks than
+        """Check a chunk before reading. Raises ProtocolError for a sender of another stage, and for more chunks than
         rounds can need."""
         plan, (chunk,) = self._ctx.plan, tensors
         if self._ctx.roster.member(sender).stage != self._ctx.roster.own.stage:
@@ -167,7 +168,7 @@ class Averager:
             self._attendance.came(sender)
 
     def begin(self) -> None:
-        """Begin an attempt: no chunks of it were sent yet."""
+        """Begin an attempt, of which no chunks have been sent."""
         self._broken.clear()
         self._missed.clear()
         self.gone.clear()
@@ -182,17 +183,18 @@ class Averager:
         return set(self._sending)
 
     def silent(self) -> dict[PeerId, int]:
-        """Live members whose chunks of this attempt are long overdue, see ``owing``, or were lost with their stream."""
+        """Live members with long overdue chunks of this attempt, see ``owing``, or with chunks lost in a broken
+        stream."""
         overdue = {} if self._attendance is None else self._attendance.silent
         return dict.fromkeys(self._missed, 1) | overdue
 
     def absent(self) -> tuple[PeerId, ...]:
-        """The member of this attempt that is at another step."""
+        """The member of this attempt that is at another step, if any."""
         return () if self._attendance is None else self._attendance.absent
 
     def broken(self, member: PeerId, channel: Channel) -> None:
-        """A stream with ``member`` ended. It may live, but chunks on the way are lost, and it does not know that. Only
-        one channel carries chunks."""
+        """A stream with ``member`` ended: chunks on the way are lost, unknown to ``member``, which may live. Only one
+        channel carries chunks."""
         if channel is not Shard.CHANNEL:
             return
         self._broken.add(member)
@@ -201,14 +203,14 @@ class Averager:
                 waiter.set_exception(_broke(self._ctx.roster.name(member)))
 
     def close(self) -> None:
-        """End the step: cancel the waits that failed attempts left behind."""
+        """End the step: cancel waits left over from failed attempts."""
         for waiter in self._inbox.waiting.values():
             waiter.cancel()
 
     async def reduce(self, round_: Round, gradient: Tensor) -> tuple[Tensor, tuple[ShardFacts, ...]]:
         """The stage's mean gradient, flat fp32 [G], and the facts of each member's shard for the record.
 
-        ``gradient``: this peer's accumulator, flat fp32 [G], a sum. A peer alone makes the mean in its place. Raises
+        ``gradient``: this peer's accumulator, flat fp32 [G], a sum. A peer alone computes the mean in place. Raises
         RoundFailed.
         """
         result = gradient if self._ctx.plan.alone else await self._ctx.compute.room(round_.n_trained)
@@ -229,7 +231,7 @@ class Averager:
                 ]
                 await asyncio.gather(*tasks)
                 watching.cancel()
-        except BaseExceptionGroup as errors:  # except* wraps what is raised in it, before Python 3.11.4
+        except BaseExceptionGroup as errors:  # before Python 3.11.4, except* wraps exceptions raised inside
             if errors.split((NetworkError, RoundFailed))[1] is not None:
                 raise
             raise RoundFailed("; ".join(_reasons(errors))) from None
@@ -246,13 +248,13 @@ class Averager:
     async def _scatter(
         self, round_: Round, gradient: Tensor, chunks: Iterator[tuple[PeerId, int, tuple[int, int]]]
     ) -> None:
-        """Send ``chunks`` of our accumulator to their owners."""
+        """Send ``chunks`` of our accumulator to the owners."""
         for member, number, (a, b) in chunks:
             chunk = await self._ctx.compute.offload(encode, gradient[a:b], self._ctx.plan.gradients)
             await self._send(member, Shard(round=round_.id, step=round_.step, chunk=number), chunk)
 
     async def _own(self, round_: Round, gradient: Tensor, result: Tensor) -> ShardFacts:
-        """Reduce our shard, and send it to all members."""
+        """Reduce our shard, and send the mean to all members."""
         me = self._ctx.net.peer_id
         others = round_.others(me)
         facts: list[ShardFacts] = []
@@ -267,7 +269,7 @@ class Averager:
                 _reduce_chunk, parts, b - a, round_.microbatches, self._ctx.plan.gradients, result[a:b], len(others) > 0
             )
             facts.append(chunk)
-            if len(facts) == len(chunks):  # before any other member can attest to it
+            if len(facts) == len(chunks):  # before any other member can attest to the shard
                 self.shards[round_.id][me] = _of_shard(facts)
             if sent is not None:
                 message = Reduced(
@@ -278,17 +280,18 @@ class Averager:
         return self.shards[round_.id][me]
 
     async def _collect(self, round_: Round, owner: PeerId, result: Tensor) -> ShardFacts:
-        """Receive the shard that ``owner`` reduced."""
+        """Receive the shard reduced by ``owner``."""
         facts = []
         for number, (a, b) in round_.chunks(owner):
             message, chunk = await self._chunk(round_, Reduced, owner, number)
-            assert isinstance(message, Reduced)  # by its key
+            assert isinstance(message, Reduced)  # implied by the key
             facts.append(await self._ctx.compute.offload(_store_chunk, message, chunk, result[a:b]))
         self.shards[round_.id][owner] = _of_shard(facts)
         return self.shards[round_.id][owner]
 
     async def _chunk(self, round_: Round, kind: type[Shard | Reduced], sender: PeerId, number: int) -> _Chunk:
-        """Wait for a chunk of ``sender``. Raises PeerUnreachable when it is marked down, or its stream ended."""
+        """Wait for a chunk of ``sender``. Raises PeerUnreachable when ``sender`` is marked down, or the stream
+        ended."""
         key = (round_.id, kind.KIND, sender, number)
         arrival = self._inbox.get(key)
         if sender in self._broken and not arrival.done():
@@ -300,7 +303,7 @@ class Averager:
             await self._ctx.clock.sleep(LINGER_S)
             late = self._inbox.get(key)
             if not late.done():
-                late.cancel()  # else ``sender`` would owe us a chunk of this round in later ones, too
+                late.cancel()  # else ``sender`` would owe us a chunk of this round in later rounds, too
                 self._missed |= self._broken & {sender}
                 self.gone |= {sender} - self._broken
                 raise
@@ -333,7 +336,7 @@ def _key(sender: PeerId, message: Shard | Reduced) -> _Key:
 def _reduce_chunk(
     parts: list[Tensor | Encoded], size: int, microbatches: int, codec: Any, out: Tensor, shared: bool
 ) -> tuple[Encoded | None, ShardFacts]:
-    """Write the mean of one chunk to ``out`` [size]; if it is ``shared``, as the other members decode it."""
+    """Write the mean of one chunk to ``out`` [size]; if ``shared``, as decoded by the other members."""
     tensors = [part if isinstance(part, torch.Tensor) else _decoded(part, size) for part in parts]
     total = tensors[0]
     for tensor in tensors[1:]:
@@ -346,7 +349,8 @@ def _reduce_chunk(
 
 
 def _store_chunk(message: Reduced, chunk: Encoded, out: Tensor) -> ShardFacts:
-    """Write a reduced chunk to ``out``. Its owner's norm counts if it is near ours: all members need the same bits."""
+    """Write a reduced chunk to ``out``. All members need the same bits, so the owner's norm counts if our norm is
+    near."""
     out.copy_(_decoded(chunk, out.numel()))
     ours = _of_chunk(out)
     apart = abs(ours.square_norm - message.square_norm)
@@ -363,7 +367,7 @@ def _decoded(chunk: Encoded, size: int) -> Tensor:
 
 
 def _of_chunk(values: Tensor) -> ShardFacts:
-    """Facts of one chunk. All values that are not finite have the same facts, so that replicas agree to skip the step."""
+    """Facts of one chunk. All non-finite values have the same facts, so that replicas agree to skip the step."""
     norm = square_norm(values)
     if not math.isfinite(norm):
         return ShardFacts(content=blake3(b"not finite").digest(), square_norm=0.0, finite=False)

@@ -1,6 +1,6 @@
-"""A stage's whole mean gradient, and how a peer takes it from holders, block by block as a state.
+"""A stage's whole mean gradient, and its transfer from holders to a peer, block by block like a state.
 
-It travels in the averaging's codec: members hold decoded values, and encoding them again gives the same bits.
+The gradient travels in the averaging's codec: members hold decoded values, and a second encoding gives the same bits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ T = TypeVar("T")
 PIECE = 32 * BLOCK
 """Elements encoded at once: whole quantisation blocks."""
 CALL_S = 60.0
-"""Seconds that a holder has to answer with a manifest: it encodes and hashes the gradient first. A holder that is gone
-is noticed earlier."""
+"""Seconds for a holder to answer with a manifest, after encoding and hashing the gradient. An absent holder is noticed
+earlier."""
 DONORS = 4
 """Peers asked for a gradient at once."""
 HEADERS = 1 << 16
-"""Bytes of a gradient's copy beside its numbers."""
+"""Bytes of a gradient's copy beside its values."""
 
 
 @dataclass(eq=False)
@@ -54,12 +54,12 @@ class MeanGradient:
     entry: RoundEntry
     values: Tensor
     packed: dict[bool, StateImage] = field(default_factory=dict)
-    """Copies for sending, one tensor a piece, once a peer has asked for them: the whole gradient (False), and the pieces
-    that hold what is tied (True)."""
+    """Copies for sending, one tensor per piece, made on first request: the whole gradient (False), and the pieces with
+    tied parameters (True)."""
     _packing: dict[bool, asyncio.Task[StateImage]] = field(default_factory=dict)
 
     async def image(self, ctx: Context, *, tied: bool = False) -> StateImage:
-        """Return one of ``packed``, making it first if necessary."""
+        """Return one of ``packed``, packed on first use."""
         if tied not in self._packing:
             self._packing[tied] = ctx.spawn(self._pack(ctx, tied=tied), "pack")
         return await asyncio.shield(self._packing[tied])
@@ -77,13 +77,13 @@ class MeanGradient:
 
 @dataclass(frozen=True, eq=False)
 class TiedPart:
-    """What the mean gradient of another stage's round ``entry`` holds for the parameters that it shares with ours."""
+    """The part of the mean gradient of another stage's round ``entry`` for the parameters shared with our stage."""
 
     entry: RoundEntry
     values: Tensor
     """fp32 [T], see ``optim.tied``."""
     image: StateImage
-    """Its copy for sending, as it came."""
+    """The received copy, for sending."""
 
 
 def _tied_pieces(ctx: Context, entry: RoundEntry) -> dict[int, int]:
@@ -97,19 +97,19 @@ def encoded_piece(gradient: MeanGradient, begin: int, codec: Codec) -> bytes:
 
 
 def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
-    """The codec of a gradient's copy. A round of one member was never sent, so its values were never rounded."""
+    """The codec of a gradient's copy. Values of a round with one member were never sent, and so never rounded."""
     return codec if len(entry.members) > 1 else Codec.FP32
 
 
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
-    """Take the gradient of ``entry``'s round from ``holders``. None if nobody gives it."""
+    """Take the gradient of ``entry``'s round from ``holders``; None: no holder does."""
     return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
 
 
 async def fetch_tied(ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]) -> TiedPart | None:
-    """The same of what it holds for parameters that two stages share. ``holders``: peers of both stages."""
+    """Take the part of the gradient for parameters that two stages share. ``holders``: peers of both stages."""
     return await _from_holders(ctx, entry, holders, _take_tied, downloader, tied=True)
 
 
@@ -122,8 +122,8 @@ async def _from_holders(
     *,
     tied: bool,
 ) -> T | None:
-    """``take`` it from ``holders``: live ones first, a few at a time, since they must encode and hash it. That nobody
-    gives it is noticed soon if all are gone, even over slow links."""
+    """``take`` the gradient from ``holders``: live holders first, a few at a time, because of the encoding and hashing.
+    The absence of all holders is noticed soon, even over slow links."""
     alive = ctx.roster.is_alive
     for asked in (*_groups([p for p in holders if alive(p)]), *_groups([p for p in holders if not alive(p)])):
         answers = await asyncio.gather(*(_manifest(ctx, p, entry, tied=tied) for p in asked))
@@ -147,11 +147,11 @@ def _groups(peers: list[PeerId]) -> list[list[PeerId]]:
 
 
 async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bool) -> bytes:
-    """The manifest that ``holder`` gives; empty if it has none or is gone."""
+    """The manifest from ``holder``; empty if ``holder`` has none or is gone."""
     ask = AskGradient(round=entry.round, tied=tied).pack()
     try:
         return await _while_there(ctx, [holder], entry, ctx.net.call(holder, AskGradient.KIND, ask, timeout_s=CALL_S))
-    except Refused:  # it is at another step, and well
+    except Refused:  # the holder is at another step, and well
         return b""
     except NetworkError as e:
         ctx.detector.mark_down(holder, f"gave no gradient of step {entry.step + 1}: {e.why}")
@@ -161,7 +161,8 @@ async def _manifest(ctx: Context, holder: PeerId, entry: RoundEntry, *, tied: bo
 async def _take(
     ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
 ) -> MeanGradient:
-    """Download and verify the gradient. Raises ProtocolError for another one than ``entry``'s, and NetworkError."""
+    """Download and verify the gradient. Raises ProtocolError if the gradient does not match ``entry``, and
+    NetworkError."""
     n_trained = ctx.compute.n_trained
     pieces = await _pieces(downloader, packed, range(0, n_trained, PIECE), donors)
     gradient = await ctx.compute.room(n_trained)
@@ -174,7 +175,7 @@ async def _take(
 async def _take_tied(
     ctx: Context, downloader: Downloader, entry: RoundEntry, packed: bytes, donors: list[PeerId]
 ) -> TiedPart:
-    """Download and verify what is tied. Raises as ``_take`` does."""
+    """Download and verify the tied part. Raises as ``_take`` does."""
     pieces = await _pieces(downloader, packed, [*_tied_pieces(ctx, entry)], donors)
     values = await ctx.compute.offload(_tied_values, ctx, entry, pieces)
     if await ctx.compute.offload(content, values) != entry.tied:
@@ -185,12 +186,12 @@ async def _take_tied(
 
 
 def _tied_values(ctx: Context, entry: RoundEntry, pieces: dict[int, Tensor]) -> Tensor:
-    """What is tied, fp32 [T], from the encoded ``pieces`` that hold it."""
+    """The tied part, fp32 [T], from the encoded ``pieces``."""
     assert ctx.plan.tied is not None, "nobody else asks"
     sizes, ranges = _tied_pieces(ctx, entry), ctx.plan.tied.ranges_of(entry.stage)
     values, at = torch.empty(sum(end - begin for begin, end in ranges)), 0
     for begin, end in ranges:
-        for k in range(begin // PIECE * PIECE, end, PIECE):  # one by one, so that no second copy of all is made
+        for k in range(begin // PIECE * PIECE, end, PIECE):  # piece by piece, to avoid a second copy of everything
             found = _decoded(ctx, entry, pieces[k], sizes[k])[max(begin, k) - k : min(end, k + PIECE) - k]
             values[at : at + len(found)] = found
             at += len(found)
@@ -200,7 +201,7 @@ def _tied_values(ctx: Context, entry: RoundEntry, pieces: dict[int, Tensor]) -> 
 async def _pieces(
     downloader: Downloader, packed: bytes, begins: Sequence[int], donors: list[PeerId]
 ) -> dict[int, Tensor]:
-    """Download a gradient's encoded pieces that begin there. Raises ProtocolError for others, and NetworkError."""
+    """Download a gradient's encoded pieces at ``begins``. Raises ProtocolError for other pieces, and NetworkError."""
     manifest = Manifest.unpack(packed)
     manifest.check(5 * PIECE * len(begins) + HEADERS)
     if {(n, d, len(shape)) for n, d, shape in manifest.tensors} != {(_name(k), "uint8", 1) for k in begins}:
@@ -216,7 +217,7 @@ def _decoded(ctx: Context, entry: RoundEntry, piece: Tensor, numbers: int) -> Te
 
 
 async def verified(ctx: Context, entry: RoundEntry, gradient: Tensor) -> MeanGradient:
-    """``gradient`` as a MeanGradient. Raises ProtocolError if it is not ``entry``'s."""
+    """Returns a MeanGradient. Raises ProtocolError if ``gradient`` does not match ``entry``."""
     if await ctx.compute.offload(contents, gradient, len(entry.members), ctx.plan.chunk) != tuple(
         s.content for s in entry.shards
     ):
@@ -235,7 +236,7 @@ async def tied_content(ctx: Context, stage: int, gradient: Tensor) -> bytes:
 
 
 async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, work: Coroutine[Any, Any, T]) -> T:
-    """Wait for ``work``, which depends on ``holders``, and probe them meanwhile. Raises PeerUnreachable once none
+    """Wait for ``work``, which depends on ``holders``, with probes meanwhile. Raises PeerUnreachable once no holder
     answers."""
     task, there = asyncio.ensure_future(work), list(holders)
 
@@ -259,5 +260,5 @@ async def _while_there(ctx: Context, holders: list[PeerId], entry: RoundEntry, w
 
 
 def _name(begin: int) -> str:
-    """Name of the piece that begins there; names sort as the pieces do."""
+    """Name of the piece from ``begin`` on; names sort as the pieces do."""
     return f"{begin:016}"

@@ -1,4 +1,4 @@
-"""Messages with which replicas reduce their gradients, attest to the mean, and take it from each other."""
+"""Messages with which replicas reduce their gradients, attest to the mean, and take the mean from each other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ShardFacts(BaseModel):
 
 
 class RoundEntry(Message):
-    """``holder`` attests that it holds this round's whole mean gradient. ``members`` are sorted, ``shards`` in their
+    """``holder`` attests to holding this round's whole mean gradient. ``members`` are sorted, ``shards`` in the same
     order. ``without``: members that are down for the holder. All other fields are the same for every holder."""
 
     KIND: ClassVar[str] = "round_entry"
@@ -60,16 +60,16 @@ class RoundEntry(Message):
     leaves: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
     """Members that want to leave after this step, sorted."""
     expelled: Annotated[tuple[Id, ...], Field(max_length=64), FailFast()] = ()
-    """Replicas that are no members any more because of false gradients, sorted."""
+    """Replicas that were expelled because of false gradients, sorted."""
     tied: Annotated[bytes, Field(max_length=32)] = b""
-    """What the gradient holds for parameters that another stage shares (``optim.tied.content``); empty: none."""
+    """Content of the gradient's part for parameters that another stage shares (``optim.tied.content``); empty: none."""
     holder: Id
     without: Annotated[tuple[Id, ...], Field(max_length=4096), FailFast()] = ()
 
 
 class AskGradient(Message):
-    """A call that asks for the manifest of a round's mean gradient, of the current or a kept step; ``tied``: only of what
-    it holds for parameters that two stages share. The answer is empty for other rounds."""
+    """A call that asks for the manifest of a round's mean gradient, of the current or a kept step. ``tied``: only of
+    the part for parameters that two stages share. The answer is empty for other rounds."""
 
     KIND: ClassVar[str] = "ask_gradient"
     round: Digest

@@ -1,7 +1,7 @@
-"""A round of averaging: its members, the shard that each owner reduces, and the attendance of members.
+"""A round of averaging: its members, the owners' shards, and the attendance of members.
 
-The time that a chunk takes says nothing about its sender: links may be slow, and members send to few others at a time.
-So a member is judged by whether anything arrives from it, and by its own answers.
+The arrival time of a chunk tells nothing about its sender: links may be slow, and members send to few receivers at a
+time. So a member is judged by the arrival of any message, and by its own answers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 LOOK_S, AT_ONCE = 0.5, 8
 """Seconds between two checks of a round's members, and the number of members asked at once."""
 SILENT_S, ASK_S = 1.0, 5.0
-"""Seconds without any sign of a member, after which it is probed; and without a chunk, after which it is asked for its
+"""Seconds without any sign of a member before a probe; and without a chunk before a question about the member's
 progress."""
 ELSEWHERE_S, STUCK_S = 5.0, 60.0
-"""Seconds after which a round has failed: if a member that owes a chunk is not in the round; and if it moves no bytes."""
+"""Seconds after which a round fails: if a member that owes a chunk is not in the round; and if such a member moves no
+bytes."""
 UNMEASURED_S, USUAL, LONGEST_S = 600.0, 2.0, 3600.0
-"""A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds before the first
-round, and for USUAL usual rounds after it, up to LONGEST_S seconds (1 GB takes many minutes on a slow link)."""
+"""A member that reports progress is overdue if its part in a round does not come for UNMEASURED_S seconds in the first
+round, and for USUAL usual rounds later, up to LONGEST_S seconds (1 GB takes many minutes on a slow link)."""
 
 
 def usual_round() -> Usual:
-    """Returns a new measure of how long rounds take: it says when a member's part in one is overdue."""
+    """Returns a new measure of round durations, from which a member's part counts as overdue."""
     return Usual(UNMEASURED_S, floor_s=STUCK_S, times=USUAL, longest_s=LONGEST_S)
 
 
@@ -44,7 +45,7 @@ class RoundFailed(MuletrainError):
 
 @dataclass(frozen=True)
 class Round:
-    """One attempt at reducing a stage's gradient. ``contributors`` are the members with microbatches."""
+    """One attempt at reducing a stage's gradient. ``contributors``: members with microbatches."""
 
     id: bytes
     lineage: bytes
@@ -60,12 +61,12 @@ class Round:
     leaves: tuple[PeerId, ...] = ()
     expelled: tuple[PeerId, ...] = ()
     finite: bool = True
-    """All accumulators were finite when they were sealed."""
+    """All accumulators were finite at the time of the seals."""
     chunk: int = CHUNK
     """Elements of a chunk."""
 
     def others(self, member: PeerId) -> tuple[PeerId, ...]:
-        """The other members, in the order in which ``member`` sends to them: each member begins with another one."""
+        """The other members in the sending order of ``member``: each member begins with a different receiver."""
         k = self.members.index(member)
         return (*self.members[k + 1 :], *self.members[:k])
 
@@ -80,28 +81,28 @@ class Round:
 
 
 class Holders(Protocol):
-    """Knows who else holds the stage's gradient (``step.state``)."""
+    """Knows the other holders of the stage's gradient (``step.state``)."""
 
     def held_by_a_replica(self) -> bool:
-        """Does a replica hold a round of this step, so that we can take it from there?"""
+        """Does a replica hold a round of this step, so that we can take the gradient from there?"""
         ...
 
 
 class Traffic(Protocol):
-    """The chunks of a round that are under way (``averaging.averager``)."""
+    """The chunks of a round that are in flight (``averaging.averager``)."""
 
     def owing(self) -> Mapping[PeerId, int]:
-        """Members whose chunks we wait for. 2: a chunk of its own accumulator, so the delay is its own. 1: a reduced
-        chunk, which it can make only after other members sent theirs."""
+        """Members whose chunks we wait for. 2: a chunk of the member's accumulator, so the member causes the delay. 1:
+        a reduced chunk, which depends on other members' chunks."""
         ...
 
     def taking(self) -> set[PeerId]:
-        """Members that we are sending chunks to."""
+        """Members to which chunks are being sent."""
         ...
 
 
 class Attendance:
-    """Watches the other members of one round: senders of chunks to us, and receivers of ours."""
+    """Watches the other members of one round, as senders and as receivers of chunks."""
 
     def __init__(self, ctx: Context, round_: Round, traffic: Traffic, holders: Holders, overdue_s: float) -> None:
         """``overdue_s``: seconds without a chunk after which a member that reports progress fails the round."""
@@ -110,11 +111,11 @@ class Attendance:
         self._came: dict[PeerId, float] = {}
         self._asked: dict[PeerId, float] = {}
         self.silent: dict[PeerId, int] = {}
-        """Members whose chunks are long overdue; see ``Traffic.owing``."""
+        """Members with long overdue chunks; see ``Traffic.owing``."""
         self.absent: tuple[PeerId, ...] = ()
-        """The member at another step, because of which the round has failed."""
+        """The member at another step that made the round fail, if any."""
         self._moved: dict[PeerId, tuple[int, float]] = {}
-        """Bytes that each member reported to have moved, and the time since then."""
+        """Bytes that each member reported as moved, and the time since then."""
 
     def came(self, member: PeerId) -> None:
         """A chunk of ``member`` arrived."""

@@ -1,7 +1,8 @@
 """A branch of the run's history begins whenever the run rolls back to a checkpoint.
 
-A lineage begins with the label of its branch: the number of rollbacks, then a part of the hash of the last one.
-Branches are ordered: a peer that meets a later branch gives up its own, and frames of abandoned steps are recognised.
+A lineage begins with the label of its branch: the number of rollbacks, then a part of the hash of the last rollback.
+Branches are ordered: a peer that meets a later branch gives up its own branch, and frames of abandoned steps are
+recognised.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import hashlib
 
 BRANCH = 8
-"""Bytes of a lineage that label its branch."""
+"""Bytes of a lineage with the label of its branch."""
 COUNT = 2
-"""Bytes of that label that count the rollbacks (big endian)."""
+"""Bytes of the label with the number of rollbacks (big endian)."""
 
 
 def branch_of(lineage: bytes) -> bytes:

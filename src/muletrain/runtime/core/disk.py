@@ -1,8 +1,8 @@
-"""Runs calls to a disk in a thread of its own, so that a call that hangs delays nothing else, not even the end of the
+"""Runs calls to a disk in a separate thread, so that a hanging call delays nothing else, not even the end of the
 process.
 
-The interpreter joins the threads of a ``ThreadPoolExecutor`` when it exits, so there a call that hangs would keep the
-process alive.
+The interpreter joins the threads of a ``ThreadPoolExecutor`` at exit, so a hanging call there would keep the process
+alive.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOOK_S = 1.0
-"""Seconds between two looks at a call under way."""
+"""Seconds between two checks of a call in progress."""
 SPARE_BYTES = 1 << 30
-"""Free bytes of a disk that no request of another machine may use up."""
+"""Free bytes of a disk that requests of other machines may not use up."""
 STILL_S = 300.0
-"""Seconds without progress after which a call counts as hanging. Counted in looks, so that time in which the whole
-process is stopped counts little."""
+"""Seconds without progress after which a call counts as hanging. The time is counted in checks, so that a pause of the
+whole process counts little."""
 
 
 class OneThread(Executor):
-    """An executor that runs jobs one after the other in a daemon thread. The thread ends when there is nothing to
-    do."""
+    """An executor that runs jobs one after the other in a daemon thread. The thread ends when the queue is empty."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -56,8 +55,7 @@ class OneThread(Executor):
             pass
 
     def _run_next(self) -> bool:
-        """Run the next job; False: there is none. A function of its own, so that a written state is freed when it
-        returns."""
+        """Run the next job; False: there is none. A separate function frees a written state on return."""
         with self._lock:
             self._works = bool(self._jobs)
             if not self._works:
@@ -74,10 +72,10 @@ class OneThread(Executor):
 
 
 class Disk:
-    """Makes the calls to one place one at a time, in order."""
+    """Makes the calls to one place in order, one at a time."""
 
     def __init__(self, executor: Executor | None = None) -> None:
-        """``executor``: runs the calls; the virtual world's runs each at once."""
+        """``executor``: runs the calls, in the virtual world each at once."""
         self._executor = OneThread() if executor is None else executor
         self._turn = asyncio.Lock()
         self._moved = 0
@@ -86,16 +84,16 @@ class Disk:
 
     @property
     def hangs(self) -> bool:
-        """Was a call given up that has made no progress since?"""
+        """Has there been no progress since a call was given up?"""
         return self._stood == self._moved
 
     def moved(self) -> None:
-        """Note that the call under way made progress. The call says this itself, from its thread."""
+        """Note progress of the present call. The call itself notes its progress, from its thread."""
         self._moved += 1
 
     async def call(self, fn: Callable[..., R], *args: Any) -> R:
-        """Returns ``fn(*args)``. Raises what it raises, and TimeoutError (an OSError) when it, or a call before it,
-        makes no progress for ``STILL_S``. Then ``fn`` may still run, or never."""
+        """Returns ``fn(*args)``. Raises errors of ``fn``, and TimeoutError (an OSError) when ``fn``, or an earlier
+        call, makes no progress for ``STILL_S``. Then ``fn`` may still run, or never."""
         async with self._turn:
             if self.hangs:
                 raise self._given_up()
@@ -128,7 +126,7 @@ class Disk:
 
 
 def check_room(folder: str, size: int, otherwise: str) -> None:
-    """Raises CapacityError if ``size`` more bytes would fill the disk of ``folder``, which exists."""
+    """Raises CapacityError if ``size`` more bytes would fill the disk of the existing ``folder``."""
     free = shutil.disk_usage(folder).free
     if size + SPARE_BYTES > free:
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""A peer's lifecycle says what it is doing at one stage, from its arrival until it leaves or the run ends."""
+"""A peer's lifecycle is its state at one stage, from arrival until the peer leaves or the run ends."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """What a peer is doing."""
+    """The state of a peer."""
 
     JOINING = "joining"
-    """It has just come and has no state of its stage yet. It is on no branch."""
+    """The peer has just come, without a state of its stage and without a branch."""
     ROLLED_BACK = "rolled_back"
-    """The run rolled back: it loads its stage from the checkpoint, on the new branch."""
+    """The run rolled back: the peer loads its stage from the checkpoint, on the new branch."""
     RECOVERING = "recovering"
-    """It fell behind, and takes the state of a replica."""
+    """The peer fell behind, and takes the state of a replica."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """It has applied its last step, and waits until the other replicas of its stage have, too."""
+    """The peer has applied its last step, and waits for the other replicas of its stage to do the same."""
     FINISHED = "finished"
     """The run has ended."""
 
@@ -29,11 +29,11 @@ AFTER = {
     State.LEAVING: {State.TRAINING},
     State.FINISHED: set[State](),
 }
-"""The allowed transitions. A peer that rolls back begins anew, with another lifecycle."""
+"""The allowed transitions. A peer that rolls back begins again, with another lifecycle."""
 
 
 class Lifecycle:
-    """The state of one peer. Only room ``peer`` changes it."""
+    """The state of one peer, changed only by room ``peer``."""
 
     def __init__(self, state: State = State.TRAINING) -> None:
         self.state = state
@@ -51,12 +51,12 @@ class Lifecycle:
 
     @property
     def has_state(self) -> bool:
-        """Does the peer have its stage's state?"""
+        """Does the peer have the state of its stage?"""
         return self.state in (State.TRAINING, State.LEAVING, State.FINISHED)
 
     @property
     def arrived(self) -> bool:
-        """Has the peer trained on this branch, or could it have?"""
+        """Has the peer trained on this branch, or could have trained?"""
         return self.state not in (State.JOINING, State.ROLLED_BACK)
 
     @property
@@ -65,5 +65,5 @@ class Lifecycle:
 
     @property
     def done(self) -> bool:
-        """The peer works on no further step: it only gives others what they lack of earlier steps."""
+        """The peer works on no further step, and only serves earlier steps to other peers."""
         return self.state in (State.LEAVING, State.FINISHED)

@@ -1,9 +1,9 @@
-"""The base of all messages of the step protocol. They are strict models: a message that does not validate is refused
-before anything looks at it.
+"""The base of all messages of the step protocol. Messages are strict models: an invalid message is refused before any
+further processing.
 
-Messages on streams are *frames*: a header of one of these models, perhaps with tensors. Questions with answers are
-*calls*. ``lineage`` is hash(R_{t-1}) of the chain of step records (CONTRIBUTING, "How a step goes", 4); under
-delayed updates it is hash(R_{t-2}).
+Messages on streams are *frames*: a header of a message model, perhaps with tensors. Questions with answers are *calls*.
+``lineage`` is hash(R_{t-1}) of the chain of step records (CONTRIBUTING, "How a step goes", 4); under delayed updates
+``lineage`` is hash(R_{t-2}).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Natural = Annotated[int, Field(ge=0, lt=2**48)]
 Rate = Annotated[int, Field(ge=0, lt=2**63)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.-]+$")]
-"""Shown on other people's terminals, so letters, digits, '.', '_' and '-' only."""
+"""Shown on other people's terminals, so limited to letters, digits, '.', '_' and '-'."""
 Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_ERRORS = 16
-"""Errors of a message that are described, at most."""
+"""Most errors of a message that are counted separately."""
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
 Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY), FailFast()]
 
@@ -38,8 +38,8 @@ M = TypeVar("M", bound="Message")
 
 
 class Message(BaseModel):
-    """Base of all headers. ``KIND`` names the frame or call, ``CHANNEL`` the stream of a frame, ``TENSORS`` how many
-    tensors it carries."""
+    """Base of all headers. ``KIND``: the frame or call; ``CHANNEL``: the stream of a frame; ``TENSORS``: number of
+    tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
     KIND: ClassVar[str]
@@ -51,17 +51,16 @@ class Message(BaseModel):
 
     @classmethod
     def most(cls, microbatches: int = MAX_MICROBATCHES) -> int:
-        """Returns the most bytes of a packed message in a run with this many ``microbatches`` a step. Raises TypeError
-        for a field without a bound."""
+        """Returns the most bytes of a packed message in a run with ``microbatches`` microbatches a step. Raises
+        TypeError for a field without a bound."""
         return packed_size(cls, MAX_MICROBATCHES, microbatches)
 
     @classmethod
     def parse(cls: type[M], frame: Frame) -> M:
-        """Returns the message of ``frame``. Raises ProtocolError if the header or the number of tensors is not what
-        this message has."""
+        """Returns the message of ``frame``. Raises ProtocolError for an invalid header or a wrong number of tensors."""
         if len(frame.tensors) != cls.TENSORS:
             raise Malformed(f"{frame.kind}: {len(frame.tensors)} tensors instead of {cls.TENSORS}")
-        if type(frame.message) is cls:  # it never left this process, and was validated when it was made
+        if type(frame.message) is cls:  # the message never left this process, and was validated at its creation
             return frame.message
         return cls.validated(frame.header)
 
@@ -70,7 +69,7 @@ class Message(BaseModel):
         try:
             return cls.model_validate(header)
         except ValidationError as e:
-            if e.error_count() > MAX_ERRORS:  # describing 60,000 of them takes a second
+            if e.error_count() > MAX_ERRORS:  # describing 60,000 errors takes a second
                 raise Malformed(f"{cls.__name__}: {e.error_count()} fields are invalid") from None
             first = e.errors()[0]
             where = ".".join(map(str, first["loc"]))[:100]  # a field's name may be anything
@@ -83,8 +82,8 @@ class Message(BaseModel):
 
     @classmethod
     def unpack(cls: type[M], payload: bytes) -> M:
-        """Returns the message of a call. Raises ProtocolError for a payload that is too large, before it is read, and
-        for one that does not validate."""
+        """Returns the message of a call. Raises ProtocolError for a payload that is too large, before reading, and for
+        an invalid payload."""
         if len(payload) > cls.most():
             raise Malformed(f"{cls.__name__}: {len(payload)} bytes; at most {cls.most()} are accepted")
         try:
@@ -95,7 +94,7 @@ class Message(BaseModel):
 
 
 class Request(Message):
-    """One try at one microbatch; every pipeline message says which."""
+    """One attempt at one microbatch, named by every pipeline message."""
 
     lineage: Digest
     step: Natural
@@ -108,7 +107,7 @@ class Request(Message):
         return (self.step, self.index, self.attempt, self.trainer)
 
     def identity(self) -> dict[str, Any]:
-        """Returns the fields that every message about this try repeats."""
+        """Returns the fields that every message about this attempt repeats."""
         return {
             "lineage": self.lineage,
             "step": self.step,

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from muletrain.events import TrafficClass, Validated
 
 PULSE = 16.0
-"""A peer is making progress if its last pass ended within this many of its usual intervals."""
+"""A peer is making progress if its last pass ended within this many usual intervals."""
 
 
 @dataclass
 class StepStats:
-    """Counts since the last applied step. Each counter has one writer: ``StageServer`` of forward, backward and
-    services, ``Context.send`` of bytes, room ``step`` of averaging and applying."""
+    """Counts since the last applied step. Each counter has one writer: ``StageServer`` writes forward, backward and
+    services, ``Context.send`` bytes, and room ``step`` averaging and applying."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -38,16 +38,17 @@ class Meter:
     def __init__(self) -> None:
         self.stats = StepStats()
         self.pulse = Pulse(PULSE)
-        """Ends of its forward and backward passes; ``StageServer`` beats it."""
+        """Ends of the peer's forward and backward passes; written by ``StageServer``."""
         self.late = ""
-        """Which operation of its device takes unusually long, and what to do; ``Watchdog`` writes it."""
+        """Names the device operation that takes unusually long, and the remedy; written by ``Watchdog``."""
         self.validated: Validated | None = None
-        """The held-out loss that this peer measured last; ``Validator`` writes it."""
+        """The held-out loss measured last by this peer; written by ``Validator``."""
         self.works = asyncio.Event()
-        """Cleared by ``Watchdog`` while an operation takes so long that nobody should count on this peer."""
+        """Cleared by ``Watchdog`` while an operation takes so long that no peer should count on this peer."""
         self.works.set()
         self.absences = 0
-        """How often others may have believed this peer dead, as it or its device stood still; ``Watchdog`` counts."""
+        """Times that this peer or its device stood still, so that other peers may have believed this peer dead;
+        ``Watchdog`` counts."""
 
     def begin(self, now_s: float) -> None:
         """Begin new counts."""

@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Validation:
-    """When the held-out loss is measured during training, and on how much text (``microbatch.validator``)."""
+    """Schedule and text of held-out loss measurements during training (``microbatch.validator``)."""
 
     every: int
-    """Updates between two measurements; the first one is of the weights before the first update."""
+    """Updates between two measurements; the first measurement precedes the first update."""
     microbatches: int
-    """Held-out microbatches, at most. Their indices follow those of the step's own microbatches."""
+    """Most held-out microbatches. Their indices follow the indices of the step's own microbatches."""
     context: int
-    """Their sequence length T."""
+    """Sequence length T, held out."""
     own_loss: bool = False
-    """The loss is what a user's module computes, so there is no perplexity."""
+    """A user's module computes the loss, so there is no perplexity."""
 
     @classmethod
     def of(cls, train: TrainConfig, spec: Model) -> Validation | None:
-        """Returns what the run's configuration asks for."""
+        """Returns the configured validation, if any."""
         if not train.validate_every:
             return None
         microbatches = -(-train.validate_tokens // (train.microbatch * spec.context))
@@ -42,7 +42,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Plan:
-    """The facts of a run that every peer knows. They never change after genesis."""
+    """The facts of a run that every peer knows, constant after genesis."""
 
     stages: int
     steps: int
@@ -53,7 +53,7 @@ class Plan:
     vocab: int
     """Integers of inputs and targets are smaller."""
     sequence_length: Callable[[int], int]
-    """Maps a step to its sequence length T."""
+    """Maps a step to the sequence length T."""
     activations: Codec
     gradients: Codec
     clip: float | None
@@ -63,13 +63,13 @@ class Plan:
     """Requests that a peer holds at once: the bound of admission, with room for the backward of each."""
     strategy: Strategy
     inputs: TensorType = TOKENS
-    """What the first stage takes."""
+    """Type of the first stage's inputs."""
     targets: TensorType = TOKENS
-    """What the last stage's loss takes."""
+    """Type of the last stage's targets."""
     adopt_after_s: float = 30.0
     """Seconds without a peer of a stage, after which the run rolls back and other peers adopt the stage."""
     from_seed: bool = False
-    """The first weights are drawn from a seed, so any peer can make those of any stage."""
+    """The first weights are drawn from a seed, so any peer can make any stage's first weights."""
     rebalance: Literal["off", "paper", "throughput"] = "off"
     rebalance_s: float = 60.0
     """Seconds between two decisions whether peers move."""
@@ -80,22 +80,22 @@ class Plan:
     delayed: bool = False
     """Steps are averaged and applied while the next step computes (``microbatch.inflight``)."""
     chunk: int = CHUNK
-    """Elements of a gradient that are averaged, and sent, at a time."""
+    """Number of gradient elements that are averaged, and sent, at a time."""
     verify: float = 0.0
-    """Share of parts that clients' results are checked of (strategy ``hub``)."""
+    """Share of parts for which clients' results are checked (strategy ``hub``)."""
     trace: bool = False
     """Emit an event for every microbatch taken and served."""
     tied: Tied | None = None
     """The parameters that two stages share, if any."""
     max_skipped: int = 0
-    """Updates skipped in a row, after which the run ends; 0: it never does."""
+    """Number of consecutive skipped updates after which the run ends; 0: no limit."""
     alone: bool = False
-    """No other peer is in the run, and none can join: nothing is kept for others."""
+    """The run has no other peer, and no peer can join: nothing is kept for other peers."""
     validation: Validation | None = None
     """None: the held-out loss is not measured during training."""
 
     def updates(self, step: int) -> int:
-        """Returns the number of updates in the weights that ``step`` computes with."""
+        """Returns the number of updates in the weights for ``step``."""
         return max(0, step - 1) if self.delayed else step
 
     def validates(self, step: int) -> bool:
@@ -105,17 +105,17 @@ class Plan:
         return due and not (self.delayed and step == 1)
 
     def validates_with(self, step: int, index: int) -> bool:
-        """Is ``index`` that of a held-out microbatch that may be sent in ``step``?"""
+        """Does ``index`` belong to a held-out microbatch of ``step``?"""
         most = 0 if self.validation is None or not self.validates(step) else self.validation.microbatches
         return self.microbatches <= index < self.microbatches + most
 
     def shape(self, step: int, index: int) -> tuple[int, int]:
-        """Returns (B, T) of a microbatch, which may be a held-out one."""
+        """Returns (B, T) of a microbatch, held-out or not."""
         if self.validation is not None and index >= self.microbatches:
             return self.sequences, self.validation.context
         return self.sequences, self.sequence_length(step)
 
     def codec(self, index: int) -> Codec:
-        """Returns the codec of a microbatch's activations. Held-out ones are not rounded: the loss is that of the
+        """Returns the codec of a microbatch's activations. Held-out activations are not rounded: the loss measures the
         weights alone."""
         return Codec.FP32 if index >= self.microbatches else self.activations

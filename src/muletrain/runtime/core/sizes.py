@@ -1,7 +1,6 @@
-"""Computes how large a message can be from the bounds of its fields.
+"""Computes the largest possible size of a message from the bounds of its fields.
 
-A receiver can refuse anything larger before it looks at it, and a field without a bound is found before a message is
-sent.
+A receiver can refuse larger messages unread, and a field without a bound is found before a message is sent.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _PER_CHARACTER = 4
 
 @functools.cache
 def packed_size(model: type[BaseModel], standard: int, length: int) -> int:
-    """Returns the most bytes of a ``model`` as msgpack. Lists that may have ``standard`` items are taken to have
-    ``length``. Raises TypeError for a field without a bound, or of a type that is not known here."""
+    """Returns the most bytes of a ``model`` as msgpack. Lists with a bound of ``standard`` items count with ``length``
+    items. Raises TypeError for a field without a bound, or of an unknown type."""
     schema: Any = model.__pydantic_core_schema__
     definitions = {d["ref"]: d for d in schema.get("definitions", ())}
 

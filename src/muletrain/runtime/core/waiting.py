@@ -1,4 +1,4 @@
-"""An actor waits for other peers with a deadline, asks them when it is missed, and looks around at all news."""
+"""An actor waits for other peers with a deadline, asks after a missed deadline, and looks around at all news."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_SILENCE = 6
-"""Missed deadlines, each twice as long as the one before, after which a wait is hopeless."""
+"""Number of missed deadlines, each twice as long as the previous, after which a wait is hopeless."""
 PATIENCE_S = 300.0
-"""Seconds without progress of the others, after which a wait is hopeless."""
+"""Seconds without progress of other peers, after which a wait is hopeless."""
 LOOKS = 4
-"""Questions within the patience, at least, however long the doubled deadlines are: otherwise nobody could tell us of
-progress."""
+"""Least number of questions within the patience, however long the doubled deadlines: no peer could report progress
+otherwise."""
 ENDLESS = 12
-"""Times the patience in which nothing came of what is waited for, after which a wait is hopeless even if others report
+"""Multiple of the patience without any awaited result, after which a wait is hopeless even if other peers report
 progress."""
 
 
@@ -39,18 +39,18 @@ class News:
         self.changed = asyncio.Event()
         self.hurried = False
         self.patience_s = PATIENCE_S
-        """Seconds that a wait goes on without any news."""
+        """Seconds for which a wait continues without any news."""
         self.queue_s: Callable[[], float] = lambda: 0.0
-        """Returns how long a full queue takes [s] (``Context.queue_s``). No wait is given up sooner."""
+        """Returns the duration of a full queue [s] (``Context.queue_s``). No wait is given up sooner."""
         self.stuck = False
         """Has a stage, or the run, been without peers or trainers for long? Then our own work leads nowhere."""
 
     def touched(self) -> None:
-        """Something changed that a wait may depend on: a message came, a microbatch is through."""
+        """Note a change on which a wait may depend, such as an arrived message or a finished microbatch."""
         self.changed.set()
 
     def hurry(self) -> None:
-        """A peer died that may have owed what we wait for: ask now, not at the deadline."""
+        """A peer died that may have owed an awaited result: ask now, not at the deadline."""
         self.hurried = True
         self.changed.set()
 
@@ -59,11 +59,11 @@ class Waiter(Protocol):
     """The actor that waits."""
 
     def look_around(self) -> None:
-        """Called whenever something changed. An error that it raises ends the wait."""
+        """Called after every change. An error raised here ends the wait."""
         ...
 
     def who_is_there(self) -> str:
-        """Which peers can be reached, in words, for the error of a wait that is given up."""
+        """Describes the reachable peers, for the error of a wait that is given up."""
         ...
 
 
@@ -75,21 +75,22 @@ class Waits:
         self._came_on_s = self._grew_s = -math.inf
 
     def came_on(self) -> None:
-        """The peers that we wait for make progress, however slow. If a stage has nobody, that leads nowhere."""
+        """The awaited peers make progress, however slowly. Such progress does not count while a stage has no peers."""
         if not self._signals.stuck:
             self._came_on_s = self._clock.now()
 
     def grew(self) -> None:
-        """Something came of what we wait for."""
+        """A part of the awaited result came."""
         self._grew_s = self._clock.now()
 
     def quiet_s(self, since: float) -> float:
-        """Returns the seconds since something came, or a peer that we wait for made progress; at most those after ``since``."""
+        """Returns the seconds since a result came, or since an awaited peer made progress; at most the seconds after
+        ``since``."""
         return self._clock.now() - max(since, self._came_on_s, self._grew_s)
 
     def missed(self, due: float) -> None:
-        """A deadline at ``due`` is over. If that is much later, this machine stood still and heard nobody, and what it
-        waited until now says nothing."""
+        """A deadline at ``due`` is over. If now is much later, this machine stood still without hearing any peer, so
+        the silence until now does not count."""
         if self._clock.now() - due > self._signals.patience_s / LOOKS:
             self.grew()
 
@@ -102,11 +103,11 @@ class Waits:
         pulse: Pulse | None = None,
         so_far: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait for ``condition``, which holds on return. Call ``ask`` at each missed deadline, and when a peer dies, and
-        wait on meanwhile. No deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
-        ``so_far`` counts what has come of what we wait for.
+        """Wait for ``condition``, which holds on return. Call ``ask`` at each missed deadline, and when a peer dies,
+        and wait on meanwhile. No deadline is missed while ``pulse`` goes on, with pauses of at most half the deadline.
+        ``so_far`` measures how much of the awaited result has come.
 
-        Raises MuletrainError when the wait is hopeless, and what ``ask`` and ``look_around`` raise.
+        Raises MuletrainError when the wait is hopeless, and errors of ``ask`` and ``look_around``.
         """
         begin = self._clock.now()
         attempt, due, count, came_s = 0, begin + deadline.seconds(), so_far(), math.inf
@@ -131,7 +132,7 @@ class Waits:
                 if met():
                     if asking is None:
                         break
-                    await _cancelled(asking)  # meanwhile it may cease to be met
+                    await _cancelled(asking)  # meanwhile the condition may cease to hold
                     asking = None
                     continue
                 if self._signals.hurried and asking is None:
@@ -166,14 +167,14 @@ class Waits:
 
     @staticmethod
     def _first_idea_s(deadline: Deadline, came_s: float, took_s: float) -> float:
-        """How long such waits take, after a first one that missed its ``deadline``. One that our question ended does not
-        tell that (Karn's algorithm), and later ones are no longer measured then. What came before the second question
-        (``came_s``) tells more than a wait that a liar may have held up (``took_s``); the deadline was too short, so the
-        next one is no shorter: it is three times what a first measure says."""
+        """Estimates the usual duration after a first wait that missed its ``deadline``. A wait that our question ended
+        does not measure the duration (Karn's algorithm), and later waits are no longer measured then. Arrivals before
+        the second question (``came_s``) tell more than the whole wait (``took_s``), which a liar may have held up. The
+        deadline was too short, so the next is no shorter: three times a first measurement."""
         return min(took_s, max(came_s, deadline.seconds() / 3))
 
     def hopeless(self, begin: float, times: int = 1) -> bool:
-        """Has a wait since ``begin`` seen no progress for so many ``times`` the patience, or gone on without end?"""
+        """Has a wait since ``begin`` seen no progress for ``times`` times the patience, or lasted endlessly?"""
         now, grew_s = self._clock.now(), max(begin, self._grew_s)
         patience_s = self._signals.patience_s
         if not self._signals.stuck:
@@ -181,8 +182,8 @@ class Waits:
         return now - max(grew_s, self._came_on_s) > times * patience_s or now - grew_s > ENDLESS * patience_s
 
     async def _news(self, condition: Callable[[], bool], asking: asyncio.Task[object] | None) -> None:
-        """Return when there is a question to ask, or its end to look at. Until then only look around: something changes
-        with every frame."""
+        """Return when a question is to be asked, or when ``asking`` has ended. Until then only look around: every frame
+        changes something."""
         while True:
             await self._signals.changed.wait()
             if self._signals.hurried if asking is None else asking.done():
@@ -193,7 +194,7 @@ class Waits:
                 return
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what ``work`` returns. It is cancelled when ``look_around`` raises."""
+        """Returns the result of ``work``, which is cancelled when ``look_around`` raises."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._signals.touched())
         try:
@@ -204,7 +205,7 @@ class Waits:
         finally:
             task.cancel()
             await asyncio.wait({task})
-            _ = task.cancelled() or task.exception()  # retrieved, even where something else is raised
+            _ = task.cancelled() or task.exception()  # retrieved, even if another error is raised
         return task.result()
 
 
@@ -214,7 +215,7 @@ async def _cancelled(task: asyncio.Task[object]) -> None:
 
 
 async def unless_done(answer: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns what ``work`` returns, or None: it is cancelled when ``answer`` is done first."""
+    """Returns the result of ``work``; None: ``answer`` was done first, and ``work`` was cancelled."""
     if answer.done():
         work.close()
         return None
@@ -229,7 +230,7 @@ async def unless_done(answer: asyncio.Future[Any], work: Coroutine[Any, Any, T])
         async with limit:
             return await work
     except TimeoutError:
-        if not limit.expired():  # it is the work's own
+        if not limit.expired():  # the timeout is the work's own
             raise
         return None
     finally:

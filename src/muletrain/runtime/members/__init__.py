@@ -1,11 +1,11 @@
-"""Knows who is in the run, and which peers this one can count on.
+"""Knows the members of the run, and the peers that this peer can count on.
 
-- ``roster``: the members, their stages, and who is alive. ``membership``: introductions, the questions behind it.
-- ``detector``: the failure detector, who is suspected, down or back. ``silence`` tells it whom to ask.
+- ``roster``: the members, their stages, and the live peers. ``membership``: introductions.
+- ``detector``: marks peers as suspected, down or back. ``silence`` selects the peers to ask.
 - ``watchdog``: an operation of this peer's own device that hangs.
-- ``context``: what all actors of one peer share: network, clock, compute, roster, plan, detector.
+- ``context``: shared by all actors of one peer: network, clock, compute, roster, plan, detector.
 - ``rebalancing``: moving to another stage. ``leaving``: leaving in order.
 
 Every room may read the roster. Other rooms mark peers down or back only through ``FailureDetector``; ``Membership``
-admits members, and ``peer`` notes who moved, left or was expelled.
+admits members, and ``peer`` notes moves, departures and expulsions.
 """

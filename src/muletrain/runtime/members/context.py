@@ -39,15 +39,14 @@ TRAFFIC: dict[str, TrafficClass] = {
 }
 """Class of traffic of a frame kind, for byte counts; all other kinds are control."""
 SEND_TIMEOUT_S = 120.0
-"""Seconds without a receipt for what was sent, after which a send fails: a bound for a dead transport, not for a slow
-link."""
+"""Seconds without a receipt after which a send fails: a bound for a dead transport, not for a slow link."""
 
 
 class Chaos(Protocol):
     """The faults that ``--chaos`` injects into this peer."""
 
     def reached(self, phase: Phase, step: int) -> None:
-        """The peer is at ``phase`` of ``step``, counted from 0: a fault may hit it now."""
+        """The peer is at ``phase`` of ``step``, counted from 0: a fault may hit the peer now."""
         ...
 
 
@@ -60,7 +59,7 @@ class NoChaos:
 
 @dataclass
 class Context:
-    """The actors of one peer share this."""
+    """The shared context of one peer's actors."""
 
     net: Network
     clock: Clock
@@ -70,11 +69,11 @@ class Context:
     emit: Callable[[Event], None]
     tasks: Tasks = field(default_factory=Tasks)
     news: News = field(default_factory=News)
-    """Wakes waits when something happened that they may depend on."""
+    """Wakes waits after events on which waits may depend."""
     chaos: Chaos = field(default_factory=NoChaos)
     meter: Meter = field(default_factory=Meter)
     helpers: Callable[[], int] | None = None
-    """Counts the clients that compute for this peer, if it can have any."""
+    """Counts the clients that compute for this peer, if the strategy has clients."""
 
     @classmethod
     def at_stage(
@@ -89,8 +88,9 @@ class Context:
         draw: random.Random,
         of_pool: Callable[[Event], None] | None = None,
     ) -> Context:
-        """Returns the context of a peer that serves the stage in ``compute``. With a strategy that has clients, clients
-        compute the passes: ``draw`` chooses the results to check, and the pool's events go to ``of_pool`` (``emit``)."""
+        """Returns the context of a peer that serves the stage in ``compute``. If the strategy has clients, clients
+        compute the passes: ``draw`` chooses the results to check, and the pool's events go to ``of_pool``
+        (``emit``)."""
         if not plan.strategy.pooled:
             return cls(net, clock, compute, roster, plan, emit, tasks)
         config, of_pool = roster.genesis.config, of_pool or emit
@@ -113,9 +113,9 @@ class Context:
         frame: Frame | None = None,
         channel: Channel | None = None,
     ) -> None:
-        """Send a frame and count it. ``frame``: the message's, if it exists already; ``channel``: another than the
+        """Send and count a frame. ``frame``: the message's frame, if already made; ``channel``: in place of the
         message's own. Raises PeerUnreachable or DeadlineExceeded."""
-        if not self.meter.works.is_set():  # until the device is back, or the watchdog ends us
+        if not self.meter.works.is_set():  # until the device is back, or the watchdog ends the peer
             await self.meter.works.wait()
         begin = self.clock.now()
         frame = frame or message.frame(tensors)
@@ -131,8 +131,8 @@ class Context:
             self.emit(SlotWorked(slot=slot, what=what, step=step, index=index, seconds=self.clock.now() - begin))
 
     async def tell(self, peers: tuple[PeerId, ...], message: Message) -> None:
-        """Send a notice to several peers at once. A peer that cannot be reached is marked down; the others still get
-        the notice."""
+        """Send a notice to several peers at once. An unreachable peer is marked down; the remaining peers still get the
+        notice."""
         peers = self.detector.worth_a_try(peers)
         frame = message.frame()
         results = await asyncio.gather(*(self.send(p, message, frame=frame) for p in peers), return_exceptions=True)
@@ -143,8 +143,8 @@ class Context:
                 raise result
 
     def queue_s(self) -> float:
-        """Returns the seconds that a peer's full queue takes, if its device is as slow as ours: forward and backward of each
-        microbatch. 0 as long as that is not known."""
+        """Returns the seconds that a peer's full queue takes on a device like ours, forward and backward of each
+        microbatch; 0 before any measurement."""
         return 2 * self.plan.capacity * self.compute.jobs.microbatch_s()
 
     def refused(self, peer: PeerId, reason: str) -> None:
@@ -152,7 +152,7 @@ class Context:
         self.emit(FrameRefused(remote=peer, reason=reason))
 
     def who_is_there(self) -> str:
-        """Returns which stages can be reached, in words, for errors; or that this peer's own device hangs."""
+        """Describes the reachable stages, for errors; or a hanging operation of this peer's own device."""
         if self.meter.late:
             return self.meter.late
         lost = [s for s in range(self.plan.stages) if not self.roster.stage(s)]

@@ -1,9 +1,9 @@
-"""The failure detector of one peer tells which others to count on. A *suspected* peer is routed around, perhaps
-wrongly. A peer that is *down* is not counted on until it is *back*. Questions with measured deadlines tell.
+"""The failure detector of one peer decides which other peers to count on, by questions with measured deadlines. A
+*suspected* peer is routed around, perhaps wrongly. A peer that is *down* is not counted on until the peer is *back*.
 
-Suspicion changes routing alone. A peer is marked down when it cannot be reached, or when it misses the patient deadline
-of a question while nothing else comes from it either (the two levels of SWIM, Das et al. 2002). ``members.silence``
-says when to ask a peer that owes answers.
+Suspicion changes routing alone. A peer is marked down when unreachable, or on missing the patient deadline of a
+question while nothing else comes from the peer either (the two levels of SWIM, Das et al. 2002). ``members.silence``
+decides when to ask a peer that owes answers.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ LONG_S, RARELY_S = 60.0, 300.0
 """Seconds after which a peer that is down counts as long gone, and the longest pause between two tries of a peer that
 is down."""
 AT_ONCE = 4
-"""Long-gone peers tried at the same time: many that went together would otherwise be dialled together, again and
+"""Long-gone peers tried at the same time: peers that went together would otherwise be dialled together, again and
 again."""
 LATE_S, LATE_MAX_S = 1.0, 10.0
-"""Seconds between two questions to a peer whose device is late, the first time and at most; doubles."""
+"""First and longest pause between two questions to a peer with a late device [s]; the pause doubles."""
 MAX_ALARMS = 3
 """Unanswered questions after which the time for an answer no longer doubles."""
 HEARD_S, MAX_AGAIN = 0.25, 4
-"""A peer from which something came within the last HEARD_S seconds is not silent: a question that it missed is asked
-again, at most MAX_AGAIN times."""
+"""A peer heard within the last HEARD_S seconds is not silent: after a missed answer, the question is repeated, at most
+MAX_AGAIN times."""
 QUEUES = 2.0
-"""Multiple of the measured queues that is waited for before a suspicion: queues change by as much as they are long, and
-computing again what a suspect owes is more load."""
+"""Multiple of the measured queues to wait before a suspicion: queues vary by as much as their length, and repeating a
+suspect's work adds load."""
 BUSY_S, BURST_S = 0.02, 0.4
-"""Links are busy if answers usually wait longer than BUSY_S seconds. A busy peer's uplink may hold BURST_S seconds of data
-in front of an answer, which we cannot measure: flows to others that began together."""
+"""Links are busy if answers usually wait longer than BUSY_S seconds. A busy peer's uplink may hold BURST_S seconds of
+data in front of an answer, from simultaneous flows to other peers, which we cannot measure."""
 
 
 class Services(Protocol):
-    """What the detector needs of its peer (``Context``)."""
+    """The parts of a peer that the detector needs (``Context``)."""
 
     net: Network
     clock: Clock
@@ -67,7 +67,7 @@ class Services(Protocol):
 
 
 class Routes(Protocol):
-    """Requests to peers, some of which have to be answered by another peer once theirs is suspected."""
+    """Requests to peers, some of which another peer must answer after a suspicion."""
 
     def on_suspected(self, peer: PeerId) -> None:
         """``peer`` is suspected from now on."""
@@ -75,15 +75,15 @@ class Routes(Protocol):
 
 
 class Branches(Protocol):
-    """What this peer knows of the branches of the run."""
+    """This peer's knowledge of the run's branches."""
 
     def met(self, peer: PeerId, branch: bytes) -> None:
-        """``peer`` answered from ``branch``, which is not ours."""
+        """``peer`` answered from ``branch``, which differs from ours."""
         ...
 
 
 class FailureDetector:
-    """The failure detector of one peer. It alone decides who is suspected, down or back."""
+    """The failure detector of one peer: the only judge of suspected, down and back."""
 
     def __init__(self, peer: Services) -> None:
         self._peer = peer
@@ -94,19 +94,20 @@ class FailureDetector:
         self._routes: list[Routes] = []
         self._branches: Branches | None = None
         self._usual: dict[PeerId, Usual] = {}
-        """How long the answers of a peer take, for suspicions."""
+        """Usual answer times of each peer, for suspicions."""
         self._waited_s: deque[float] = deque(maxlen=RECENT)
-        """How much longer recent answers of all peers took than the fastest of the same peer."""
+        """Delays of recent answers beyond the fastest answer of the same peer [s]."""
         self._awaited: defaultdict[PeerId, dict[asyncio.Future[Any], None]] = defaultdict(dict)
-        """In the order in which they began: the order of a set would depend on addresses."""
+        """Awaited answers in order of creation: the order of a set would depend on addresses."""
         self._looked_after: set[PeerId] = set()
         self._late: set[PeerId] = set()
-        """Peers that said their device is late: suspected until they say otherwise."""
+        """Peers that reported a late device: suspected until a better report."""
         self._tried: dict[PeerId, tuple[float, float]] = {}
-        """When a peer that is down was tried first, and last."""
+        """First and last try of each peer that is down."""
         self._alarms: Counter[PeerId] = Counter()
-        """Questions that a live peer has missed since its last answer. Only answers are measured, so without this each
-        question would fail as the one before where everyone is slow, as on cores that fleets share (RFC 6298, 5.5)."""
+        """Questions that a live peer has missed since its last answer. Only answers are measured, so without this count
+        each question would fail like the previous where all peers are slow, as on cores that fleets share (RFC 6298,
+        5.5)."""
 
     def add_routes(self, routes: Routes) -> None:
         """Tell ``routes`` of every suspicion from now on."""
@@ -126,9 +127,10 @@ class FailureDetector:
         hearsay: bool = False,
         brief: bool = False,
     ) -> Progress | None:
-        """Ask a silent peer what it holds (``brief``: only whether it is there). Suspect it if the answer takes longer
-        than its answers usually do. If it does not answer in time, mark it down and return None; while something still
-        comes from it, ask again a few times. ``hearsay``: others suspect it, so they need not be told."""
+        """Ask a silent peer about its microbatches (``brief``: only about its presence). Suspect the peer if the answer
+        takes longer than usual. Without an answer in time, mark the peer down and return None; but while anything still
+        comes from the peer, ask again a few times. ``hearsay``: other peers suspect the peer already, and need no
+        notice."""
         with self._suspecting(peer, lineage, step, attempt, hearsay):
             for again in range(MAX_AGAIN + 1):
                 try:
@@ -147,13 +149,13 @@ class FailureDetector:
         if progress.late:
             self._suspect(peer, lineage, step, hearsay)
             self.look_after(peer, lineage, step)
-        if progress.current:  # at another step it is of no use to this one
+        if progress.current:  # a peer at another step is of no use to this step
             self.mark_back(peer)
         return progress
 
     @contextmanager
     def _suspecting(self, peer: PeerId, lineage: bytes, step: int, attempt: int, hearsay: bool) -> Iterator[None]:
-        """Suspect ``peer`` once its answer is late and nothing else comes from it either."""
+        """Suspect ``peer`` once its answer is late and nothing else comes from ``peer`` either."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 
@@ -173,9 +175,9 @@ class FailureDetector:
                 self.suspected.discard(peer)
 
     def suspicion_s(self, peer: PeerId, attempt: int = 0) -> float:
-        """Returns the seconds without an answer after which ``peer`` is suspected, which costs little: a multiple of
-        what its own answers take, since it may be far away, plus what waits on the links. A peer that never answered is
-        not suspected before it is marked down."""
+        """Returns the seconds without an answer after which ``peer``, at little cost, is suspected: a multiple of the
+        peer's usual answer time, since the peer may be far away, plus the queues on the links. A peer that never
+        answered is not suspected before being marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
         queued_s = self._peer.net.queued_s(peer)
@@ -184,8 +186,8 @@ class FailureDetector:
         return own_s + QUEUES * queued_s
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
-        """Route around ``peer`` until it is heard of, and have the others ask it, too, so that all learn at the same
-        time whether it lives. Only routes change, so a suspicion may be wrong."""
+        """Route around ``peer`` until there is news, and let the other peers ask, too, so that all peers get news at
+        the same time. Only routes change, so a suspicion may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -196,7 +198,8 @@ class FailureDetector:
             self._peer.spawn(self._peer.tell(others, Suspected(lineage=lineage, step=step, peer=peer)), "suspected")
 
     def look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Find out whether ``peer`` is there, once at a time: others suspect it, or a stream with it ended."""
+        """Find out whether ``peer`` is there, once at a time: after a suspicion by other peers, or the end of a
+        stream."""
         asked = (peer in self.suspected and peer not in self._late) or peer in self._looked_after
         if self._peer.roster.is_alive(peer) and peer != self._peer.net.peer_id and not asked:
             self._looked_after.add(peer)
@@ -204,7 +207,8 @@ class FailureDetector:
             looking.add_done_callback(lambda _: self._looked_after.discard(peer))
 
     async def _look_after(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Ask again while its device is late: it gets nothing to do, so nothing else would end the suspicion."""
+        """Repeat the question while the peer's device is late: without new work, nothing else would end the
+        suspicion."""
         for times in itertools.count():
             if times or peer not in self._late:
                 await self.probe(peer, lineage, step, hearsay=True, brief=True)
@@ -213,7 +217,7 @@ class FailureDetector:
             await self._peer.clock.sleep(backoff_s(times, LATE_S, LATE_MAX_S))
 
     async def is_gone(self, peer: PeerId, lineage: bytes, step: int) -> bool:
-        """Returns True if ``peer`` cannot be reached at all, which says more than a missing answer."""
+        """Returns True if ``peer`` is unreachable, which is stronger evidence than a missing answer."""
         try:
             await self._get_progress(peer, lineage, step, attempt=0, brief=True)
         except PeerUnreachable:
@@ -223,8 +227,8 @@ class FailureDetector:
         return False
 
     async def measure(self, peer: PeerId, lineage: bytes, step: int) -> None:
-        """Measure how long ``peer`` takes to answer a probe, before an answer is missed. A peer that does not answer
-        yet is not marked down."""
+        """Measure the answer time of ``peer`` before any missed answer. A peer that does not answer yet is not marked
+        down."""
         with suppress(NetworkError):
             await self._get_progress(peer, lineage, step, attempt=0, brief=True)
 
@@ -242,7 +246,7 @@ class FailureDetector:
         progress = Progress.unpack(answer)
         del self._alarms[peer]
         (self._late.add if progress.late else self._late.discard)(peer)
-        if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else we have slept
+        if (took_s := self._peer.clock.now() - begin) <= limit_s:  # else this machine has slept
             self.deadline.measured(took_s)
             if peer not in self._usual:
                 self._usual[peer] = Usual(unmeasured_s=math.inf, floor_s=0.25, times=4.0, slow_times=1.5)
@@ -255,9 +259,9 @@ class FailureDetector:
         return progress
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """Returns the live ``peers``, and those that are down and were not tried for a quarter of the time since then
-        (at most ``RARELY_S``). They may be back, but a try costs connections, and in a long run many are gone for good.
-        A peer that comes back announces it."""
+        """Returns the live ``peers``, and peers that are down but were not tried for a quarter of the time since then
+        (at most ``RARELY_S``). Such peers may be back, but a try costs connections, and in a long run many peers are
+        gone for good. A returning peer announces itself."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
             if self._peer.roster.is_alive(peer):
@@ -270,16 +274,16 @@ class FailureDetector:
                 long_dead += long
                 self._tried[peer] = since, now
                 worth.append(peer)
-        if len(self._tried) > 2 * len(self._peer.roster.members()):  # the roster forgets peers, so we do, too
+        if len(self._tried) > 2 * len(self._peer.roster.members()):  # forget peers that the roster has forgotten
             self._tried = {p: tried for p, tried in self._tried.items() if self._peer.roster.knows(p)}
             self._alarms = Counter({p: n for p, n in self._alarms.items() if self._peer.roster.knows(p)})
             self._usual = {p: usual for p, usual in self._usual.items() if self._peer.roster.knows(p)}
         return tuple(worth)
 
     def mark_down(self, peer: PeerId, reason: str, *, declines: bool = False, reached: bool = False) -> None:
-        """Do not count on ``peer`` until it is heard of again. This changes routing and rounds only. ``declines``: see
-        ``Roster.mark_dead``. ``reached``: it answers, so what is on its way to it continues: it may need that to be of use
-        again."""
+        """Stop counting on ``peer`` until news of ``peer``. Only routing and rounds change. ``declines``: see
+        ``Roster.mark_dead``. ``reached``: the peer answers, so transfers to the peer continue: the peer may need the
+        data to become useful again."""
         self.clear(peer)
         if self._peer.roster.mark_dead(peer, declines=declines):
             self._peer.emit(PeerDown(peer_id=peer, reason=reason, name=self._peer.roster.name(peer)))
@@ -289,18 +293,17 @@ class FailureDetector:
             self._peer.news.hurry()
 
     def mark_back(self, peer: PeerId) -> bool:
-        """``peer`` was heard of: count on it. Returns True if it was down, or had left."""
+        """There is news of ``peer``: count on it. Returns True if ``peer`` was down, or had left."""
         return self._peer.roster.mark_alive(peer)
 
     def stand_aside(self, peer: PeerId) -> None:
-        """``peer`` said that nobody should count on it for now. It can be reached, so what is on its way to it
-        continues."""
+        """``peer`` asked not to be counted on for now. The peer is reachable, so transfers to the peer continue."""
         if self._peer.roster.mark_dead(peer, declines=True):
             self.give_up(peer, "it takes a state")
             self._peer.news.hurry()
 
     def is_late(self, peer: PeerId) -> bool:
-        """Did ``peer`` say that its device is late?"""
+        """Did ``peer`` report a late device?"""
         return peer in self._late
 
     def clear(self, peer: PeerId) -> None:
@@ -319,7 +322,7 @@ class FailureDetector:
             self._awaited[peer].pop(answer, None)
 
     def give_up(self, peer: PeerId, reason: str) -> None:
-        """Nothing more comes from ``peer``: fail the answers that it owes."""
+        """Nothing more comes from ``peer``: fail the answers owed by ``peer``."""
         for answer in self._awaited.pop(peer, {}):
             if not answer.done():
                 answer.set_exception(PeerUnreachable(reason, self._peer.roster.name(peer)))
@@ -329,8 +332,8 @@ class FailureDetector:
         return asyncio.get_running_loop().time() - self._peer.net.heard_s(peer)
 
     async def ask_all(self, peers: tuple[PeerId, ...], lineage: bytes, step: int) -> dict[PeerId, Progress]:
-        """Returns the progress of those of ``peers`` that answer. Peers that are down are asked, too, since they may be
-        back, but nobody waits for them while others live."""
+        """Returns the progress of the answering ``peers``. Peers that are down are asked, too, since they may be back,
+        but only live peers are waited for, if there are any."""
         asked = {p: asyncio.create_task(self.probe(p, lineage, step)) for p in self.worth_a_try(peers)}
         living = [task for p, task in asked.items() if self._peer.roster.is_alive(p)]
         try:

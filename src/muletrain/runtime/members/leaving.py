@@ -1,10 +1,10 @@
-"""A peer leaves in order: between two steps, and never as the last replica of a stage (CONTRIBUTING, "How a step
-goes", 6).
+"""A peer leaves in order: between two steps, and never as the last replica of a stage (CONTRIBUTING, "How a step goes",
+6).
 
-A peer that wants to leave announces it in its seal, as the request to stop travels. Who leaves is a pure function of
-the record (``StepRecord.leavers``), so all members count without it from the same step on: nothing waits for it,
-nothing is sent to it, and no number changes. It stays until the other replicas of its stage have that step, since they
-may still need something from it.
+A peer announces the wish to leave in its seal, like a request to stop. The leavers are a pure function of the record
+(``StepRecord.leavers``), so all members stop counting on a leaver from the same step on: no member waits for the leaver
+or sends messages there, and no number changes. The leaver stays until the other replicas of its stage have that step,
+and need no more data.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 60, 0.05, 2.0
-"""Times that the other replicas are asked whether they have the step, and the pause between, which doubles [s]. Two
-minutes in all: a replica that lost a chunk of the gradient waits for its deadlines before it takes our state."""
+"""Questions to the other replicas for the step, and first and longest pause between, which doubles [s]. Two minutes in
+all: a replica that lost a chunk of the gradient waits for its deadlines before taking our state."""
 
 
 class Unsaved(Protocol):
-    """What of this peer's work nobody else has yet (``checkpoint.own_part``)."""
+    """Work of this peer that no other peer has yet (``checkpoint.own_part``)."""
 
     def unsafe(self) -> str | None:
-        """What would be lost if this peer left now, in words; None: nothing."""
+        """Describes the loss if this peer left now; None: no loss."""
         ...
 
 
 class Departure:
-    """This peer's wishes: to leave, or that the run ends for all. ``Peer`` writes them."""
+    """This peer's wishes to leave, or to end the run for all peers. ``Peer`` writes both."""
 
     def __init__(self, ctx: Context, unsaved: Unsaved) -> None:
         self._ctx, self._unsaved = ctx, unsaved
@@ -42,8 +42,8 @@ class Departure:
         self._told: str | None = None
 
     def announced(self) -> bool:
-        """Returns what our seal says: whether we want to leave and are not needed. Emits why we stay, when that
-        changes."""
+        """Returns whether our seal says that we leave: we want to, and are not needed. Emits each new reason for
+        staying."""
         if not self.wanted:
             return False
         reason = self._ctx.roster.needs_us() or self._unsaved.unsafe()
@@ -53,9 +53,9 @@ class Departure:
         return reason is None
 
     async def taken_over(self, lineage: bytes, step: int) -> bool:
-        """Wait until every replica of our stage that answers has come to ``step``. Returns False if none has in the
-        end, so that ours is the last state, or if none answers for half the time after which others adopt the stage.
-        Replicas that are down are asked, too: a healed link does not announce itself."""
+        """Wait until every answering replica of our stage has come to ``step``. Returns False if none has in the end,
+        so that our state is the last, or if no replica answers for half the time after which other peers adopt the
+        stage. Replicas that are down are asked, too: a healed link does not announce itself."""
         ctx = self._ctx
         there, answered_s = False, ctx.clock.now()
         for attempt in range(TRIES):

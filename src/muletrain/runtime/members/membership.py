@@ -1,5 +1,6 @@
-"""Peers get to know each other after the run has begun: a newcomer introduces itself to everyone, and a peer that
-missed that asks when it is spoken to. The network's gate decides who may speak at all; here only the roster grows."""
+"""Peers get to know each other during the run: a newcomer introduces itself to all peers, and a peer that missed the
+introduction asks on the newcomer's first message. The network's gate decides who may connect; here only the roster
+grows."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 CALL_S = 20.0
-"""Seconds that a member has to answer an introduction."""
+"""Seconds for a member to answer an introduction."""
 FLOOR_S = 3.0
-"""Seconds for an answer, at least: a connection must be made first, and the answering peer may have to ask for us."""
+"""Least seconds for an answer: a connection must be made first, and the answering peer may have to ask for us."""
 ASK_AGAIN_S = 5.0
-"""Seconds between questions to one peer."""
+"""Seconds between two questions to the same peer."""
 
 
 class Membership:
-    """Answers introductions, and makes ours."""
+    """Answers introductions, and introduces this peer."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -39,9 +40,9 @@ class Membership:
         ctx.net.serve(WhoAreYou.KIND, self._on_question)
 
     async def introduce(self) -> None:
-        """Tell everyone who we are, including the peers that we hear of on the way: of two newcomers at least one hears
-        of the other. A peer that cannot be reached asks when it hears from us. Answers long after the others' are not
-        waited for. If some peer believes that we serve another stage, everyone is told again."""
+        """Introduce this peer to all peers, including peers heard of on the way: of two newcomers, at least one hears
+        of the other. An unreachable peer asks on our first message. Very late answers are not waited for. If a peer
+        believes that we serve another stage, the introductions are repeated."""
         roster = self._ctx.roster
         for _ in range(2):
             own = roster.own
@@ -53,7 +54,8 @@ class Membership:
                 return
 
     async def _answers(self, calls: dict[asyncio.Task[Any], PeerId]) -> None:
-        """Wait for the answers. A peer that takes much longer than others is not counted on until it answers."""
+        """Wait for the answers. A peer that takes much longer than the rest is not counted on until the peer
+        answers."""
         clock = self._ctx.clock
         begin = clock.now()
         while calls and (rest_s := begin + self._deadline.seconds() - clock.now()) > 0:
@@ -65,13 +67,13 @@ class Membership:
             self._ctx.detector.mark_down(peer, "it has not answered our introduction yet")
 
     async def tell(self, peers: Collection[PeerId]) -> set[PeerId]:
-        """Tell ``peers`` what is new about us, while we serve on. Returns the peers that did not hear it."""
+        """Tell ``peers`` of changes of this peer, while serving on. Returns the peers that the news did not reach."""
         living = [p for p in peers if self._ctx.roster.is_alive(p)]
         told = await asyncio.gather(*map(self._introduce_to, living))
         return {*peers} - {p for p, heard in zip(living, told, strict=True) if heard}
 
     async def _introduce_to(self, peer: PeerId) -> bool:
-        """Returns True if ``peer`` heard it."""
+        """Returns True if ``peer`` heard us."""
         ctx = self._ctx
         begin = ctx.clock.now()
         try:
@@ -93,8 +95,9 @@ class Membership:
         return False
 
     async def acquaint(self, peer: PeerId, stage: int | None = None) -> None:
-        """``peer`` speaks to us; ask who it is if we do not know it, or not as serving ``stage``: it came, or moved,
-        while we were away. Raises ProtocolError if it does not say who it is, or was expelled."""
+        """``peer`` speaks to us: ask for an introduction if ``peer`` is unknown, or not known to serve ``stage``, after
+        an arrival or a move during our absence. Raises ProtocolError without an introduction, and if ``peer`` was
+        expelled."""
         roster, now = self._ctx.roster, self._ctx.clock.now()
         if roster.expelled(peer):
             raise ProtocolError("this peer was expelled: it computed false gradients")
@@ -110,7 +113,7 @@ class Membership:
         roster.member(peer)
 
     async def serves(self, peer: PeerId, stage: int) -> bool:
-        """Does ``peer``, by its own word, serve ``stage``? Raises ProtocolError as ``acquaint``."""
+        """Does ``peer``, by its own word, serve ``stage``? Raises ProtocolError as ``acquaint`` does."""
         await self.acquaint(peer, stage)
         return self._ctx.roster.member(peer).stage == stage
 

@@ -1,4 +1,4 @@
-"""These messages tell who takes part: introductions, and questions whether a peer is there and how far it is."""
+"""Messages about participation: introductions, and questions about a peer's presence and progress."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from muletrain.runtime.core.messages import (
 
 
 class Member(Message):
-    """Describes one peer of the run. ``device``: its kind. ``flops``: what it is expected to compute [FLOP/s], 0 if
-    unknown. ``since``: counts up with every stage it serves; a later one replaces an earlier."""
+    """Describes one peer of the run. ``device``: kind. ``flops``: expected speed [FLOP/s], 0 if unknown. ``since``:
+    counts served stages; a later description replaces an earlier."""
 
     KIND: ClassVar[str] = "member"
     id: Id
@@ -36,12 +36,12 @@ class Member(Message):
     flops: Rate = 0
     since: Natural = 0
     place: Annotated[str, Field(max_length=64)] = ""
-    """Where it can write checkpoints (``CheckpointStore.name``). Members with the same name share the place."""
+    """Place where the peer can write checkpoints (``CheckpointStore.name``), shared by members with the same name."""
 
 
 class GetProgress(Message):
-    """Call: which microbatches of this step are in your accumulator, or on their way into it? ``brief``: only whether
-    you are there, and where; the answer names no microbatches."""
+    """Call: which microbatches of this step are in your accumulator, or on the way there? ``brief``: ask only for
+    presence and step; the answer names no microbatches."""
 
     KIND: ClassVar[str] = "get_progress"
     lineage: Digest
@@ -50,14 +50,15 @@ class GetProgress(Message):
 
 
 class Progress(Message):
-    """The answer: how far a peer is. ``current``: it is at the lineage and step asked about, or computes them ahead. It
-    is at ``step``, to which ``lineage`` led. ``rival``: it did the step asked about in another lineage.
+    """The answer: a peer's progress. ``current``: the peer is at the requested lineage and step, or computes them
+    ahead. The peer is at ``step``, to which ``lineage`` led. ``rival``: the peer did the requested step in another
+    lineage.
 
-    ``accumulated``: microbatches in its accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
-    ``in_flight``: requests it still works on; ``answering``: their answer is on its way; ``given``: what its trainer has
-    given out and waits for; ``asking``: what that gives out unless somebody else has it; ``completed``: microbatches it
-    knows to be through all stages, with ``losses`` [nats/token]. ``round``: the round it averages now, or holds.
-    ``moved``: bytes of tensors that it sent and received in its life, so two answers tell whether it makes progress.
+    ``accumulated``: microbatches in the accumulator, with ``accumulated_losses`` [nats/token] (nan if unknown);
+    ``in_flight``: requests in work; ``answering``: requests with an answer on the way; ``given``: microbatches that the
+    peer's trainer gave out and waits for; ``asking``: microbatches to give out unless found elsewhere; ``completed``:
+    microbatches known to be through all stages, with ``losses`` [nats/token]. ``round``: the present or held round of
+    averaging. ``moved``: bytes of tensors sent and received in total, so that two answers show progress.
     """
 
     KIND: ClassVar[str] = "progress"
@@ -66,7 +67,7 @@ class Progress(Message):
     stage: Natural
     lineage: Annotated[bytes, Field(max_length=32)] = b""
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)] = bytes(BRANCH)
-    """Branch of its lineage: steps of different branches are unrelated."""
+    """Branch of the peer's lineage: steps of different branches are unrelated."""
     accumulated: Indices = ()
     accumulated_losses: Annotated[tuple[float, ...], Field(max_length=MAX_MICROBATCHES), FailFast()] = ()
     in_flight: Indices = ()
@@ -79,21 +80,21 @@ class Progress(Message):
     round: Annotated[bytes, Field(max_length=32)] = b""
     moved: Natural = 0
     late: bool = False
-    """Its device takes unusually long for an operation."""
+    """The peer's device takes unusually long for an operation."""
 
     def beyond(self, step: int) -> bool:
-        """Has it done ``step``, in our lineage?"""
+        """Has the peer done ``step``, in our lineage?"""
         return self.step > step and not self.rival
 
     def loss(self, index: int) -> float | None:
-        """Returns the loss of microbatch ``index`` [nats/token]; None if the answerer does not hold it, or does not
-        know its loss."""
+        """Returns the loss of microbatch ``index`` [nats/token]; None if the peer does not hold the microbatch, or does
+        not know its loss."""
         known = [loss for i, loss in zip(self.accumulated, self.accumulated_losses, strict=False) if i == index]
         return known[0] if known and not math.isnan(known[0]) else None
 
 
 class Suspected(Message):
-    """``peer`` does not answer the sender. The receivers ask it, too, before they need it; nobody is marked down on
+    """``peer`` does not answer the sender. The receivers ask ``peer``, too, before any need; no peer is marked down on
     hearsay."""
 
     KIND: ClassVar[str] = "suspected"
@@ -103,20 +104,20 @@ class Suspected(Message):
 
 
 class Introduce(Message):
-    """Call to everyone that the sender knows: it serves ``member``'s stage from now on."""
+    """Call to all peers that the sender knows: the sender serves ``member``'s stage from now on."""
 
     KIND: ClassVar[str] = "introduce"
     member: Member
 
 
 class Acquaintances(Message):
-    """The answer to an introduction: everyone that the answerer knows, itself included."""
+    """The answer to an introduction: all peers known to the answering peer, itself included."""
 
     KIND: ClassVar[str] = "acquaintances"
     members: Annotated[tuple[Member, ...], Field(max_length=4096), FailFast()]
 
 
 class WhoAreYou(Message):
-    """Call to a peer that speaks to us and that we do not know. The answer is a Member."""
+    """Call to an unknown peer that has sent a message. The answer is a Member."""
 
     KIND: ClassVar[str] = "who_are_you"

@@ -1,8 +1,9 @@
-"""Peers move to the stage that needs them most (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D). Every period each
-peer announces its load, computes the moves that follow from everyone's (``Strategy.assign``), and carries out its own.
+"""Peers move to the stage with the greatest need (SWARM sec. 3.2 "Adaptive swarm rebalancing", app. D). Every period
+each peer announces its load, computes the moves that follow from all loads (``Strategy.assign``), and carries out its
+own.
 
-Announcements are hints. A peer that misses one makes a move too many or too few, but no number changes: leaving and
-joining keep their own promises.
+Announcements are hints. A peer that misses an announcement makes a move too many or too few, but no number changes:
+leaving and joining keep their own promises.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 SAMPLES = 20
 """Samples of the queue in a period."""
 KEPT_PERIODS, KEPT_MAX_S = 5.0, 110.0
-"""Periods, and seconds at most, for which an announcement holds: a peer is silent while it gets ready for a new stage.
-The directory keeps nothing for more than two minutes, and of two announcements the one that holds longer; so all hold
+"""Periods, and most seconds, for which an announcement holds: a peer is silent while preparing for a new stage. The
+directory keeps nothing for more than two minutes and, of two announcements, the longer-lived; so all announcements hold
 equally long."""
 MEASURED_PERIODS, MAX_SERVICES = 2.0, 4096
 HORIZON_PERIODS = 10
@@ -39,7 +40,7 @@ Positive = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
 
 
 class Announcement(BaseModel):
-    """The load of a peer, as JSON in the directory. ``coming``: it is on its way to ``stage``. ``targets``: see
+    """The load of a peer, as JSON in the directory. ``coming``: the peer is on its way to ``stage``. ``targets``: see
     ``Load.targets``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,7 +59,7 @@ class Mover(Protocol):
         ...
 
     def fits(self, stage: int) -> bool:
-        """Does its memory have room for ``stage``?"""
+        """Does the peer's memory have room for ``stage``?"""
         ...
 
     def move(self, stage: int | None) -> None:
@@ -74,7 +75,7 @@ class Rebalancer:
         self._services: deque[tuple[float, float]] = deque(maxlen=MAX_SERVICES)
         self._confirmed = Confirmed()
         self.settled = True
-        """False until this peer serves its stage; ``Peer`` writes it."""
+        """False until this peer serves its stage; ``Peer`` writes the value."""
 
     def count(self, stats: StepStats) -> None:
         """Count the microbatches of a step."""
@@ -82,8 +83,8 @@ class Rebalancer:
 
     @property
     def _speed(self) -> float | None:
-        """Returns microbatches/s by the median of the last periods: one microbatch on a busy machine says nothing of
-        the next."""
+        """Returns microbatches/s by the median of the last periods, because a single microbatch on a busy machine
+        predicts little."""
         since = self._ctx.clock.now() - MEASURED_PERIODS * self._ctx.plan.rebalance_s
         known = [seconds for at, seconds in self._services if at >= since] or [s for _, s in self._services]
         return 1 / max(1e-9, median(known)) if known else None
@@ -148,7 +149,7 @@ class Rebalancer:
             if ctx.roster.is_alive(m.id)
         }
         said = {p: load for p, value in found.items() if (load := self._read(p, value)) is not None}
-        # a peer that serves counts, even if its announcement did not come
+        # a serving peer counts, even without an announcement
         loads = {**others, **said, ctx.net.peer_id: self._own(queue)}
         horizon_s = HORIZON_PERIODS * plan.rebalance_s
         view = View(loads, plan.work, plan.state_bytes, rule=plan.rebalance, horizon_s=horizon_s)
@@ -161,7 +162,7 @@ class Rebalancer:
         return move.target
 
     def _seen(self, view: View) -> str:
-        """Returns what a decision was based on, in words."""
+        """Describes the basis of a decision."""
         stages = []
         for stage, peers in enumerate(view.served()):
             speeds = [view.loads[p].speeds.get(stage, math.nan) for p in peers]
@@ -171,7 +172,7 @@ class Rebalancer:
         return "; ".join(stages)
 
     def _read(self, peer: PeerId, value: bytes) -> Load | None:
-        """Returns the load of a member that serves or is on its way; None if the announcement is invalid."""
+        """Returns the load of a serving or coming member; None: no such member, or an invalid announcement."""
         roster = self._ctx.roster
         try:
             said = Announcement.model_validate(json.loads(value))

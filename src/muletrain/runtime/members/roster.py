@@ -1,8 +1,8 @@
-"""The roster says who is in the run, which stage each member serves, and which members are alive.
+"""The roster contains the members of the run, their stages, and this peer's belief about live members.
 
-The members that begin together agree on the genesis. Its digest is the first lineage, so peers that began differently
-refuse each other's frames. Later members introduce themselves to everyone. Which members a peer knows, and which it
-believes alive, is its own view: it changes routing and rounds, never numbers.
+The members that begin together agree on the genesis, whose digest is the first lineage, so peers with different
+beginnings refuse each other's frames. Later members introduce themselves to all peers. The known members, and the
+members believed alive, are each peer's own view, which changes routing and rounds, never numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class Genesis(Message):
-    """What all peers agree on before step 0. ``coordinator`` is the first to collect checkpoints (the founder's
-    peer)."""
+    """The agreement of all peers before step 0. ``coordinator``: the first peer to collect checkpoints (the
+    founder's)."""
 
     run_id: Id
     config: Digest
@@ -63,10 +63,11 @@ class Genesis(Message):
 
 MAX_MEMBERS = 4096
 MAX_SINCE = 1 << 32
-"""Largest ``Member.since`` of ours that we believe from others: a lie must not use up the numbers we still need."""
+"""Largest ``Member.since`` of ours to believe from other peers: a lie must not use up the numbers that we still
+need."""
 MAX_GONE = 64
-"""Members that are down or left, which a peer still knows; or four times the living, if that is more. They may be alive
-beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
+"""Number of known members that are down or left; or four times the live members, if that is more. Such members may be
+alive beyond a partition, and are asked now and then; but in a long run machines come and go without end."""
 
 
 def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[Roster, P], T]:
@@ -84,7 +85,7 @@ def _kept(answer: Callable[Concatenate[Roster, P], T]) -> Callable[Concatenate[R
 
 
 class Roster:
-    """The members, and this peer's belief about who is alive."""
+    """The members, and this peer's belief about live members."""
 
     def __init__(self, genesis: Genesis, own: str | Member) -> None:
         """``own``: the id of a founding member, or a newcomer. Raises ProtocolError for an id that is not in the
@@ -92,18 +93,17 @@ class Roster:
         self.genesis = genesis
         self._members = {m.id: m for m in genesis.members}
         self._dead: dict[str, bool] = {}
-        """Peers that are down, the first one first, and whether they themselves said that nobody should count on
-        them."""
+        """Peers that are down, earliest first, with a flag for peers that themselves declined to be counted on."""
         self._left: dict[str, None] = {}
-        """Peers that left in order, the first one first."""
+        """Peers that left in order, earliest first."""
         self._hearsay: set[str] = set()
-        """Members that have not said themselves which stage they serve."""
+        """Members whose stage is known only from other peers."""
         self._expelled: set[str] = set()
         self._own_id = ""
         self._answers: dict[Any, Any] = {}
         """See ``_kept``."""
         self.version = 0
-        """Counts changes of the members, and of who is alive."""
+        """Counts changes of the members and of the live members."""
         if isinstance(own, Member):
             self.admit(own)
             self._dead.clear()
@@ -120,10 +120,10 @@ class Roster:
         return self._members[self._own_id]
 
     def hear_of(self, member: Member) -> None:
-        """Others say that ``member`` is there; its own word will tell which stage it serves. Ignore others' entries
-        about us; if one is wrong, raise our ``since`` so that our next announcement wins. A peer that we noted as
-        left counts as back if others heard from it later. This is needed when it and we move at the same step: then
-        neither introduces itself to the other. Raises ProtocolError as ``admit``."""
+        """Other peers report ``member``, whose own word will tell the stage. Ignore entries of other peers about us; if
+        one is wrong, raise our ``since`` so that our next announcement wins. A member noted as left counts as back if
+        other peers heard from it later: when the member and we move at the same step, neither introduces itself to the
+        other. Raises ProtocolError as ``admit`` does."""
         own, known = self.own, self._members.get(member.id)
         if member.id == own.id:
             if own.since <= member.since < MAX_SINCE and member.stage != own.stage:
@@ -139,9 +139,9 @@ class Roster:
             self._changed()
 
     def admit(self, member: Member) -> bool:
-        """Take ``member`` by its own word: a newcomer or one that serves another stage, which are down until they are
-        heard of, or one that trains from now on. Returns True if that is news. Raises ProtocolError for a stage that
-        the run does not have, when the run is full, and for a member that was expelled."""
+        """Take ``member`` by its own word: a newcomer or a member of another stage, which is down until further news,
+        or a member that trains from now on. Returns True if that is news. Raises ProtocolError for a stage that the run
+        does not have, when the run is full, and for an expelled member."""
         if member.id in self._expelled:
             raise ProtocolError(f"{member.name} was expelled: it computed false gradients")
         known = self._members.get(member.id)
@@ -161,7 +161,7 @@ class Roster:
         return True
 
     def _forget(self) -> None:
-        """Forget the members that are gone for longest. If one of them is alive, it introduces itself again."""
+        """Forget the members that are gone for longest. A forgotten member that is alive introduces itself again."""
         for gone in (self._dead, self._left):
             limit = max(MAX_GONE, 4 * (len(self._members) - len(self._dead) - len(self._left)))
             for peer in [p for p in gone if p != self.genesis.coordinator][: max(0, len(gone) - limit)]:
@@ -179,7 +179,7 @@ class Roster:
         self._changed()
 
     def moved(self, peer: str, stage: int) -> None:
-        """``peer`` serves ``stage`` from now on; it has said so, or is about to."""
+        """``peer`` serves ``stage`` from now on, by its own word, perhaps soon to come."""
         known = self._members.get(peer)
         if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
@@ -187,9 +187,9 @@ class Roster:
 
     @_kept
     def coordinator(self) -> Member | None:
-        """Returns the member that collects checkpoints and reports, into the place that it names; None: no member has a
-        place. It is the coordinator of the genesis, else a live member that shares its place, else any live one with a
-        place, by id."""
+        """Returns the member that collects checkpoints and reports, into its own place; None: no member has a place.
+        The coordinator of the genesis comes first, then live members with the same place, then other live members with
+        a place, by id."""
         first = self._members[self.genesis.coordinator]
         able = [m for m in self._members.values() if m.place and (m.id == self._own_id or self.is_alive(m.id))]
         return min(able, key=lambda m: (m.id != first.id, m.place != first.place, m.id), default=None)
@@ -209,15 +209,15 @@ class Roster:
         return self._members[peer]
 
     def name(self, peer: str) -> str:
-        """Returns the name of ``peer`` for people; if it is unknown, the end of its id."""
+        """Returns the name of ``peer`` for people; for an unknown peer, the end of the id."""
         return self._members[peer].name if peer in self._members else peer[-6:]
 
     def is_alive(self, peer: str) -> bool:
         return peer in self._members and peer not in self._dead and peer not in self._left
 
     def mark_dead(self, peer: str, *, declines: bool = False) -> bool:
-        """Believe ``peer`` dead; only ``FailureDetector`` calls this. Returns True if that is news. ``declines``: it
-        answers, and says that nobody should count on it."""
+        """Believe ``peer`` dead; only ``FailureDetector`` calls this. Returns True if that is news. ``declines``:
+        ``peer`` answers, but declines to be counted on."""
         if peer in self._dead:
             self._dead[peer] |= declines
         if peer == self._own_id or peer in self._dead or peer not in self._members:
@@ -228,7 +228,7 @@ class Roster:
         return True
 
     def declines(self, peer: str) -> bool:
-        """``peer`` said that nobody should count on it, and was not heard of since."""
+        """``peer`` declined to be counted on, and there was no news of ``peer`` since."""
         return self._dead.get(peer, False)
 
     def down(self) -> list[Member]:
@@ -236,8 +236,8 @@ class Roster:
         return [self._members[p] for p, declines in self._dead.items() if not declines]
 
     def mark_alive(self, peer: str) -> bool:
-        """``peer`` was heard of, perhaps after it left, since it was needed after all; only ``FailureDetector`` calls
-        this. Returns True if it was not counted on before."""
+        """There is news of ``peer``, perhaps needed after all and back; only ``FailureDetector`` calls this. Returns
+        True if ``peer`` was not counted on before."""
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left
@@ -248,11 +248,11 @@ class Roster:
         return news
 
     def left(self, peer: str) -> None:
-        """``peer`` has left in order: nobody asks it any more."""
+        """``peer`` has left in order, and is not asked any more."""
         self._go(peer)
 
     def expel(self, peer: str) -> None:
-        """``peer`` computed false gradients: nothing from it counts any more, under this identity."""
+        """``peer`` computed false gradients: nothing from this identity counts any more."""
         self._go(peer)
         self._expelled.add(peer)
 
@@ -267,7 +267,7 @@ class Roster:
         return peer in self._expelled
 
     def needs_us(self) -> str | None:
-        """Returns why this peer cannot leave, as far as it knows; None if it can."""
+        """Returns the known reason why this peer cannot leave; None: there is none."""
         if self._own_id == self.genesis.coordinator:
             return "it coordinates the checkpoints"
         if self.stage(self.own.stage) == (self._own_id,):
@@ -298,26 +298,26 @@ class Roster:
 
     @_kept
     def everyone(self) -> tuple[str, ...]:
-        """Returns all members but ourselves and those that left, also those that are down."""
+        """Returns all members but ourselves and departed members, members that are down included."""
         return tuple(m.id for m in self.members() if m.id != self._own_id)
 
     def spread(self, count: int, turn: int = 0) -> tuple[str, ...]:
-        """Returns ``count`` of the live others, evenly spread, from the one after us on: so every peer is in equally
-        many such choices. Each ``turn`` gives others, until all had theirs."""
+        """Returns ``count`` live peers, evenly spread, from the peer after us on: so every peer is in equally many such
+        choices. Each ``turn`` gives different peers, until all had a turn."""
         others = self.others()
         after = bisect.bisect(others, self._own_id)
         chosen = min(count, len(others))
         return tuple(others[(after + turn + k * len(others) // chosen) % len(others)] for k in range(chosen))
 
     def receivers(self) -> tuple[str, ...]:
-        """Returns the live peers that get microbatches from here: those of the next stage, and a trainer's of the
-        first."""
+        """Returns the live peers that get microbatches from here: of the next stage and, from a trainer, of the first
+        stage."""
         first = self.stage(0) if self.own.trainer else ()
         return tuple(p for p in (*first, *self.stage(self.own.stage + 1)) if p != self._own_id)
 
     @_kept
     def replicas(self) -> tuple[str, ...]:
-        """Returns the other members of our stage, also those that are down."""
+        """Returns the other members of our stage, members that are down included."""
         own = self.own.stage
         return tuple(p for p in self.everyone() if self._members[p].stage == own)
 

@@ -1,13 +1,14 @@
-"""Watches peers that owe answers: a silent one is first asked, then suspected, and marked down only much later.
+"""Watches peers that owe answers: a silent peer is first asked, then suspected, and marked down only much later.
 
-The three deadlines come from measured times. A peer that owes answers gives one every so often. When it is silent for
-longer, it is asked whether it is there, which costs nothing. When that answer takes longer than usual, the peer is
-*suspected*: another peer also computes what it owes, and it gets nothing new. That changes routing alone, so it may be
-wrong. It is marked down when it misses the question's own, patient deadline (``FailureDetector.probe``): from then on
-what it accumulated is run again.
+The three deadlines come from measured times. A peer that owes answers gives an answer every so often. A peer that is
+silent for longer gets a question, which costs nothing. If that answer takes longer than usual, the peer is *suspected*:
+another peer also computes the owed microbatches, and the suspect gets no new work. Suspicion changes routing alone, and
+may be wrong. The peer is marked down after missing the question's own, patient deadline (``FailureDetector.probe``):
+from then on its accumulated microbatches are run again.
 
-A peer whose event loop answers may have a device that hangs. It reports that in its answers (``members.watchdog``):
-then it is suspected, too, and marked down when it refuses to answer. A long queue or a slow link is no reason.
+A peer whose event loop answers may have a device that hangs. The peer reports this in its answers
+(``members.watchdog``), is then suspected, too, and marked down on refusing to answer. A long queue or a slow link is no
+reason.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 FLOOR_S = 0.3
 """Seconds of silence, at least, before a peer that owes answers is asked."""
 LOOK_S, TICK_S = 1.0, 1e-3
-"""Seconds between two looks, at most (what was measured meanwhile counts), and at least (clocks are not exact)."""
+"""Longest pause between two checks (so that new measurements count), and shortest pause (clocks are not exact) [s]."""
 
 
 @dataclass(slots=True)
 class _Debtor:
-    """A peer that owes answers. ``attempt``: questions about it since it was ``heard`` of."""
+    """A peer that owes answers. ``attempt``: questions to the peer since it was last ``heard``."""
 
     heard: float
     asked: float = -math.inf
@@ -40,16 +41,16 @@ class _Debtor:
 
 
 class Creditor(Protocol):
-    """Sent requests, and waits for their answers."""
+    """Sends requests, and waits for the answers."""
 
     def owed(self, peer: PeerId) -> Request | None:
-        """The oldest request that ``peer`` has not answered; None: it has answered all."""
+        """The oldest request that ``peer`` has not answered, if any."""
         ...
 
 
 class Silence:
-    """Listens to the peers of one stage that owe us answers. One task does it for all: there are many answers, and
-    hardly ever a silence."""
+    """Listens to the peers of one stage that owe us answers. One task serves all peers, because answers are many, and
+    silences rare."""
 
     def __init__(self, ctx: Context, stage: int, creditor: Creditor) -> None:
         self._ctx, self._stage, self._creditor = ctx, stage, creditor
@@ -74,7 +75,7 @@ class Silence:
         self._ctx.detector.clear(peer)
 
     async def _listen(self) -> None:
-        """Look while any peer owes us something. The deadline of a request, which may wait in a queue, would find a
+        """Check while any peer owes us answers. The deadline of a request, which may wait in a queue, would reveal a
         frozen peer much later."""
         try:
             while self._debtors:
@@ -83,8 +84,8 @@ class Silence:
             self._listening = False
 
     def _ask_the_late(self) -> float:
-        """Ask the peers that are due. Returns the seconds until the next one is; a peer that begins to owe us something
-        later is not due before that."""
+        """Ask the peers that are due. Returns the seconds until the next peer is due; a peer that begins to owe an
+        answer later is not due before that."""
         now, wait_s = self._ctx.clock.now(), min(LOOK_S, self._usual.seconds())
         for peer, debtor in list(self._debtors.items()):
             request = self._creditor.owed(peer)

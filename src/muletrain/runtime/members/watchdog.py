@@ -1,20 +1,20 @@
-"""Notices that an operation of this peer's own device hangs while its event loop still answers: only the peer itself
-knows what its device is doing, and since when.
+"""Notices that an operation of this peer's own device hangs while the event loop still answers: only the peer itself
+knows its device's operation, and since when.
 
-A slow link or a long queue is no hang. What counts is how long one operation has been running, as a multiple of what it
-usually takes (``compute.jobs``). There are three limits, from measured times:
+A slow link or a long queue is no hang. A hang shows in the running time of one operation, as a multiple of its usual
+time (``compute.jobs``). There are three limits, from measured times:
 
-- *late*, after about four usual times (at least 2 s; 300 s before the operation has ended once): answers to probes say
-  so. Other peers suspect this one, which changes routing alone: they compute copies of what it owes, within their
-  budgets, and give it nothing new.
-- *out*, after four times as long (at least 8 s; as soon as it is late the first time): nobody should count on this peer. It refuses
-  probes and sends nothing, so for the others it is a frozen peer: they run again what it had accumulated. When the
-  operation ends after all, it comes back as a frozen peer does. The last peer of a stage is never out: nobody else
-  could do its work.
+- *late*, after about four usual times (at least 2 s; 300 s before the operation has ended once): answers to probes
+  report this. Other peers suspect this peer, which changes routing alone: they compute copies of the owed microbatches,
+  within their budgets, and send no new work.
+- *out*, after four times as long (at least 8 s; the first time, as soon as late): no peer should count on this peer.
+  The peer refuses probes and sends nothing, like a frozen peer, so its accumulated microbatches are run again. When the
+  operation ends after all, the peer comes back as a frozen peer does. The last peer of a stage is never out: no other
+  peer could do its work.
 - *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.
 
-Only time in which this process ran counts: between two looks no more than twice the usual pause, however long it was
-stopped or suspended. That it was away for so long that others must have missed it is counted, too (``Meter.absences``).
+Only time in which this process ran counts: between two checks at most twice the usual pause, even after a suspension.
+Absences so long that other peers must have noticed are counted, too (``Meter.absences``).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 LOOK_S = 0.5
-"""Seconds between two looks at what the device is doing."""
+"""Seconds between two checks of the device's operations."""
 OUT, HUNG = 4.0, 30.0
-"""Multiples of the time after which an operation is late, after which it is out, and hung."""
+"""Multiples of the late time after which an operation is out, and after which an operation is hung."""
 LEAST_S, MOST_S = 300.0, 3600.0
-"""Seconds, at least and at most, after which an operation hangs."""
+"""Least and most seconds after which an operation is hung."""
 
 
 class DeviceHung(MuletrainError):
@@ -59,7 +59,7 @@ class Watchdog:
             self.look(min(passed_s, 2 * LOOK_S))
 
     def look(self, seconds: float) -> None:
-        """Judge the operations under way. ``seconds``: how long this process ran since the last look. Raises
+        """Judge the operations in progress. ``seconds``: running time of this process since the last check. Raises
         DeviceHung."""
         ctx, jobs = self._ctx, self._ctx.compute.jobs
         before = self._ages_s

@@ -1,12 +1,12 @@
 """Asks another peer of the next stage for a gradient that came back and stands out (CONTRIBUTING, "How a step goes",
 3).
 
-Without this, the peer that gets a false gradient would be taken for the one that computes falsely. Its activations are
-still there, so another peer computes the same microbatch from the same inputs, and accumulates nothing.
+Without this check, the receiver of a false gradient would appear to compute falsely. The receiver still has its
+activations, so another peer computes the same microbatch from the same inputs, and accumulates nothing.
 
-The first answers can be compared only with each other. So the first one waits for that of another peer, which is mostly
-under way. If each stage had its first microbatch computed twice, the stages would do so one after the other, and a
-pipeline of S stages would stand still for about S^2 / 2 service times.
+The first answers can be compared only with each other. So the first answer waits for another peer's answer, which is
+usually in flight. If each stage had its first microbatch computed twice, the stages would do so one after the other,
+and a pipeline of S stages would stand still for about S^2 / 2 service times.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 REMEMBERED = 64
-"""Lengths of accepted gradients that are remembered."""
+"""Number of lengths of accepted gradients to remember."""
 LOOK = 0.02
-"""Pause between two looks whether another answer is still to come, as a share of the time that the first one took."""
+"""Pause between two checks for another answer to come, as a share of the first answer's time."""
 PAUSE_S = 0.01
-"""Seconds between two looks whether another answer is still to come, at least."""
+"""Least pause between two checks for another answer to come [s]."""
 
 
 class _Gradient(NamedTuple):
     values: Tensor
     length: float
-    """Norm of ``values``; infinite if it is not finite."""
+    """Norm of ``values``; infinite for non-finite values."""
 
 
 class GradientCrossCheck:
@@ -54,14 +54,14 @@ class GradientCrossCheck:
         self._ctx, self._dispatcher = ctx, dispatcher
         self._lengths: deque[float] = deque(maxlen=REMEMBERED)
         self._first: dict[PeerId, float] = {}
-        """Lengths of the first answers, by the peer that gave them, until some gradients were accepted."""
+        """Lengths of the first answers, by answering peer, until some gradients were accepted."""
         self._second = asyncio.Event()
         """Set when two peers have answered."""
         self._beginning = asyncio.Lock()
 
     async def gradient(self, forward: Forward, sent: list[Encoded], answer: Answer) -> tuple[Tensor, bool]:
-        """Returns the gradient to continue with, and whether to trust it: not if it stands out and no other peer could
-        be asked."""
+        """Returns the gradient to continue with, and whether to trust the gradient: not if a second peer was needed,
+        but none could be asked."""
         first = await self._read(answer)
         if not forward.accumulate or answer.unfinite:
             return first.values, True
@@ -76,7 +76,7 @@ class GradientCrossCheck:
         return first.values, True
 
     async def _begin(self, answer: Answer, length: float) -> None:
-        """Wait for another peer's first answer, while one is to come."""
+        """Wait for another peer's first answer, while there is one to come."""
         self._first.setdefault(answer.peer, length)
         if len(self._first) > 1:
             self._second.set()

@@ -1,8 +1,8 @@
-"""Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and sees the answer through.
+"""Sends a microbatch onwards: chooses a peer of a stage, pushes the tensors, and waits for the answer.
 
-Trainers (towards stage 0) and peers (towards the next stage) use it alike. Activations travel from peer to peer. The
-strategy says which peers may get the microbatch; each sender chooses among these by its own measurements
-(``Dispatcher._choose``; SWARM sec. 3.2, app. C).
+Trainers (towards stage 0) and peers (towards the next stage) do this alike. Activations travel from peer to peer. The
+strategy names the peers that may get the microbatch; each sender then chooses by measurements (``Dispatcher._choose``;
+SWARM sec. 3.2, app. C).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 LOOK_S, LOOK_MAX_S = 0.5, 30.0
-"""Seconds between two looks whether a peer of a full stage has room, and between two tries of one that is at the microbatch
-already, at most."""
+"""Seconds between two checks for room at a full stage, and most seconds between two tries of a peer that is already at
+the microbatch."""
 COPIES, COPIES_SHARE = 2.0, 0.1
-"""Microbatches that are computed twice because a peer is suspected: at first this multiple of what one peer holds at
-once, then this share of the answered ones."""
+"""Budget of microbatches that are computed twice because a peer is suspected: at first this multiple of a peer's
+capacity, then this share of the answered microbatches."""
 
 
 class Unfinite(MuletrainError):
-    """The activations are not finite. Their sender reports that, so that another peer computes them again."""
+    """The activations are not finite. The sender reports this, so that another peer computes the activations again."""
 
 
 class StageLost(MuletrainError):
@@ -54,7 +54,7 @@ class Dispatcher:
 
     def __init__(self, ctx: Context, stage: int, survey: Survey) -> None:
         self._ctx, self._stage, self._survey = ctx, stage, survey
-        gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool's word is an average already, of who is there now
+        gamma = 1.0 if ctx.plan.strategy.pooled else GAMMA  # a pool reports averages over its present clients
         self._wiring = Wiring(random.Random(f"{ctx.net.peer_id}/{stage}"), gamma)
         self.trips = Trips(ctx.plan.capacity, ctx.plan.stages - stage, ctx.compute.jobs.longest_s)
         self._rooms, self._room, self._waiting = Rooms(), asyncio.Event(), 0
@@ -66,7 +66,7 @@ class Dispatcher:
         self._current: set[tuple[int, bytes]] | None = None
 
     def begin(self, under_way: Iterable[InFlightStep] | None = None) -> None:
-        """A step begins. ``under_way``: give up requests of all other steps, for which nobody should be banned."""
+        """A step begins. ``under_way``: give up requests of all other steps, without banning a peer."""
         self._rooms.begin()
         self.refresh()
         if under_way is None:
@@ -88,19 +88,19 @@ class Dispatcher:
         self._room.set()
 
     def welcome(self, peer: PeerId) -> None:
-        """``peer`` had gone, and says that it is back."""
+        """``peer`` had gone, and announces its return."""
         if peer in self._ctx.roster.stage(self._stage):
             self._wiring.add(peer, self._device_s(peer))
             self.on_room(peer)
 
     def _device_s(self, peer: PeerId) -> float:
-        """Returns the seconds for a microbatch, both ways, by what ``peer`` says of its device; 0 if it says nothing."""
+        """Returns the seconds for a microbatch, both ways, by the device speed that ``peer`` states; 0: not stated."""
         work, flops = self._ctx.plan.work, self._ctx.roster.member(peer).flops
         return 3 * work[self._stage] / flops if work and flops else 0.0
 
     def expects(self, sender: PeerId, reply: Backward, tensors: list[Encoded]) -> None:
-        """Check a gradient of what was sent to this stage, before it is read; it may be late. Raises Malformed if its
-        shape or codec is wrong."""
+        """Check a gradient for a request to this stage before reading; the gradient may be late. Raises Malformed for a
+        wrong shape or codec."""
         plan, (gradient,) = self._ctx.plan, tensors
         shape = plan.sequences, plan.sequence_length(reply.step), plan.width
         if (gradient.shape, gradient.codec) != (shape, plan.activations):
@@ -108,8 +108,8 @@ class Dispatcher:
 
     def on_reply(self, sender: PeerId, reply: Backward | Done | Busy | Lost, tensors: list[Encoded]) -> None:
         """Match an answer with its request. Late answers to requests that were given up, or sent elsewhere since, are
-        dropped. Raises ProtocolError for a gradient of another shape or codec than what was sent, and for one that was
-        not asked for, or is missing."""
+        dropped. Raises ProtocolError for a gradient whose shape or codec differs from the request, and for an
+        unrequested or missing gradient."""
         pending = self._pending.get(sender, {}).get(reply.key)
         if pending is None or pending.reply.done():
             return
@@ -140,15 +140,16 @@ class Dispatcher:
         gradient: bool,
         unfinite: bool = False,
     ) -> Answer:
-        """Get one microbatch through this stage and all behind it, without the peers that were ``tried``. Peers that
+        """Get one microbatch through this stage and all later stages, without the ``tried`` peers. Peers that
         ``request`` leaves out come last.
 
-        ``gradient``: d loss / d input should come back. ``unfinite``: see ``Forward``. If the first peer finds that the
-        microbatch does not stay finite, another decides, or the first one itself if there is no other. Raises StageLost
-        when every live peer failed it or its step is over, and Unfinite when what we send is not finite, and should be.
+        ``gradient``: d loss / d input should come back. ``unfinite``: see ``Forward``. If the first peer reports that
+        the microbatch does not stay finite, a second peer decides, or the first peer itself if there is no other.
+        Raises StageLost when every live peer failed or the step is over, and Unfinite when our activations are not
+        finite, and should be.
         """
         begun_s = full_s = self._ctx.clock.now()
-        # others may compute a copy, and compare what was computed, as well
+        # left-out peers may still compute copies, and results for comparison
         again = {*request.without} - {*tried} if self._stage in accumulate else set()
         again |= self._rooms.asked_last(request.step) - {*tried}
         failed, at_it = {*tried, *again}, dict["PeerId", float]()
@@ -162,7 +163,7 @@ class Dispatcher:
             peer = self._choose(request, failed, full, now_s - begun_s)
             if peer is None and full:
                 await self._until_room()
-                if self._ctx.clock.now() - full_s >= self.trips.long_s():  # who says that it is full may lie
+                if self._ctx.clock.now() - full_s >= self.trips.long_s():  # a peer that claims to be full may lie
                     if tried:
                         raise StageLost(f"stage {self._stage}: nobody else has room for long")
                     full_s, failed, again = self._ctx.clock.now(), self._instead_of(full), set()
@@ -188,7 +189,7 @@ class Dispatcher:
                     raise Unfinite(f"activations of microbatch {request.step}/{request.index}: not finite") from None
                 unfinite, again = True, again if unfinite else {*again, peer}
                 self._give_up(peer, request, str(e))
-            except Gone as e:  # alive, but it does not have the request
+            except Gone as e:  # the peer is alive, but does not have the request
                 self._give_up(peer, request, str(e))
             except (Over, Full):
                 continue
@@ -200,10 +201,10 @@ class Dispatcher:
                 return answer
             failed.add(peer)
             accumulate = await self.missing(request, accumulate)
-            full_s = self._ctx.clock.now()  # full peers were not asked while that one failed
+            full_s = self._ctx.clock.now()  # full peers were not asked during that failure
 
     async def _until_room(self) -> None:
-        """Wait until a peer has room, or it is time to look again."""
+        """Wait until a peer has room, or until the next check."""
         self._room.clear()
         self._waiting += 1
         try:
@@ -214,8 +215,8 @@ class Dispatcher:
             self._waiting -= 1
 
     def _instead_of(self, full: set[PeerId]) -> set[PeerId]:
-        """Returns those of ``full`` peers that are not asked again: all, where there are others. Of a planned pipeline, only
-        the peer of its seat was asked so far."""
+        """Returns the ``full`` peers that are not asked again: all, if the stage has other live peers. In a planned
+        pipeline, only the seat's peer was asked so far."""
         return {*full} if any(self._ctx.roster.is_alive(p) for p in {*self._wiring.peers()} - full) else set()
 
     def _choose(self, request: Attempt, failed: set[PeerId], full: set[PeerId], waited_s: float) -> PeerId | None:
@@ -226,7 +227,7 @@ class Dispatcher:
         usable = {p for p in known if self._ctx.roster.is_alive(p)} - failed
         trusted = (usable - self._ctx.detector.suspected) or usable
         there = {name: p for name, p in self._ctx.roster.seated(self._stage).items() if p in trusted}
-        index = request.index % self._ctx.plan.microbatches  # a held-out one is beyond the step's
+        index = request.index % self._ctx.plan.microbatches  # held-out microbatches have higher indices
         chosen = self._ctx.plan.strategy.choose(self._stage, index, there.keys())
         excluded = known - ({there[name] for name in chosen} or trusted)
         under_way = {p: len(owed) for p, owed in self._pending.items()}
@@ -234,10 +235,10 @@ class Dispatcher:
         return self._wiring.choose(excluded, under_way, full=full, step=request.step, now_s=now_s, waited_s=waited_s)
 
     async def _from(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
-        """Returns the answer of one peer. When it is suspected, another peer computes the microbatch, too, but
-        accumulates nothing, here and in the stages behind. If the suspect lives, the microbatch is in its accumulator;
-        if not, that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs this
-        one computation, and no microbatch is ever in two accumulators."""
+        """Returns the answer of one peer. When the peer is suspected, another peer computes the microbatch, too, but
+        accumulates nothing, here and in later stages. If the suspect lives, its accumulator has the microbatch; if not,
+        that accumulator is lost anyway, and the stage runs its microbatches again. So a false alarm costs a single
+        computation, and no microbatch is ever in two accumulators."""
         peer, request = pending.peer, pending.request
         if request.key in self._pending.get(peer, {}):
             what = f"microbatch {request.step}/{request.index} attempt {request.attempt}"
@@ -262,7 +263,7 @@ class Dispatcher:
                 await asyncio.wait({pending.copy})
 
     def expects_another_than(self, peer: PeerId) -> bool:
-        """Does another peer, which is not suspected, owe a gradient?"""
+        """Does another, unsuspected peer owe a gradient?"""
         trusted = self._pending.keys() - {peer, *self._ctx.detector.suspected}
         return any(owed.gradient for p in trusted for owed in self._pending[p].values())
 
@@ -276,7 +277,8 @@ class Dispatcher:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """Have others compute what ``peer`` owes, oldest first, as fast as they can: most suspects are soon heard of again."""
+        """Let other peers compute the microbatches owed by ``peer``, oldest first, at their own pace: most suspects are
+        soon heard again."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())
@@ -286,7 +288,7 @@ class Dispatcher:
             await self._ctx.clock.sleep(1 / sum(1 / self._wiring.expected_s(p) for p in others))
 
     def _have_one_copied(self, pending: Pending, why: str) -> bool:
-        """Returns False if it is copied already, or if no copy is left."""
+        """Returns False if a copy exists already, or if no copy is left."""
         if pending.copy is not None or not self._copies.spend():
             return False
         self._rerouted(pending.peer, pending.request, f"{why}, so another peer computes a copy")
@@ -299,22 +301,22 @@ class Dispatcher:
         return await self.request(p.request, (), p.tensors, p.tried, gradient=p.gradient, unfinite=p.unfinite)
 
     async def missing(self, request: Attempt, accumulate: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the stages that should accumulate a microbatch that failed here: it may have gone through before, so
-        stages from ours on that hold it already are left out."""
+        """Returns the stages that should accumulate a microbatch that failed here. An earlier try may have gone
+        through, so stages from ours on that hold the microbatch are left out."""
         r, ours, ignored = request, tuple(s for s in accumulate if s >= self._stage), request.without.__contains__
         still, _ = await self._survey.still_missing(r.lineage, r.step, r.index, ours, self.trips.usual_s, ignored)
         return tuple(s for s in accumulate if s < self._stage or s in still)
 
     async def _recount(self, request: Attempt) -> None:
-        """No peer is left to try: those of the stage that answer, whether down or banned before, count again from the
-        next request on."""
+        """No peer is left to try: answering peers of the stage, down or banned before, count again from the next
+        request on."""
         ctx = self._ctx
         here = (p for p in ctx.roster.everyone() if ctx.roster.member(p).stage == self._stage)
         await asyncio.gather(*(ctx.detector.probe(p, request.lineage, request.step) for p in here))
         self.refresh()
 
     async def _try(self, pending: Pending, accumulate: tuple[int, ...]) -> Answer:
-        """Send to one peer, then wait while it works on it. Raises Full, Gone, PeerUnreachable, DeadlineExceeded."""
+        """Send to one peer, then wait for the peer's work. Raises Full, Gone, PeerUnreachable, DeadlineExceeded."""
         clock, peer, request = self._ctx.clock, pending.peer, pending.request
         message = Forward(
             **request.identity(),
@@ -329,7 +331,7 @@ class Dispatcher:
         begin = clock.now()
         self._rooms.sent(peer, begin, more=message.more)
         with self._ctx.detector.awaiting(peer, pending.reply):
-            # a frozen receiver takes only what its buffers hold
+            # a frozen receiver takes no more than its buffers hold
             await unless_done(pending.reply, self._ctx.send(peer, message, list(pending.tensors)))
             what = f"microbatch {request.step}/{request.index} at stage {self._stage}"
             got = await answer_of(pending, self._ctx, self.trips, self._held_for_long, what)
@@ -341,21 +343,22 @@ class Dispatcher:
         if isinstance(reply, Lost):
             raise (FoundUnfinite if reply.unfinite else Gone)(reply.reason)
         took = clock.now() - begin
-        if request.index < self._ctx.plan.microbatches:  # a held-out microbatch says nothing of what others take
+        if request.index < self._ctx.plan.microbatches:  # held-out microbatches take different times
             self._copies.succeeded()
             busy_s, way_s = self.trips.measured(peer, took, reply.busy_s, reply.away_s)
             self._wiring.measured(peer, busy_s, way_s, clock.now())
         return Answer(peer, reply.loss, answer[0] if answer else None, pending.unfinite, took)
 
     def on_broken(self, peer: PeerId) -> None:
-        """A stream with ``peer`` ended: what was on it is lost."""
+        """A stream with ``peer`` ended, and its messages are lost."""
         for pending in self._pending.get(peer, {}).values():
             if not pending.broke.done():
                 pending.broke.set_result(None)
 
     def _held_for_long(self, pending: Pending, waited_s: float) -> bool:
-        """Have another peer compute a copy of what was ``pending`` for long, whatever its peer says: it may lie. Returns
-        True if nobody can, but the stage has other peers: then it has to be given up, and tried anew."""
+        """Let another peer compute a copy of a long ``pending`` request, because reports by its peer may be lies.
+        Returns True if no copy is possible although the stage has other peers: then give the request up, and try
+        anew."""
         alone = self._ctx.roster.stage(self._stage) == (pending.peer,)
         if alone or pending.copy is not None or not self.trips.is_long(waited_s):
             return False

@@ -1,28 +1,28 @@
-"""An ``InFlightStep`` is a step while its microbatches are computed, also with delayed parameter updates (DPU; SWARM
-sec. 3.2, Ren et al. 2021).
+"""An ``InFlightStep`` is a step during the computation of its microbatches, also with delayed parameter updates (DPU;
+SWARM sec. 3.2, Ren et al. 2021).
 
-A step is computed, then agreed on: sealed, averaged, recorded, applied. Agreement goes step by step, always. Without
-DPU, step t + 1 is computed once R_t was applied. With DPU, a peer begins to compute t + 1 as soon as all microbatches
-of t are through, and t is averaged and applied meanwhile. At most these two steps are alive, since t + 1 computes with
-what R_{t-1} made:
+A step is computed, then agreed on: sealed, averaged, recorded, applied. Agreement always goes step by step. Without
+DPU, step t + 1 is computed after R_t was applied. With DPU, a peer begins to compute t + 1 as soon as all microbatches
+of t are through, and t is averaged and applied meanwhile. At most two steps are alive, since t + 1 computes with the
+weights made by R_{t-1}:
 
-- **Weights.** W(k) contains R_0..R_{k-1}. Step t computes with W(t - 1) (steps 0 and 1 with W(0)), and so do its
-  reruns; R_t makes W(t + 1) out of W(t). So two versions are kept: while t is agreed on and t + 1 computes, these are
-  W(t - 1) and W(t), and R_t puts W(t + 1) in the place of W(t - 1), which is no longer needed: after the whole record
-  nothing of t runs again. A step that is not finite changes no weights, but the versions move on. The reference is a
-  single process that applies the gradient of a step after it has computed the next one.
+- **Weights.** W(k) contains R_0..R_{k-1}. Step t and its reruns compute with W(t - 1) (steps 0 and 1 with W(0)); R_t
+  makes W(t + 1) out of W(t). So two versions are kept: W(t - 1) and W(t), while t is agreed on and t + 1 computes. R_t
+  puts W(t + 1) in the place of W(t - 1), which is no longer needed: after the whole record no part of t runs again. A
+  step that is not finite changes no weights, but the versions move on. The reference is a single process that applies
+  the gradient of a step after computing the next step.
 - **State of a step.** Each step has its own accumulator (in ``Compute``), ledger, losses and counts (here), and
-  trainer. Everything else (seals, rounds, entries, the gradient) belongs to the agreement, and there is one.
-- **Lineage.** Frames of step t + 1 are sent before R_t is known, so they carry hash(R_{t-1}), the record of the weights
-  they were computed with; frames of another lineage are refused. The first two steps have the genesis' lineage. The
-  records are one chain all the same: R_t contains hash(R_{t-1}), which is known when t is agreed on.
+  trainer. Everything else (seals, rounds, entries, the gradient) belongs to the only agreement.
+- **Lineage.** Frames of step t + 1 are sent before R_t is known, so each frame carries hash(R_{t-1}), the record that
+  made its weights; frames of another lineage are refused. The first two steps have the genesis' lineage. The records
+  are one chain all the same: R_t contains hash(R_{t-1}), which is known when t is agreed on.
 - **Frames.** Frames for computing t + 1 are taken while t is agreed on. Frames for agreeing on t + 1, and all of t + 2,
-  wait until R_t was applied, since their sender has applied it.
-- **Behind.** A peer that missed R_t takes it from a holder and keeps what it computed of t + 1: the weights were right.
-  A peer that takes a replica's state drops both steps. That state, also in a checkpoint, is before R_k: W(k), the
-  moments, and W(k - 1), with which k is computed.
-- **Leaving.** A peer that asks in its seal of t to leave takes no microbatch of t + 1 until R_t says that it stays.
-- **The end.** No step is computed beyond the last. When R_t ends the run, what was computed of t + 1 is dropped.
+  wait until R_t was applied, since the sender has applied R_t.
+- **Behind.** A peer that missed R_t takes R_t from a holder and keeps the computed part of t + 1: the weights were
+  right. A peer that takes a replica's state drops both steps. That state, also in a checkpoint, is before R_k: W(k),
+  the moments, and W(k - 1), with which k is computed.
+- **Leaving.** A peer that asks in its seal of t to leave takes no microbatch of t + 1, unless R_t keeps the peer.
+- **The end.** No step is computed beyond the last. When R_t ends the run, the computed part of t + 1 is dropped.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """Says which microbatches are in this peer's accumulator (CONTRIBUTING, "How a step goes", 3). ``StageServer`` fills
-    it, room ``step`` seals and reopens it.
+    """Records the microbatches in this peer's accumulator (CONTRIBUTING, "How a step goes", 3). ``StageServer`` fills
+    the ledger, room ``step`` seals and reopens it.
 
-    It is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once, whatever the attempt.
-    Announcing the set seals it: what arrives later is recomputed without accumulating, until the step's record says
-    otherwise.
+    A ledger is a pure state machine. A peer accumulates ``(lineage, step, index)`` at most once over all attempts.
+    Announcing the set seals the ledger: later microbatches are recomputed without accumulating, until the step's record
+    decides otherwise.
     """
 
     def __init__(self, lineage: bytes, step: int, microbatches: int) -> None:
@@ -58,9 +58,9 @@ class Ledger:
         self._excused: set[int] = set()
         self._sealed = False
         self._gaps: Collection[int] | None = None
-        """The microbatches that are missing; None: any may be."""
+        """The missing microbatches; None: any microbatch may be missing."""
         self.barred = False
-        """Nothing is accumulated, even if it is open: others compute what this peer should have computed."""
+        """Nothing is accumulated, even while open: other peers compute this peer's microbatches."""
 
     def begin(self, index: int) -> bool:
         """Reserve ``index`` until ``commit`` or ``abort``. Returns False if the microbatch must not accumulate. Raises
@@ -73,8 +73,8 @@ class Ledger:
         return True
 
     def takes(self, index: int) -> bool:
-        """Returns False if ``index`` is not in the accumulator and cannot come in now: another replica may still be
-        open for it."""
+        """Returns False if ``index`` is not in the accumulator and cannot come in now, although another replica may
+        still be open."""
         return self._open(index) or index in self._accumulated
 
     def commit(self, index: int, loss: float) -> None:
@@ -83,7 +83,7 @@ class Ledger:
         self._accumulated[index] = loss
 
     def abort(self, index: int) -> None:
-        """The reserved microbatch did not finish; nothing from it is in the accumulator."""
+        """The reserved microbatch did not finish, and no part of it is in the accumulator."""
         self._in_flight.discard(index)
 
     def excuse(self, index: int) -> None:
@@ -99,15 +99,15 @@ class Ledger:
         return bool(self._excused & self._accumulated.keys())
 
     def seal(self) -> frozenset[int]:
-        """Fix the set, and return it to be announced. Raises RuntimeError while a microbatch accumulates."""
+        """Fix the set, and return it for the announcement. Raises RuntimeError while a microbatch accumulates."""
         if self._in_flight:
             raise RuntimeError(f"sealing step {self.step} while {sorted(self._in_flight)} still accumulate")
         self._sealed = True
         return frozenset(self._accumulated)
 
     def reopen(self, *, keep: bool, gaps: Collection[int] | None = None) -> None:
-        """Accept more indices, since the round failed or had ``gaps``: then these alone, as what else is being computed again
-        was missing before somebody came back. ``keep`` false: the accumulator was emptied."""
+        """Accept more indices, since the round failed or had ``gaps``: then only the gaps, because other reruns in
+        progress belong to earlier gaps, before a peer came back. ``keep`` false: the accumulator was emptied."""
         self._sealed = False
         if gaps is not None or not keep:
             self._gaps = gaps
@@ -129,15 +129,16 @@ class Ledger:
 
     @property
     def losses(self) -> dict[int, float]:
-        """Losses of what is in the accumulator [nats/token]."""
+        """Losses of the accumulated microbatches [nats/token]."""
         return dict(self._accumulated)
 
 
 class Accumulation:
-    """Reserves a microbatch in the ledger; commits it if its gradient was accumulated, releases it otherwise."""
+    """Reserves a microbatch in the ledger; commits accumulated microbatches, releases all others."""
 
     def __init__(self, ledger: Ledger, index: int, news: News, *, wanted: bool) -> None:
-        """``news``: wakes who waits until nothing is being accumulated; ``wanted``: is it to be accumulated at all?"""
+        """``news``: wakes waits for the end of all accumulation; ``wanted``: whether to accumulate the microbatch at
+        all."""
         self._ledger, self._index, self._news, self._wanted = ledger, index, news, wanted
         self.granted = False
         self.done = False
@@ -156,12 +157,12 @@ class Accumulation:
 
 
 class TooLate(MuletrainError):
-    """What was asked for is of no use any more. No peer is at fault."""
+    """The request is of no use any more. No peer is at fault."""
 
 
 @dataclass
 class InFlightStep:
-    """One step at one peer. ``StageServer`` counts in it, room ``step`` sets ``round``, ``reduced`` and
+    """One step at one peer. ``StageServer`` writes the counts, room ``step`` sets ``round``, ``reduced`` and
     ``gave_way``."""
 
     step: int
@@ -173,7 +174,7 @@ class InFlightStep:
     """Losses of the microbatches that are known to be through [nats/token]."""
     accumulated: int = 0
     recomputed: int = 0
-    """Microbatches that this peer computed: those that count in its accumulator, and those that do not."""
+    """Microbatches computed by this peer: counted in the accumulator (``accumulated``) or not (``recomputed``)."""
     answered: dict[int, tuple[str, tuple[int, int, int, str]]] = field(default_factory=dict)
     """Sender and key of the last answered request to accumulate each microbatch."""
     serving: set[int] = field(default_factory=set)
@@ -181,15 +182,15 @@ class InFlightStep:
     given: set[int] = field(default_factory=set)
     """Microbatches that this peer's trainer has given out and waits for."""
     asking: set[int] = field(default_factory=set)
-    """Microbatches that it gives out unless somebody else has them."""
+    """Microbatches that the trainer gives out unless another peer has them."""
     answering: Counter[int] = field(default_factory=Counter)
-    """Microbatches whose answer is being sent: on a narrow link it may wait for others."""
+    """Microbatches whose answer is being sent, perhaps after other answers on a narrow link."""
     round: bytes = b""
     """The round that is averaged now, or was last; empty: none."""
     reduced: bool = False
     """This peer holds the stage's mean gradient."""
     gave_way: bool = False
-    """A larger company of replicas goes on without this peer, so the gradient that it holds will not count."""
+    """A larger company of replicas goes on without this peer, so the gradient held here will not count."""
     over: bool = False
     """The weights may change: nothing more is computed."""
 
@@ -197,7 +198,7 @@ class InFlightStep:
         self.ledger = Ledger(self.lineage, self.step, self.microbatches)
 
     def end(self) -> None:
-        """The weights may change: what still waits for its turn is not computed any more."""
+        """The weights may change: waiting microbatches are not computed any more."""
         self.over = True
 
     def check(self) -> None:
@@ -212,8 +213,8 @@ class InFlightStep:
 
     @property
     def covered(self) -> frozenset[int]:
-        """Microbatches that must not be accumulated again: those in our accumulator, or all of them once we hold the
-        stage's mean gradient, unless it will not count."""
+        """Microbatches that must not be accumulated again: the accumulated, or all once we hold the stage's mean
+        gradient, unless that will not count."""
         if not self.reduced:
             return self.ledger.accumulated
         return frozenset() if self.gave_way else frozenset(range(self.microbatches))
@@ -225,8 +226,8 @@ class InFlightStep:
     def complete(
         self, indices: Sequence[int], losses: Sequence[float], of_trainer: Callable[[int], bool] = lambda index: False
     ) -> bool:
-        """Note that microbatches are through. ``of_trainer`` tells whether the microbatch's own trainer says so. Only
-        its word replaces a loss that we know. Returns False, and notes nothing, if they are invalid."""
+        """Note that microbatches are through. ``of_trainer`` tells whether the microbatch's own trainer reports; only
+        that trainer replaces a known loss. Returns False, without a note, for invalid arguments."""
         if len(indices) != len(losses) or any(i >= self.microbatches for i in indices):
             return False
         for index, loss in zip(indices, losses, strict=True):
@@ -235,6 +236,6 @@ class InFlightStep:
         return True
 
     def uncount(self) -> None:
-        """Count what was accumulated as recomputed."""
+        """Count the accumulated microbatches as recomputed."""
         self.recomputed += self.accumulated
         self.accumulated = 0

@@ -1,4 +1,4 @@
-"""These messages are about single microbatches: requests to a stage, their answers, and notices to trainers."""
+"""Messages about single microbatches: requests to a stage, answers, and notices to trainers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ MAX_WITHOUT = 64
 
 
 class Attempt(Request):
-    """One try at one microbatch, as it passes from stage to stage. ``without``: peers that do not compute it while others
-    can, since their replicas do not count on what they hold."""
+    """One attempt at one microbatch, passed from stage to stage. ``without``: peers to avoid if possible, because
+    replicas do not count on their accumulators."""
 
     without: Annotated[tuple[Id, ...], Field(max_length=MAX_WITHOUT), FailFast()] = ()
 
 
 class Forward(Attempt):
     """Inputs and targets for one stage. ``accumulate``: the stages that add this microbatch to their gradient.
-    ``gradient``: the sender needs d loss / d inputs, which it does not if the microbatch is run again for a later stage
-    alone. ``unfinite``: a peer found that it does not stay finite, so inputs need not be finite, and outputs are passed
-    on even if they are not. ``more``: its sender has others that wait for room in the stage."""
+    ``gradient``: the sender needs d loss / d inputs; false if the microbatch is run again for a later stage alone.
+    ``unfinite``: a peer found that the microbatch does not stay finite, so inputs need not be finite, and outputs are
+    passed on even if not finite. ``more``: the sender has more microbatches that wait for room in the stage."""
 
     KIND: ClassVar[str] = "forward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -48,14 +48,14 @@ class Forward(Attempt):
 
     @property
     def wanted(self) -> bool:
-        """Should its receiver accumulate it? Otherwise it is a copy, and there may be many."""
+        """Should the receiver accumulate the microbatch? Otherwise this is a copy, one of perhaps many."""
         return self.stage in self.accumulate
 
 
 class Backward(Request):
-    """The gradient of a forward's output, back to its sender. ``busy_s``: the answering peer's own service time
-    (decoding, forward, backward); ``away_s``: the rest of the time that it held the request (its queue, the later
-    stages). What is left until the answer came is the way there and back."""
+    """The gradient of a forward's output, back to the sender. ``busy_s``: the answering peer's own service time
+    (decoding, forward, backward); ``away_s``: the rest of the time that the peer held the request (queue, later
+    stages). The remainder of the sender's measured time is the way there and back."""
 
     KIND: ClassVar[str] = "backward"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -67,8 +67,8 @@ class Backward(Request):
 
 
 class Done(Request):
-    """The microbatch went through this stage and all behind it, and back to where a gradient was needed. The answer to
-    a sender that needs none, as a trainer."""
+    """The microbatch went through this stage and all later stages, and back where a gradient was needed: the answer to
+    a sender that needs no gradient, such as a trainer."""
 
     KIND: ClassVar[str] = "done"
     stage: Natural
@@ -78,8 +78,8 @@ class Done(Request):
 
 
 class Busy(Request):
-    """A forward was not admitted, since the queue is ``full``, or the receiver is at that microbatch already. The sender keeps
-    it and tries elsewhere, or later."""
+    """A forward was not admitted, since the queue is ``full``, or the receiver is already at that microbatch. The
+    sender keeps the request and tries elsewhere, or later."""
 
     KIND: ClassVar[str] = "busy"
     stage: Natural
@@ -105,7 +105,7 @@ class Lost(Request):
 
 
 class TrainerDone(Message):
-    """A trainer's hint to all peers: these microbatches of the step are through, with these losses [nats/token]."""
+    """A trainer's hint to all peers: microbatches ``indices`` of the step are through, with ``losses`` [nats/token]."""
 
     KIND: ClassVar[str] = "trainer_done"
     lineage: Digest
@@ -115,10 +115,11 @@ class TrainerDone(Message):
 
 
 class Gap(Message):
-    """These microbatches are in no accumulator of a stage: trainers inject them again, for that stage alone. Every
-    replica sends it. ``early``: sent before all microbatches are through, after a replica died. Some of these died with
-    it; others have not reached this stage yet. ``turn``: how often this was sent without effect; each time the next
-    trainer is responsible. ``without``: replicas that the sender does not count on, whatever they hold."""
+    """Microbatches ``indices`` are in no accumulator of a stage: trainers rerun these, for that stage alone. Every
+    replica sends this. ``early``: sent before all microbatches are through, after a replica died; some died with the
+    replica, the rest has not reached this stage yet. ``turn``: times that this was sent without effect; each time the
+    next trainer is responsible. ``without``: replicas that the sender does not count on, regardless of their
+    accumulators."""
 
     KIND: ClassVar[str] = "gap"
     lineage: Digest

@@ -1,4 +1,4 @@
-"""A peer handles microbatches in two ways: it serves its stage and, if it has the data, gives out its own."""
+"""A peer handles microbatches in two roles: as server of its stage and, with the data, as trainer of its own share."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Microbatches:
-    """The stage server of one peer, its dispatchers to the next stage and to the first, and a trainer for each step
-    under way."""
+    """A peer's stage server, its dispatchers to the next stage and to the first, and a trainer for each step in
+    flight."""
 
     def __init__(self, ctx: Context, position: Position, source: Source | None, heldout: Heldout | None = None) -> None:
-        """``source``: of microbatches; None: this peer does not train yet. ``heldout``: of held-out ones, if it has
-        any."""
+        """``source``: makes microbatches; None: this peer does not train yet. ``heldout``: makes held-out microbatches,
+        if any."""
         self._ctx, self._position, self.source, self._heldout = ctx, position, source, heldout
         self.survey = Survey(ctx, position)
         stage = ctx.roster.own.stage
@@ -46,8 +46,8 @@ class Microbatches:
         """The trainer of each step under way."""
 
     def begin(self, work: InFlightStep, *, retry: bool) -> None:
-        """Begin to give out the microbatches of ``work``. ``retry``: this peer was away, so others may have begun
-        them."""
+        """Begin to give out the microbatches of ``work``. ``retry``: this peer was away, so other peers may have begun
+        some."""
         if self._onwards is not None:
             self._onwards.begin(self._position.under_way())
         if work.step in self._trainers:  # begun ahead; other trainers may be gone since
@@ -82,13 +82,13 @@ class Microbatches:
         return not missing
 
     def _validate(self, trainer: Trainer, work: InFlightStep) -> None:
-        """Measure the held-out loss of the step's weights, if that is due and falls to this peer."""
+        """Measure the held-out loss of the step's weights, if due and this peer is the validator."""
         ctx = self._ctx
         if ctx.plan.validates(work.step) and validator_of(ctx.roster) == ctx.net.peer_id:
             trainer.validate(Validator(ctx, self._heldout, self._inwards, work, self._window()))
 
     def train_too(self, source: Source) -> None:
-        """This peer has got the data: from now on it builds microbatches, also of the steps under way."""
+        """This peer has got the data, and builds microbatches from now on, also of steps in flight."""
         self._ctx.roster.train()
         self.source = source
         for work in self._position.under_way():
@@ -97,7 +97,7 @@ class Microbatches:
 
     def take_over_orphans(self, work: InFlightStep, *, late: bool) -> None:
         """Microbatches of ``work`` are not through, after a death or, with ``late``, although nothing came for as long
-        as a step takes: give out those that fall to this peer."""
+        as a step takes: give out this peer's share."""
         trainer = self._trainers.get(work.step)
         if trainer is not None and not work.all_completed:
             trainer.spawn(trainer.take_over_orphans(late=late), "orphans")
@@ -108,7 +108,7 @@ class Microbatches:
         if trainer is None:
             if self.source is None:
                 raise ProtocolError(f"{gap.KIND}: this peer does not train")
-            return  # we have not begun that step; the sender repeats it
+            return  # that step has not begun here; the sender repeats the message
         if gap.stage >= plan.stages or any(i >= plan.microbatches for i in gap.indices):
             raise ProtocolError("gap: a stage or microbatch that the step does not have")
         trainer.spawn(trainer.on_gap(sender, gap), "gap")
@@ -119,12 +119,12 @@ class Microbatches:
             self._trainers.pop(step).end()
 
     def abandon(self, last: int) -> None:
-        """Drop what was begun of the steps up to ``last``: it must not count for steps that begin again."""
+        """Drop work of the steps up to ``last``, which must not count for steps that begin again."""
         self.end(last)
         self.server.abandon()
 
     def welcome(self, peer: PeerId) -> None:
-        """``peer`` is back, so it may get the next microbatches."""
+        """``peer`` is back, and may get the next microbatches."""
         for dispatcher in (self._onwards, self._inwards):
             if dispatcher is not None:
                 dispatcher.welcome(peer)
@@ -136,7 +136,7 @@ class Microbatches:
                 dispatcher.on_broken(peer)
 
     def on_trainer_done(self, sender: PeerId, message: TrainerDone) -> None:
-        """Note what a trainer reports as through. Raises ProtocolError if it is invalid."""
+        """Note microbatches that a trainer reports as through. Raises ProtocolError for an invalid report."""
         work, roster = self._position.computing(message.step), self._ctx.roster
         if work is None or not roster.member(sender).trainer:
             return
@@ -148,13 +148,13 @@ class Microbatches:
             raise ProtocolError("trainer_done: microbatches that the step does not have, or not one loss for each")
 
     def expects_gradient(self, sender: PeerId, message: Backward, tensors: list[Encoded]) -> None:
-        """Check a gradient before it is read. Raises ProtocolError."""
+        """Check a gradient before reading. Raises ProtocolError."""
         if self._onwards is None or message.stage != self._ctx.roster.own.stage + 1:
             raise ProtocolError(f"{message.KIND} from stage {message.stage}: no gradient was requested there")
         self._onwards.expects(sender, message, tensors)
 
     def on_reply(self, sender: PeerId, message: Backward | Done | Busy | Lost | Room, frame: Frame) -> None:
-        """Answers from stage 0 are for the trainer, those from the next stage for the stage server. Raises
+        """Pass answers from stage 0 to the trainer, and answers from the next stage to the stage server. Raises
         ProtocolError."""
         if self._onwards is not None and message.stage == self._ctx.roster.own.stage + 1:
             dispatcher = self._onwards

@@ -1,4 +1,4 @@
-"""A request under way, and its answer."""
+"""A request in flight, and its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 PROBED = 5
-"""Times that the deadline of a probe doubles, at most: a peer may be looked at for hours before it has an answer."""
+"""Most doublings of a probe's deadline: a peer may be probed for hours before its answer is ready."""
 
 
 class Gone(MuletrainError):
@@ -28,7 +28,7 @@ class Gone(MuletrainError):
 
 
 class Over(MuletrainError):
-    """The step of the request has ended without it."""
+    """The step of the request has ended without an answer."""
 
 
 class Full(MuletrainError):
@@ -36,7 +36,7 @@ class Full(MuletrainError):
 
 
 class AtIt(MuletrainError):
-    """The peer is at the microbatch already."""
+    """The peer is already at the microbatch."""
 
 
 class FoundUnfinite(Gone):
@@ -45,8 +45,8 @@ class FoundUnfinite(Gone):
 
 @dataclass
 class Answer:
-    """The answer to a request: the loss [nats/token] and, if asked for, d loss / d output as sent. ``unfinite``:
-    another peer had found that the microbatch does not stay finite."""
+    """The answer to a request: the loss [nats/token] and, on request, d loss / d output as sent. ``unfinite``: another
+    peer had found that the microbatch does not stay finite."""
 
     peer: PeerId
     loss: float
@@ -66,23 +66,23 @@ class Pending:
     request: Attempt
     tensors: list[Encoded]
     tried: frozenset[PeerId]
-    """Peers that do not compute a copy. ``peer`` is at it, and the others have failed."""
+    """Peers that compute no copy: ``peer`` has the request, and the rest have failed."""
     gradient: bool
     unfinite: bool
     reply: asyncio.Future[Reply | Answer] = field(default_factory=asyncio.Future)
-    """The peer's own answer, or that of another peer which computed a copy meanwhile."""
+    """The peer's own answer, or the answer of another peer that computed a copy meanwhile."""
     broke: asyncio.Future[None] = field(default_factory=asyncio.Future)
-    """Done once a stream with the peer has ended: the request or its answer may have been on it."""
+    """Done once a stream with the peer has ended, which may have carried the request or the answer."""
     copy: asyncio.Task[Answer] | None = None
     """The copy's answer, once the peer is suspected (``Silence``), or takes very long."""
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Shape of the gradient to come, which is that of what was sent; None: no gradient comes."""
+        """Shape of the gradient to come, equal to the shape of the sent tensor; None: no gradient comes."""
         return tuple(self.tensors[0].shape) if self.gradient else None
 
     def copied_by(self, copy: asyncio.Task[Answer]) -> None:
-        """``copy`` answers, too, if it comes first."""
+        """Take the answer of ``copy``, if ``copy`` is first."""
         self.copy = copy
         copy.add_done_callback(self._copied)
 
@@ -94,9 +94,9 @@ class Pending:
 async def answer_of(
     pending: Pending, ctx: Context, trips: Trips, held_for_long: Callable[[Pending, float], bool], what: str
 ) -> Reply | Answer:
-    """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed; and
-    when a stream with it breaks, at once, and again when what was sent since should have come. ``held_for_long``: gives
-    up what was out for so long [s]. Raises Gone, PeerUnreachable, DeadlineExceeded."""
+    """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed;
+    when a stream with the peer breaks, at once, and again when everything sent since should have come.
+    ``held_for_long`` decides when to give up [s]. Raises Gone, PeerUnreachable, DeadlineExceeded."""
     peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
     pending.broke = asyncio.Future()
     while True:

@@ -1,4 +1,4 @@
-"""A position says where a peer is in the run."""
+"""A position is the place of a peer in the run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Behind(MuletrainError):
-    """The others have gone on without us. ``weights_hold``: our weights are still those before this step, so applying
-    what the others agreed on is enough; otherwise the state must come from a replica. ``lasts``: it is so at the next step,
+    """The other peers have gone on without us. ``weights_hold``: our weights still precede this step, so applying the
+    agreed update is enough; otherwise the state must come from a replica. ``lasts``: we are behind at the next step,
     too."""
 
     def __init__(self, message: str, *, weights_hold: bool = True) -> None:
@@ -28,22 +28,22 @@ class Behind(MuletrainError):
 
 
 class Position:
-    """The step that a peer agrees on next, the step that it computes ahead (``inflight``), and its history. Room
-    ``step`` writes it; other rooms read it, and may interrupt the step."""
+    """The step that a peer agrees on next, the step computed ahead (``inflight``), and the peer's history. Room
+    ``step`` writes a position; other rooms read, and may interrupt the step."""
 
     def __init__(self, ctx: Context, step: int, lineage: bytes, life: Lifecycle | None = None) -> None:
-        """``step``: the weights are those before it; while ``life`` has no state, one must be loaded first."""
+        """``step``: the weights precede this step; while ``life`` has no state, a state must be loaded first."""
         self._ctx, self.life = ctx, life or Lifecycle()
         self._chain, self.begun = Chain(step, (lineage,)), ctx.clock.now()
         self.work = InFlightStep(step, lineage, ctx.plan.microbatches)
         self.ahead: InFlightStep | None = None
-        """The next step, if it is computed already."""
+        """The next step, if its computation has begun."""
         self.settled = self.life.has_state
-        """The weights are those before ``step``; false while an update is applied."""
+        """The weights precede ``step``; false while an update is applied."""
         self.away = not self.life.has_state
-        """The others go on without us: what we do for this step is of no use to them."""
+        """The other peers go on without us: our work for this step is of no use there."""
         self.others_at = step
-        """The furthest step, of our lineage, that another peer is known to be at."""
+        """The furthest step, of our lineage, that another peer is known to have reached."""
         self.interrupted: Behind | None = None
         """Why this step ends at the next look around."""
 
@@ -62,7 +62,7 @@ class Position:
 
     @property
     def chain(self) -> Chain:
-        """How we came to this step."""
+        """The history that led to this step."""
         return replace(self._chain, over=True) if self.life.finished else self._chain
 
     @property
@@ -74,11 +74,11 @@ class Position:
         return (self.work,) if self.ahead is None else (self.work, self.ahead)
 
     def computing(self, step: int) -> InFlightStep | None:
-        """Returns the step under way; None if its microbatches are not computed here."""
+        """Returns the step in flight; None: microbatches of ``step`` are not computed here."""
         return next((work for work in self.under_way() if work.step == step), None)
 
     def enter(self, chain: Chain) -> None:
-        """Go to the step of ``chain``, with what was computed of it ahead, or from nothing."""
+        """Go to the step of ``chain``, with the part computed ahead, or from nothing."""
         delayed = self._ctx.plan.delayed and len(chain.lineages) > 1
         step, lineage = chain.step, chain.lineages[-2 if delayed else -1]
         self._chain, self.begun = replace(chain, over=False), self._ctx.clock.now()
@@ -96,7 +96,7 @@ class Position:
         """Go to the next step, which begins with ``lineage``."""
         why = self.interrupted
         self.enter(self._chain.then(lineage))
-        if why is not None and why.lasts:  # it came too late for the step before
+        if why is not None and why.lasts:  # the interruption came too late for the previous step
             self.interrupted = why
 
     def begin_ahead(self) -> InFlightStep:

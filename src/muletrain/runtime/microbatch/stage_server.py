@@ -1,4 +1,4 @@
-"""A stage server is a peer's part of the pipeline: its receive, compute and send slots overlap (DT-FM sec. 3.5).
+"""A stage server is a peer's part of the pipeline, with overlapping receive, compute and send slots (DT-FM sec. 3.5).
 
 Each admitted request is one coroutine, which holds its place until its backward is through. A forward is admitted only
 with room reserved for its backward, so gradients never wait for space and bounded queues cannot deadlock.
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
 
 BACKWARD, FORWARD = 0, 1
-"""Priorities on the compute slot; the strategy may swap them."""
+"""Priorities on the compute slot; the strategy may swap both."""
 PATIENCE = 64
-"""A request is abandoned after this many of its sender's deadlines, or of the usual service times here, so that no
-place in the queue is held for ever. Beside GPUs that answer within a second, a CPU may need a minute for each request
-that it holds."""
+"""A request is abandoned after this many deadlines of its sender, or as many usual service times here, so that no place
+in the queue is held for ever. Beside GPUs that answer within a second, a CPU may need a minute for each held
+request."""
 
 
 @dataclass
 class _Job:
-    """An admitted request. ``busy_s``: this peer's own work on it [s]; ``computed_s``: its forward [s]. ``excused``: it
-    was computed from suspicious input, and no other peer could be asked."""
+    """An admitted request. ``busy_s``: this peer's own work on the request [s]; ``computed_s``: the forward [s].
+    ``excused``: the result comes from suspicious input, and no other peer could be asked."""
 
     sender: PeerId
     message: Forward
@@ -62,17 +62,18 @@ class _Job:
     admitted: float
     busy_s: float = 0.0
     begun: float = math.nan
-    """When its latest turn on the compute slot began."""
+    """Start of the latest turn on the compute slot."""
     computed_s: float = 0.0
     excused: bool = False
     absences: int = 0
-    """Of this peer (``Meter``), when it was last sure that no other replica has the microbatch."""
+    """Absences of this peer (``Meter``) at the last check that no other replica has the microbatch."""
     elsewhere: bool = False
-    """Another replica has it by now."""
+    """Another replica has the microbatch."""
     task: asyncio.Task[None] | None = None
 
     def answers(self, sender: PeerId, again: Forward) -> bool:
-        """Is its answer that to what ``sender`` sends ``again``, too? It may have given up a copy, and ask to compare."""
+        """Does the answer also fit ``again`` from ``sender``? The sender may have given up a copy, and ask for a
+        comparison."""
         first = self.message
         same = (self.sender, first.key, first.gradient) == (sender, again.key, again.gradient)
         return same and {*again.accumulate} <= {*first.accumulate}
@@ -83,7 +84,7 @@ class _Job:
 
     @property
     def heldout(self) -> bool:
-        """Is it only to measure the held-out loss?"""
+        """Does the microbatch only measure the held-out loss?"""
         return self.message.index >= self.work.microbatches
 
 
@@ -91,7 +92,7 @@ class Data(Protocol):
     """Knows the microbatches (``microbatches``)."""
 
     def check(self, message: Forward, *sent: Tensor) -> None:
-        """Compare what a trainer sent with our own data, if we have any. Raises ProtocolError."""
+        """Compare a trainer's samples with our own data, if we have any. Raises ProtocolError."""
         ...
 
     async def elsewhere(self, work: InFlightStep, index: int) -> bool:
@@ -106,7 +107,7 @@ class StageServer:
     ctx: Context
     position: Position
     dispatcher: Dispatcher | None
-    """Sends to the next stage; None on the last."""
+    """Sends to the next stage; None on the last stage."""
     data: Data
     _jobs: dict[tuple[int, int], _Job] = field(default_factory=dict)
 
@@ -118,25 +119,26 @@ class StageServer:
         order = self.ctx.plan.strategy.order(self.ctx.roster.own.stage, self.ctx.roster.own.name)
         self._forward, self._backward = (FORWARD, BACKWARD) if order.backward_first else (BACKWARD, FORWARD)
         self._between: asyncio.Semaphore | nullcontext[None] = nullcontext()
-        """Held by a microbatch from before its forward until its backward is through, or failed. This cannot deadlock: a
-        microbatch that holds a place waits only for later stages, and the last stage waits for nobody."""
+        """Held by a microbatch from before its forward until its backward is through, or failed. A deadlock is
+        impossible: a microbatch with a place waits only for later stages, and the last stage waits for no other
+        stage."""
         if order.most_between is not None:
             self._between = asyncio.Semaphore(order.most_between)
 
     def load(self) -> int:
-        """Returns the requests that it holds, waiting or being worked on."""
+        """Returns the number of held requests, waiting or in work."""
         return len(self._jobs)
 
     async def on_forward(self, sender: PeerId, message: Forward, frame: Frame) -> None:
-        """Admit a request, or answer that the queue is full, or that another replica must accumulate it. A microbatch
-        that this peer works on already is not begun twice; the same request is answered once."""
+        """Admit a request, or answer that the queue is full, or that another replica must accumulate the microbatch. A
+        microbatch in work is not begun twice; a repeated request gets one answer."""
         self.expects(sender, message, frame.tensors)
         work = self.position.computing(message.step)
         if work is None:
             return
         answered = work.answered.get(message.index) == (sender, message.key)
         if message.wanted and answered and message.index in work.ledger.accumulated:
-            return self.decline(sender, message, "it has accumulated and answered that")  # who asked the sender is gone
+            return self.decline(sender, message, "it has accumulated and answered that")  # the requester is gone
         key = (message.step, message.index)
         room = self._turns.admits(sender, message, len(self._jobs), self.ctx.clock.now(), more=message.more)
         if key in self._jobs and self._jobs[key].answers(sender, message):
@@ -154,29 +156,29 @@ class StageServer:
         if self.ctx.plan.trace and not job.heldout:
             self.ctx.emit(MicrobatchTaken(step=message.step, index=message.index, stage=message.stage))
         job.task = self.ctx.spawn(self._serve(job, frame.tensors), f"serve {key}")
-        job.task.add_done_callback(lambda _: self._release(job))  # it may be cancelled before it begins
+        job.task.add_done_callback(lambda _: self._release(job))  # the task may be cancelled before its first line
         self._offer_room()
 
     def _offer_room(self) -> None:
-        """Tell those that wait for room, in turn."""
+        """Tell the senders that wait for room, in turn."""
         for sender, latest in self._turns.next(len(self._jobs), self.ctx.clock.now()):
             room = Room(**latest.identity(), stage=latest.stage)
             self.ctx.spawn(self._reply(sender, room, []), "room")
 
     def decline(self, sender: PeerId, message: Forward, reason: str) -> None:
-        """Have ``sender`` choose another peer."""
+        """Make ``sender`` choose another peer."""
         lost = Lost(**message.identity(), stage=message.stage, reason=reason)
         self.ctx.spawn(self._reply(sender, lost, []), "lost")
 
     def abandon(self) -> None:
-        """Cancel requests of steps that are over: they must not count for steps that begin again."""
+        """Cancel requests of finished steps, which must not count for steps that begin again."""
         self._turns.clear()
         for job in self._jobs.values():
             if job.task is not None and job.work.over:
                 job.task.cancel()
 
     def _release(self, job: _Job) -> None:
-        """Free its place in the queue, if it still has it."""
+        """Free the job's place in the queue, if still held."""
         key = (job.message.step, job.message.index)
         if self._jobs.get(key) is job:
             del self._jobs[key]
@@ -225,7 +227,7 @@ class StageServer:
         """Forward, then all later stages, then backward."""
         sent = [await self._compute_forward(job, inputs), targets]
         message, accumulate = job.message, job.message.accumulate
-        if job.absences != self.ctx.meter.absences:  # others may have seen it through
+        if job.absences != self.ctx.meter.absences:  # other peers may have finished the microbatch
             accumulate = await dispatcher.missing(message, accumulate)
         backward = message.gradient or message.stage in message.accumulate
         answer = await dispatcher.request(message, accumulate, sent, gradient=backward, unfinite=message.unfinite)
@@ -252,7 +254,8 @@ class StageServer:
         return inputs, targets
 
     def expects(self, sender: PeerId, message: Forward, tensors: list[Encoded]) -> None:
-        """Check the shapes and codecs of a forward before it is read, decoded or kept. Raises ProtocolError."""
+        """Check the shapes and codecs of a forward before reading, decoding or keeping tensors. Raises
+        ProtocolError."""
         plan, stage, (inputs, targets) = self.ctx.plan, self.ctx.roster.own.stage, tensors
         if message.index >= plan.microbatches:
             if not plan.validates_with(message.step, message.index):
@@ -328,8 +331,8 @@ class StageServer:
     async def _accumulated(
         self, job: _Job, what: str, backward: Callable[[Accumulation], Awaitable[Result | None]]
     ) -> Result | None:
-        """Run ``backward``. Where this peer has stood still, others may have computed the microbatch again: then it is
-        accumulated once all the same."""
+        """Run ``backward``. If this peer has stood still, other peers may have computed the microbatch again; even so
+        the microbatch is accumulated only once."""
         ctx, message = self.ctx, job.message
         while True:
             if job.absences != ctx.meter.absences:
@@ -347,7 +350,7 @@ class StageServer:
                 return gradient
 
     def _took_s(self, job: _Job) -> float:
-        """For how long it kept this peer busy since its turn began."""
+        """Seconds for which the job has kept this peer busy in its turn."""
         return self.ctx.compute.busy_s(job.microbatch, self.ctx.clock.now() - job.begun)
 
     def _count(self, job: _Job, accumulation: Accumulation) -> None:
@@ -392,8 +395,8 @@ class StageServer:
 
 
 class _StoodStill(MuletrainError):
-    """Others may have computed a microbatch meanwhile."""
+    """Other peers may have computed a microbatch meanwhile."""
 
 
 class _UnfiniteInputs(Unfinite, ProtocolError):
-    """The inputs are not finite: the fault of the sender, or of a peer before it."""
+    """The inputs are not finite, by fault of the sender or of an earlier peer."""

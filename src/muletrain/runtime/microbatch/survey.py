@@ -1,4 +1,4 @@
-"""Asks all peers who has a microbatch, before it is tried again."""
+"""Asks all peers for holders of a microbatch, before another try."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.position import Position
 
 PATIENCE_S = 15.0
-"""Seconds, at least, that we wait for a peer which still works on a microbatch."""
+"""Least seconds to wait for a peer that still works on a microbatch."""
 PAUSE_S, PAUSES = 0.05, 30
-"""Seconds between two looks at it, the first time; doubles, up to the wait divided by ``PAUSES``, so that a long wait costs
-no more questions than a short one."""
+"""Seconds between the first two checks of such a peer; doubles, up to the wait divided by ``PAUSES``, so that a long
+wait costs no more questions than a short wait."""
 
 
 class Survey:
-    """The questions of one peer to all others. Calls during a question share the next one: a lost peer or a lying
-    member leads to questions about many microbatches at once."""
+    """The questions of one peer to all other peers. Calls during a question share the next question: a lost peer or a
+    lying member leads to questions about many microbatches at once."""
 
     def __init__(self, ctx: Context, position: Position) -> None:
         self._ctx, self._position = ctx, position
         self._asking: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
         self._next: dict[tuple[bytes, int], asyncio.Task[dict[PeerId, Progress]]] = {}
-        """The questions to everyone under way, and those that follow them, by lineage and step."""
+        """Running questions to all peers, and the questions that follow, by lineage and step."""
 
     async def still_missing(
         self,
@@ -45,18 +45,18 @@ class Survey:
         silent: Collection[int] = (),
         given: bool = False,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Returns the ``stages`` that still lack microbatch ``index``, and its loss [nats/token] if a peer that has it
-        knows.
+        """Returns the ``stages`` that still lack microbatch ``index``, and the loss [nats/token] if known anywhere.
 
-        A stage has it if a peer that is not ``ignored``, ourselves included, holds it in its accumulator; that peer
-        recomputes without accumulating. While some peer still works on it, wait: what is about to be accumulated must
-        not be accumulated twice, which costs a whole accumulator. With ``given``, wait, too, while another trainer has it given
-        out, and, of two that ask at the same time, the one with the higher id. (Who asks for such a trainer must not: it
-        would wait for itself.) The wait ends ``patience_s`` (at least ``PATIENCE_S``) after these last
-        accumulated anything. If their devices are late, it ends after ``PATIENCE_S``.
+        A stage has the microbatch if a peer that is not ``ignored``, ourselves included, holds it in its accumulator;
+        that peer recomputes without accumulating. While some peer is still at work, wait: a second accumulation would
+        cost a whole accumulator. With ``given``, wait, too, while another trainer has given the microbatch out; of two
+        trainers that ask at the same time, the trainer with the higher id waits. (A call on behalf of such a trainer
+        must not set ``given``: the trainer would wait for itself.) The wait ends ``patience_s`` (at least
+        ``PATIENCE_S``) after the awaited peers last accumulated anything, or after ``PATIENCE_S`` if their devices are
+        late.
 
-        Once some stage has it, so have those of the ``silent`` stages that no live peer speaks for, or they will: a silent peer
-        may come back with its accumulator, and what else is missing when the stage seals is run again then.
+        Once some stage has the microbatch, ``silent`` stages count as well, without a live peer's report: a silent peer
+        may come back with its accumulator, and microbatches missing when the stage seals are run again then.
         """
         if not stages:
             return (), None
@@ -84,7 +84,7 @@ class Survey:
         return tuple(s for s in stages if s not in have), next((loss for loss in losses if loss is not None), None)
 
     async def everyone(self, lineage: bytes, step: int) -> dict[PeerId, Progress]:
-        """Returns what every peer at ``step`` holds, this one included, asked after this call."""
+        """Returns the progress of every peer at ``step``, this peer included, asked after this call."""
         key = lineage, step
         if (survey := self._next.get(key)) is None:
             survey = self._ctx.spawn(self._ask(key, self._asking.get(key)), "survey")

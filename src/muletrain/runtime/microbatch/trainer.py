@@ -1,5 +1,5 @@
-"""The trainer role builds microbatches and sees them through the stages. It holds no weights, so losing a trainer loses
-nothing."""
+"""The trainer role builds microbatches and sees them through the stages. A trainer holds no weights, so losing a
+trainer loses nothing."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.validator import Validator
 
 MAX_TRIES = 60
-"""Tries at one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
+"""Tries of one microbatch before the trainer gives up with an error: 20 minutes of pauses."""
 MOST_HELD_BACK = 3
-"""Late looks in a row at which peers work on microbatches, after which those of live trainers pass on all the same."""
+"""Number of consecutive late checks that find peers at work, after which microbatches of live trainers pass on all the
+same."""
 DOUBTED_TURN = 2
-"""How often a replica asks in vain before a trainer, too, ignores the peers that it does not count on."""
+"""Requests of a replica without effect before a trainer, too, ignores the peers that the replica does not count on."""
 MOST_AGAIN = 3
-"""Times that a microbatch is looked at in one repair: who asks for it again and again may lie, and our word that all is through
+"""Checks of a microbatch in one repair: repeated requests may be lies, and our report that all microbatches are through
 waits for repairs."""
 MOST_ASKED = 4
-"""Peers of a stage that are asked whether they are gone, at most: a partition may take hundreds at once."""
+"""Most peers of a stage to probe for their absence: a partition may take hundreds at once."""
 PAUSE_S, PAUSE_MAX_S = 0.1, 20.0
-"""Seconds before a microbatch that failed is tried again, the first time and at most; doubles."""
+"""Seconds before a failed microbatch is tried again, the first time and at most; doubles."""
 
 R = TypeVar("R")
 
@@ -52,12 +53,12 @@ class Source(Protocol):
     """Makes microbatches: a pure function of (step, index)."""
 
     def microbatch(self, step: int, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Returns inputs and targets, as the plan declares them: tokens are int64 [B, T]."""
+        """Returns inputs and targets, as declared by the plan: tokens are int64 [B, T]."""
         ...
 
 
 class Trainer:
-    """Gives out the microbatches of one step that it claims, within a window."""
+    """Gives out the claimed microbatches of one step, within a window."""
 
     def __init__(
         self, ctx: Context, source: Source, dispatcher: Dispatcher, survey: Survey, window: int, work: InFlightStep
@@ -75,66 +76,66 @@ class Trainer:
         self._work, self._step, self._lineage = work, work.step, work.lineage
         self._claimed: set[int] = set()
         self._turn = 0
-        """How often we have moved on to the next trainer in line (``claimant``), because microbatches were missing and no
-        peer worked on them."""
+        """Number of times that we moved on to the next trainer in line (``claimant``), because microbatches were
+        missing and no peer was at work."""
         self._held_back, self._held_back_at = 0, 0.0
-        """How often in a row we have not moved on, because peers worked on some; and since when."""
+        """Consecutive times that we did not move on, because peers were at work; and the first such time [s]."""
         self._passed = False
-        """Microbatches that we have not given out yet may have passed to others in this way."""
+        """Microbatches that we have not given out yet may have passed to other trainers likewise."""
         self._absences = ctx.meter.absences
-        """How often others may have believed us dead, until this step began."""
+        """Times that other peers may have believed us dead, before this step."""
         self._down_before = self._down()
-        """Peers that can have nothing of this step."""
+        """Peers down before this step, which hold no microbatches of the step."""
         self._silent: set[int] = set()
-        """Stages with a peer that does not answer, but may come back, when we took microbatches over."""
+        """Stages with a peer that was silent, but may come back, when we took microbatches over."""
         self._refilling: set[tuple[int, int]] = set()
-        """(stage, microbatch): what is run again now."""
+        """(stage, microbatch) of reruns in progress."""
         self._again: dict[tuple[int, int], tuple[PeerId, ...]] = {}
-        """Of these, what was asked for again meanwhile, and the peers that are doubted: what a replica had when we asked, it
-        may have dropped since."""
+        """Reruns in progress that were requested again, with the doubted peers: a replica may have dropped a microbatch
+        since our question."""
         self._begun: dict[int, bool] = {}
-        """Microbatches that were given out, and whether they are through."""
+        """Microbatches that were given out, and whether each is through."""
         self._perhaps_lost: defaultdict[int, set[int]] = defaultdict(set)
-        """Stages at which a microbatch under way may have been lost with a peer, by microbatch."""
+        """Stages at which a microbatch in flight may have been lost with a peer, by microbatch."""
         self._repairs: set[asyncio.Task[None]] = set()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._without: defaultdict[int, dict[PeerId, tuple[PeerId, ...]]] = defaultdict(dict)
-        """By stage: the peers that its replicas do not count on, as each replica said last."""
+        """By stage: the peers that each replica does not count on, by the replica's last message."""
         self._believed: set[tuple[PeerId, int]] = set()
-        """Replicas that were believed once (``_doubted``), each with the microbatch that this was about."""
+        """Replicas that were believed once (``_doubted``), each with the microbatch in question."""
         self._gaps = 0
-        """Gaps heard of."""
+        """Number of gaps received."""
         self._counted: dict[int, tuple[tuple[int, int], Counter[PeerId]]] = {}
-        """By stage: what ``_votes`` returned, and from what."""
+        """By stage: the last inputs and result of ``_votes``."""
 
     def spawn(self, work: Coroutine[Any, Any, R], name: str) -> asyncio.Task[R]:
-        """Run ``work`` until it ends, or until the step does."""
+        """Run ``work`` until its end, or until the end of the step."""
         task = self._ctx.spawn(work, f"{name} {self._step}")
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
 
     def validate(self, validator: Validator) -> None:
-        """Measure the held-out loss. Our microbatch 0 waits for that, so that the step does."""
+        """Measure the held-out loss. Our microbatch 0, and so the step, waits for the measurement."""
         self._validation = self.spawn(validator.run(), "validation")
 
     def end(self) -> None:
-        """Cancel what still runs."""
+        """Cancel the running tasks."""
         for task in self._tasks:
             task.cancel()
 
     async def run_step(self, *, retry: bool = False) -> None:
-        """See all our microbatches through, then tell everyone. ``retry``: we were away, so others may have begun
-        them."""
+        """See all our microbatches through, then tell all peers. ``retry``: we were away, so other peers may have begun
+        some."""
         await self._run(range(self._ctx.plan.microbatches), retry=retry)
 
     async def take_over_orphans(self, *, late: bool = False) -> None:
         """See through the microbatches that fell to us when their trainer died. ``late``: all should be through by now;
-        while no peer works on any, those of live trainers pass on, too."""
+        if no peer is at work, microbatches of live trainers pass on, too."""
         if self._claims(self._work.missing(), 0):
             self._silent = await self._silent_stages()
         await self._run(self._work.missing(), retry=True)
-        if not late or not all(self._begun.values()):  # our own show that the stages are slow, not the trainers
+        if not late or not all(self._begun.values()):  # the stages are slow, not the trainers
             return
         if self._claimed - self._begun.keys():
             self._passed = True
@@ -146,7 +147,7 @@ class Trainer:
         self._held_back, now = self._held_back + 1 if at_work else 0, self._ctx.clock.now()
         self._held_back_at = now if self._held_back <= 1 else self._held_back_at
         for_long = now - self._held_back_at >= self._dispatcher.trips.long_s()
-        if self._held_back and not (self._held_back >= MOST_HELD_BACK and for_long):  # then it may be a lie
+        if self._held_back and not (self._held_back >= MOST_HELD_BACK and for_long):  # after long, reports may be lies
             return
         self._turn = turn
         if theirs := self._claims(self._work.missing(), turn):
@@ -155,8 +156,8 @@ class Trainer:
             await self._run(theirs, retry=True, turn=turn)
 
     async def on_gap(self, sender: PeerId, gap: Gap) -> None:
-        """A stage lacks microbatches: run those that fall to us again for that stage alone. One that is still under way
-        follows as soon as it is through."""
+        """A stage lacks microbatches: run our share again for that stage alone. A microbatch still in flight follows as
+        soon as it is through."""
         if self._ctx.roster.member(sender).stage == gap.stage:
             self._without[gap.stage][sender] = gap.without
             self._gaps += 1
@@ -169,7 +170,7 @@ class Trainer:
             for i in [i for i in mine if self._begun.get(i) is False]:
                 self._perhaps_lost[i].add(gap.stage)
             mine = [i for i in mine if self._begun.get(i)]
-        # at once: another replica may report the same gap before the tasks begin
+        # at once, because another replica may report the same gap before the tasks begin
         self._refilling.update((gap.stage, i) for i in mine)
         doubted = {i: self._doubted(sender, gap, i) for i in mine}
         repairs = [asyncio.create_task(self.refill(i, gap.stage, doubted[i])) for i in mine]
@@ -179,12 +180,12 @@ class Trainer:
         try:
             await asyncio.gather(*repairs)
         finally:
-            for repair in repairs:  # one failure ends all
+            for repair in repairs:  # one failure ends all repairs
                 repair.cancel()
 
     def _doubted(self, sender: PeerId, gap: Gap, index: int) -> tuple[PeerId, ...]:
-        """Returns the peers that ``sender`` does not count on, if it has asked for long: two replicas may each wait for what
-        the other one holds. Once for each microbatch, since it may lie."""
+        """Returns the peers that ``sender`` does not count on, if ``sender`` has asked for long: two replicas may each
+        wait for microbatches of the other. Once for each microbatch, since ``sender`` may lie."""
         replica = self._ctx.roster.member(sender).stage == gap.stage
         if not replica or gap.turn < DOUBTED_TURN or (sender, index) in self._believed:
             return ()
@@ -208,16 +209,16 @@ class Trainer:
             self._refilling.discard((stage, index))
 
     async def _run(self, indices: Iterable[int], *, retry: bool, turn: int = 0) -> None:
-        """Claim ours among ``indices``, see them through, and tell everyone."""
+        """Claim and see through our share of ``indices``, and tell all peers."""
         mine, stages = self._claims(indices, turn), tuple(range(self._ctx.plan.stages))
         self._claimed.update(mine)
         tasks = [asyncio.create_task(self._whole(i, stages, retry=retry)) for i in mine]
         try:
             losses = await asyncio.gather(*tasks)
             if self._repairs:
-                await asyncio.wait(set(self._repairs))  # not for later ones: a liar could begin them for ever
+                await asyncio.wait(set(self._repairs))  # not for later repairs: a liar could begin repairs for ever
         finally:
-            for task in tasks:  # one failure ends all
+            for task in tasks:  # one failure ends all tasks
                 task.cancel()
         if mine:
             ctx = self._ctx
@@ -225,7 +226,8 @@ class Trainer:
             await ctx.tell((*ctx.roster.others(), ctx.net.peer_id), done)
 
     def _may_have_passed(self, index: int) -> bool:
-        """May another trainer have given out ``index``, which was ours? It came meanwhile, or others believed us dead."""
+        """May another trainer have given out our ``index``? A trainer came meanwhile, or other peers believed us
+        dead."""
         return self._passed or self._absences != self._ctx.meter.absences or not self._is_mine(index)
 
     def _claims(self, indices: Iterable[int], turn: int) -> list[int]:
@@ -240,7 +242,7 @@ class Trainer:
         return claimant(self._step, index, self._ctx.roster.trainers(), turn)
 
     async def _whole(self, index: int, stages: tuple[int, ...], *, retry: bool) -> float:
-        """See one microbatch through, then once more where a part was lost meanwhile. Returns its loss [nats/token]."""
+        """See one microbatch through, then once more where a part was lost meanwhile. Returns the loss [nats/token]."""
         if index == 0 and self._validation is not None:
             await asyncio.wait({self._validation})
         loss = await self.see_through(index, stages, retry=retry)
@@ -258,8 +260,8 @@ class Trainer:
         asked: bool = False,
         doubted: tuple[PeerId, ...] = (),
     ) -> float:
-        """Try one microbatch until it is through. Returns its loss [nats/token]. ``retry``: some peer may have it
-        already; ``asked``: all were asked, and none has; ``doubted``: see ``refill``."""
+        """Try one microbatch until success. Returns the loss [nats/token]. ``retry``: some peer may already have the
+        microbatch; ``asked``: no peer has the microbatch; ``doubted``: see ``refill``."""
         loss: float | None = None
         async with self._windows[self._ctx.plan.strategy.lane(index)]:
             self._begun.setdefault(index, False)
@@ -279,12 +281,12 @@ class Trainer:
                     index=index,
                     attempt=next(self._attempts[index]),
                     trainer=self._ctx.net.peer_id,
-                    without=doubted or self._left_out(accumulate),  # who doubts them may be left out by them, too
+                    without=doubted or self._left_out(accumulate),  # doubted peers may in turn leave out the doubter
                 )
                 self._work.given.add(index)
                 try:
                     return (await self._dispatcher.request(request, accumulate, tensors, gradient=False)).loss
-                except StageLost:  # its peers may be at the step before, or dead and not known to be
+                except StageLost:  # the stage's peers may be at the previous step, or dead without our knowledge
                     self._work.given.discard(index)
                     await self._ctx.clock.sleep(backoff_s(tries, PAUSE_S, PAUSE_MAX_S))
                     accumulate, loss = await self._still_missing(index, accumulate, doubted)
@@ -298,7 +300,7 @@ class Trainer:
     async def _still_missing(
         self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = (), *, passed_on: bool = False
     ) -> tuple[tuple[int, ...], float | None]:
-        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given it out, and may see it through."""
+        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out."""
         trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
         patience_s = trips.long_s if passed_on else trips.usual_s
 
@@ -322,12 +324,13 @@ class Trainer:
         return {stage for stage, never in zip(stages.values(), gone, strict=True) if not never}
 
     def _left_out(self, stages: tuple[int, ...]) -> tuple[PeerId, ...]:
-        """Returns peers of ``stages`` that should not compute a microbatch, if others can."""
+        """Returns peers of ``stages`` that should compute a microbatch only if no other peer can."""
         named = sorted(p for s in stages for p in self._votes(s) if self._ignored(p))
         return tuple(named[:MAX_WITHOUT])
 
     def _ignored(self, peer: PeerId) -> bool:
-        """Do most of the other replicas of its stage go on without ``peer``? Then what it holds is of no use."""
+        """Do most of the stage's other replicas go on without ``peer``? Then the accumulator of ``peer`` is of no
+        use."""
         roster = self._ctx.roster
         if not roster.knows(peer):
             return True
@@ -336,7 +339,7 @@ class Trainer:
         return 2 * self._votes(stage)[peer] > others
 
     def _votes(self, stage: int) -> Counter[PeerId]:
-        """Returns how many replicas of ``stage`` do not count on a peer. Counted once for all microbatches."""
+        """Returns how many replicas of ``stage`` do not count on a peer, counted once for all microbatches."""
         said, roster = self._without[stage], self._ctx.roster
         seen = roster.version, self._gaps
         if stage not in self._counted or self._counted[stage][0] != seen:

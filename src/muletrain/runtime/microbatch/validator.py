@@ -1,10 +1,11 @@
-"""Measures the held-out loss of the weights that a step computes with, while the step goes on.
+"""Measures the held-out loss of a step's weights, while the step goes on.
 
-Held-out microbatches go through the live peers as others do, with indices behind those of the step's own, but forward
-only: no peer adds anything to a gradient, and no dropout is drawn. One trainer, which all peers know (``validator_of``),
-sends them. It is also the one that claims microbatch 0 of such a step, and begins it when the measurement is over: so
-the step does not end before, as long as that trainer gets answers. If it gets none, the others take microbatch 0 from
-it, as they do with any trainer that gives out nothing (``Trainer.take_over_orphans``), and the measurement is left out.
+Held-out microbatches go through the live peers like other microbatches, with indices after the step's own, but forward
+only: no peer adds anything to a gradient, and no dropout is drawn. One trainer, which all peers know
+(``validator_of``), sends the held-out microbatches. The same trainer claims microbatch 0 of such a step, and begins it
+after the measurement: so the step does not end earlier, as long as that trainer gets answers. Without answers, the
+other trainers take over microbatch 0, as from any trainer that gives out nothing (``Trainer.take_over_orphans``), and
+the measurement is left out.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ if TYPE_CHECKING:
     from muletrain.runtime.microbatch.inflight import InFlightStep
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 5, 0.1, 2.0
-"""Tries at a held-out microbatch that no peer could take, and the seconds before another one, the first time and at
+"""Tries of a held-out microbatch that no peer could take, and the seconds before the next try, the first time and at
 most; doubles."""
 
 STALL_S, LIMIT_S = 100.0, 600.0
-"""Seconds after which a measurement is given up in which no microbatch comes through, and seconds after which any is.
-Both are looked at every ``STALL_S``, and end long before anybody gives up the step (``core.waiting``)."""
+"""Seconds without a finished microbatch after which a measurement is given up, and seconds for any measurement. Both
+are checked every ``STALL_S``, and end long before any peer gives up the step (``core.waiting``)."""
 
 
 class Heldout(Protocol):
     """Makes held-out microbatches."""
 
     targets: int
-    """What their losses are means over, in all of them: tokens or samples."""
+    """Number of all targets, tokens or samples, over which losses are means."""
 
     def __len__(self) -> int: ...
 
     def microbatch(self, index: int, /) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
-        """Returns inputs and targets, as the plan declares them, and how many of ``targets`` are in them."""
+        """Returns inputs and targets, as declared by the plan, and the number of counted targets."""
         ...
 
 
 def validator_of(roster: Roster) -> PeerId | None:
-    """Returns the trainer that measures the held-out loss: the one that collects reports, else the first by id; None:
-    there is no trainer. A hint: a peer that thinks otherwise costs a second measurement, or none."""
+    """Returns the trainer that measures the held-out loss: the trainer that collects reports, else the first by id, if
+    any. A hint: a peer with another view costs a second measurement, or none."""
     trainers, coordinator = roster.trainers(), roster.coordinator()
     if coordinator is not None and coordinator.id in trainers:
         return coordinator.id
@@ -75,10 +76,10 @@ class Validator:
         self._ctx, self._source, self._dispatcher, self._work = ctx, source, dispatcher, work
         self._window = window
         self._sums: list[float] = []
-        """Loss of each finished microbatch, summed over its tokens [nats]."""
+        """Loss of each finished microbatch, summed over tokens [nats]."""
 
     async def run(self) -> None:
-        """Measure, and report the loss or why there is none. Raises nothing but CancelledError."""
+        """Measure, and report the loss or the reason why there is none. Raises only CancelledError."""
         ctx = self._ctx
         if self._source is None:
             return self._left_out("the trainer that would measure it has no held-out text")
@@ -104,7 +105,7 @@ class Validator:
         return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.inf
 
     async def _measured(self, source: Heldout) -> float:
-        """Returns the mean loss [nats/token]. Raises MuletrainError, also when nothing moves or it takes too long."""
+        """Returns the mean loss [nats/token]. Raises MuletrainError, also after a stall or a timeout."""
         clock, indices = self._ctx.clock, iter(range(len(source)))
         begun_s = clock.now()
         running = {asyncio.create_task(self._work_off(indices, source)) for _ in range(self._window)}
@@ -121,7 +122,7 @@ class Validator:
                         raise
                 through = len(self._sums)
         finally:
-            for task in tasks:  # one failure ends all
+            for task in tasks:  # one failure ends all tasks
                 task.cancel()
         return math.fsum(self._sums) / source.targets
 
@@ -147,7 +148,7 @@ class Validator:
             )
             try:
                 return counted * (await self._dispatcher.request(request, (), tensors, gradient=False)).loss
-            except StageLost as e:  # its peers may be at the step before, or dead and not known to be
+            except StageLost as e:  # the stage's peers may be at the previous step, or dead without our knowledge
                 lost = e
                 await self._ctx.clock.sleep(backoff_s(attempt, PAUSE_S, PAUSE_MAX_S))
                 self._dispatcher.refresh()

@@ -1,14 +1,13 @@
-"""Runs one peer: ``Service`` makes a ``Peer`` for one stage after the other; ``Peer.__init__`` lists what a peer
-consists of.
+"""Runs one peer: ``Service`` makes a ``Peer`` for one stage after the other; ``Peer.__init__`` lists a peer's parts.
 
-- ``peer``: the loop over steps. ``arrival``: how a peer comes to where the run is: as a newcomer, from a checkpoint,
-  after it fell behind, or from another history. ``ending``: the end of the run.
-- ``incoming``: gives each frame that this peer takes to its actor; frames that come too early wait.
-- ``parts``: when this peer writes its part of a checkpoint. ``reporting``: what it tells of the steps it
-  applied, and who stands in for a planned peer that is gone.
-- ``peer_host``: what a peer asks of its process, and tells it.
+- ``peer``: the loop over steps. ``arrival``: a peer's way to the run's step: as a newcomer, from a checkpoint, after
+  falling behind, or from another history. ``ending``: the end of the run.
+- ``incoming``: passes each accepted frame to its actor; early frames wait.
+- ``part_writer``: decides when this peer writes its part of a checkpoint. ``reporting``: reports applied steps, and
+  stand-ins for absent planned peers.
+- ``peer_host``: the interface between a peer and its process.
 
-CONTRIBUTING ("How a step goes") tells which files run when a peer dies while its stage averages.
+CONTRIBUTING ("How a step goes") names the files that run when a peer dies while its stage averages.
 
 Processes and worlds above may use ``Service``, ``Peer`` and ``PeerHost``. Only this room changes a ``Lifecycle``.
 """

@@ -1,4 +1,4 @@
-"""A peer comes to where the run is: as a newcomer, from a checkpoint, after it fell behind, or from another history of
+"""A peer comes to the run's step: as a newcomer, from a checkpoint, after falling behind, or from another history of
 the run."""
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 TRIES, PAUSE_S, PAUSE_MAX_S = 12, 0.2, 10.0
-"""Times that a checkpoint's part is requested, or that a step is tried again which others went on from, before a peer
-gives up; and the pause between, which doubles [s]."""
+"""Most requests for a checkpoint's part, or tries of a step that other peers have left, before a peer gives up; and
+first and longest pause, which doubles [s]."""
 MAX_ASKED = 8
-"""Peers of any stage asked how far the run is."""
+"""Peers of any stage to ask for the run's progress."""
 MAX_PURSUITS = 10
-"""States that a peer takes one after the other, each too old when it has come, before it gives up."""
+"""Most states that a peer takes one after the other, each too old on arrival, before giving up."""
 
 
 class Arrival:
@@ -75,7 +75,7 @@ class Arrival:
         await self._take_state(lambda offer: True)
 
     async def begin_anew(self, back: StepBack) -> None:
-        """Begin at the run's checkpoint or, if our part of it is gone, with what replicas have made of it since. Raises
+        """Begin at the run's checkpoint or, if our part of the checkpoint is gone, with a replica's later state. Raises
         MuletrainError."""
         ctx, branch = self._ctx, branch_of(back.lineage)
         ctx.spawn(self._membership.introduce(), "introduce")
@@ -88,7 +88,7 @@ class Arrival:
                 state = await self._exchange.base(back.key, back.parts[ctx.roster.own.stage])
                 await ctx.compute.load_state(state)
                 break
-            except MuletrainError as e:  # its holders may be beginning anew, too
+            except MuletrainError as e:  # the part's holders may be beginning anew, too
                 if attempt % 2 and (attempt == TRIES - 1 or await self._receiver.has_donor(acceptable)):
                     ctx.emit(StateMissed(reason=str(e)))
                     return await self._take_state(acceptable)
@@ -101,9 +101,9 @@ class Arrival:
             await self._writer.write(Key(back.step, back.lineage), last=True)
 
     async def catch_up(self, why: Behind) -> None:
-        """Take the state of a replica that has gone on or, if our weights are wrong, of one at our step. If ours are
-        right, no replica has later ones and most others are near, take part in the step again: they may be the last of
-        our stage. Raises MuletrainError if no replica has what is needed."""
+        """Take the state of a replica that has gone on or, if our weights are wrong, of a replica at our step. If our
+        weights are right, no replica has later weights and most peers are near, take part in the step again: our
+        weights may be our stage's last. Raises MuletrainError if no replica has the needed state."""
         if why.weights_hold and self._stays < TRIES and await self._may_stay():
             return await self._stay(why)
         self._ctx.emit(StateMissed(reason=str(why)))
@@ -117,8 +117,9 @@ class Arrival:
             await self._take_state(lambda offer: offer.step >= own.step, own.step)
 
     async def _may_stay(self) -> bool:
-        """Has no replica a later state, and can the step still be done? Nobody keeps weights of more than one step back,
-        so our state is of no use once most others are further on: the one replica that went on with them is lost."""
+        """Has no replica a later state, and can the step still be done? No peer keeps weights of more than one step
+        back, so our state is of no use once most peers are further on: a single replica that goes on with our state is
+        lost."""
         ctx, lineage, step = self._ctx, self._position.lineage, self._position.step
         answers = await ctx.detector.ask_all(ctx.roster.replicas(), lineage, step)
         if any(progress.beyond(step) for progress in answers.values()):
@@ -136,10 +137,10 @@ class Arrival:
         self.say_back()
 
     async def go_over(self, renamed: Chain | None) -> None:
-        """Take the state of the lineage that stays, or only its name (``renamed``). If the state is not to be had, go
-        on in our own lineage."""
+        """Take the state of the surviving lineage, or only its name (``renamed``). If the state is unavailable,
+        continue in our own lineage."""
         await self._let_go()
-        if renamed is not None:  # our weights are those of the other lineage, at our own step
+        if renamed is not None:  # our weights equal the other lineage's weights at our own step
             own = self._position.chain
             await self._runner.rejoin(renamed)
             self._forks.left(own, renamed)
@@ -152,14 +153,14 @@ class Arrival:
         self.say_back()
 
     async def _let_go(self) -> None:
-        """Cancel this step's trainers and requests, and tell everyone."""
+        """Cancel this step's trainers and requests, and tell all peers."""
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), Away()), "away")
         self._microbatches.end(self._position.step + 1)
         await self._runner.let_go()
         self._microbatches.server.abandon()
 
     async def _take_state(self, acceptable: Callable[[Snapshot], bool], after: int = 0) -> None:
-        """Take a state of a step not before ``after``, if possible. What was agreed on meanwhile is then applied step
+        """Take a state of a step not before ``after``, if possible. Updates agreed on meanwhile are then applied step
         by step (``StepRunner.replay``)."""
         self._pursuits += 1
         if self._pursuits > MAX_PURSUITS:
@@ -171,7 +172,7 @@ class Arrival:
         await self._take_up(await self._receiver.fetch(acceptable, after=after))
 
     async def _take_up(self, snapshot: Snapshot) -> None:
-        """Continue with the state that was loaded."""
+        """Continue with the loaded state."""
         await self._runner.rejoin(snapshot.chain)
         if snapshot.over:
             return self._life.to(State.FINISHED)
@@ -181,13 +182,13 @@ class Arrival:
         self.say_back()
 
     def say_back(self) -> None:
-        """Tell everyone to count on this peer again."""
+        """Tell all peers to count on this peer again."""
         back = Back(lineage=self._position.lineage, step=self._position.step)
         self._ctx.spawn(self._ctx.tell(self._ctx.roster.everyone(), back), "back")
 
 
 def _later(own: Chain) -> Callable[[Snapshot], bool]:
-    """Accepts states of later steps, in the lineage of ``own`` or in one that stays."""
+    """Accepts states of later steps, in the lineage of ``own`` or in a surviving lineage."""
 
     def acceptable(offer: Snapshot) -> bool:
         chain = offer.chain

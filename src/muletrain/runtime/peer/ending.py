@@ -1,4 +1,4 @@
-"""At the end of a run all peers wait for the last checkpoint, and tell each other that they may go."""
+"""At the end of a run all peers wait for the last checkpoint, and dismiss each other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.runner import StepRunner
 
 WEIGH_S = 0.1
-"""Seconds between two looks whether the news of the end can be trusted; doubles."""
+"""Seconds between two checks whether the news of the end can be trusted; doubles."""
 LATE = b"late"
 """Answer to ``Finished`` of a peer that has not applied the last step."""
 LATE_S, LATE_MAX_S = 60.0, 2.0
-"""Seconds for which a peer waits at the end for a late replica, and between two questions to it, at most."""
+"""Seconds for which a peer waits at the end for a late replica, and most seconds between two questions."""
 OFFER_S = 20.0
-"""Seconds after which every replica offers its stage's part of the last checkpoint, if the writer's did not come; and
+"""Seconds after which every replica offers its stage's part of the last checkpoint, if the writer's is missing; and
 between two offers."""
 
 
@@ -37,7 +37,7 @@ class Ending:
         self._finished: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Was the last checkpoint written?"""
         self._claims: set[PeerId] = set()
-        """Peers that said that the run has ended."""
+        """Peers that reported the end of the run."""
         ctx.net.serve(Finished.KIND, self._answer_finished)
 
     @property
@@ -46,7 +46,7 @@ class Ending:
         return self._finished.done()
 
     async def finish(self) -> bool:
-        """Wait for the last checkpoint. Returns False if it could not be written."""
+        """Wait for the last checkpoint. Returns False if the checkpoint could not be written."""
         ctx, key = self._ctx, Key(self._position.step, self._position.applied)
         if ctx.roster.coordinator() is None and not self._finished.done():  # others may have told us before
             self._finished.set_result(True)
@@ -54,7 +54,7 @@ class Ending:
             ctx.spawn(work, "last checkpoint")
         written = await asyncio.shield(self._finished)
         await self._checkpointing.replicas.tidy(over=written)
-        # everyone passes it on: the writer may not reach all peers, and does not try again
+        # every peer passes the news on: the writer may not reach all peers, and does not try again
         everyone, replicas = ctx.roster.everyone(), ctx.roster.replicas()
         late = await asyncio.gather(*(self._dismiss(peer, written) for peer in everyone))
         waits = (
@@ -64,7 +64,7 @@ class Ending:
         return written
 
     async def _wait_for(self, replica: PeerId, written: bool) -> None:
-        """Stay until ``replica``, which missed the last step, has taken its gradient or the state from us."""
+        """Stay until ``replica``, which missed the last step, has taken the step's gradient or the state from us."""
         until = self._ctx.clock.now() + LATE_S
         for tries in itertools.count():
             if self._ctx.clock.now() > until or not await self._dismiss(replica, written):
@@ -77,7 +77,7 @@ class Ending:
             self._finished.set_result(written)
 
     async def _offer_last(self, key: Key) -> None:
-        """Offer our stage's part again: its writer may have died, or its message was lost."""
+        """Offer our stage's part again: the writer may have died, or its message was lost."""
         while not self._finished.done():
             await self._ctx.clock.sleep(OFFER_S)
             own_part = self._checkpointing.own_part
@@ -85,18 +85,18 @@ class Ending:
                 await own_part.write(key, state)
 
     async def _dismiss(self, peer: PeerId, written: bool) -> bool:
-        """Tell ``peer`` that it may go. This is a call, since we go next and a frame could still be on its way. Returns
-        True if it has not applied the last step."""
+        """Dismiss ``peer``. This is a call, since we go next and a frame could still be in flight. Returns True if
+        ``peer`` has not applied the last step."""
         timeout_s = self._ctx.detector.deadline.seconds(1)
         try:
             finished = Finished(written=written).pack()
             return await self._ctx.net.call(peer, Finished.KIND, finished, timeout_s=timeout_s) == LATE
-        except NetworkError:  # it is gone, or others tell it
+        except NetworkError:  # the peer is gone, or another peer passes the news on
             return False
 
     async def _answer_finished(self, sender: PeerId, payload: bytes) -> bytes:
         finished = Finished.unpack(payload)
-        if not self._position.life.done:  # it goes next
+        if not self._position.life.done:  # the sender goes next
             await self._runner.exchange.find_out(sender)
         if sender not in self._claims:
             self._claims.add(sender)
@@ -104,8 +104,9 @@ class Ending:
         return b"" if self._position.life.done else LATE
 
     async def _weigh(self, sender: PeerId, written: bool) -> None:
-        """Once we have applied the last step, believe the coordinator, and another peer if the coordinator is gone. If we
-        coordinate now, believe it only when no other peer is left: an earlier coordinator may have ended the run."""
+        """Once we have applied the last step, believe the coordinator, or another peer if the coordinator is gone. If
+        we coordinate now, believe ``sender`` only when no other peer is left: an earlier coordinator may have ended the
+        run."""
         roster, me = self._ctx.roster, self._ctx.net.peer_id
         first = roster.coordinator()
         for tries in itertools.count():

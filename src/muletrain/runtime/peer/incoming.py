@@ -1,4 +1,4 @@
-"""Gives each frame that arrives to its actor: only frames of members, of known kinds, within their bounds."""
+"""Passes each arriving frame to its actor: only frames of members, of known kinds, within bounds."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 
 
 Check = Callable[["PeerId", Any, "list[Encoded]"], None]
-"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors have another shape or
-codec than expected. The tensors' bytes have not been read yet."""
+"""Raises ProtocolError for a message that is not expected from its sender now, or whose tensors have an unexpected
+shape or codec. The tensors' bytes are still unread."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Says which frames one peer takes, before it reads them (``network.base.Bounds``). ``checks``: of each kind that
-    carries tensors, and of kinds that only some peers take.
+    """Defines the frames that one peer accepts, before reading them (``network.base.Bounds``). ``checks``: for each
+    kind that carries tensors, and for kinds that only some peers accept.
 
     Headers have the bounds of their kind's fields. Tensors have the codec and shape that follow from the run's
-    configuration: inputs and gradients of this cut, chunks of this stage's averaging, blocks of the size that was asked
-    for. So no member can make this peer read, or hold, more than a correct member sends.
+    configuration: inputs and gradients of this cut, chunks of this stage's averaging, blocks of the requested size. So
+    no member can make this peer read, or hold, more than a correct member sends.
     """
 
     membership: Membership
@@ -71,16 +71,15 @@ class Expected:
 
 
 LIMIT, BYTES = 4096, 1 << 30
-"""Frames that are kept, and bytes of their tensors, at most: with more than that we are far behind, and find that
+"""Most kept frames, and most bytes of their tensors: a peer with more early frames is far behind, and finds that
 out."""
 NOTICES = 256
-"""Frames without tensors that are kept of one sender. With tensors it is as many as this peer holds requests: with more
-it would be full."""
+"""Most kept frames without tensors of one sender. With tensors, the limit is this peer's request capacity."""
 
 
 class EarlyFrames:
-    """Keeps frames of steps that this peer has not come to, in the order in which they came: others are ahead by a moment,
-    and send nothing twice. No sender takes the room of others."""
+    """Keeps frames of steps that this peer has not come to, in order of arrival: other peers are ahead by a moment, and
+    send nothing twice. No sender takes another sender's room."""
 
     def __init__(self, capacity: int) -> None:
         """``capacity``: requests that this peer holds."""
@@ -121,7 +120,8 @@ def _bytes(frame: Frame) -> int:
 
 
 BREAK_TRIES, BREAK_S, BREAK_MAX_S = 5, 0.5, 8.0
-"""Looks for a peer after a stream with it ended, and seconds between two of them, at first and at most; doubles."""
+"""Most probes of a peer after a broken stream, and first and longest pause between two probes [s]; the pause
+doubles."""
 STEP_KINDS: dict[str, type[Message]] = {
     m.KIND: m
     for m in (
@@ -163,14 +163,14 @@ class Incoming:
         early: EarlyFrames,
         downloads: tuple[Downloader, ...],
     ) -> None:
-        """``downloads``: those that a block may be for; of states first."""
+        """``downloads``: downloads that a block may belong to, of states first."""
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
         self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
         self._furthest = 0
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
-        """Streams that ended with peers that we look for since."""
+        """Broken streams, by peers probed since."""
         checks: dict[type[Message], Check] = {
             Forward: microbatches.server.expects,
             Backward: microbatches.expects_gradient,
@@ -184,7 +184,7 @@ class Incoming:
         ctx.net.serve(GetProgress.KIND, self._answer_progress)
 
     async def redeliver(self) -> None:
-        """Hand on the frames that came too early: after a step was applied, some are of this one."""
+        """Pass on the frames that came too early, some of which belong to the present step."""
         for sender, frame in self._early.take():
             try:
                 await self._on_frame(sender, frame)
@@ -197,7 +197,7 @@ class Incoming:
         return furthest > self._position.step
 
     async def _on_frame(self, sender: PeerId, frame: Frame) -> None:
-        """Hand on a frame of a member; its header was checked (``Expected``)."""
+        """Pass on a frame of a member, whose header was checked (``Expected``)."""
         await self._membership.acquaint(sender)
         if frame.kind in OTHER_KINDS:
             await self._on_other(sender, OTHER_KINDS[frame.kind].parse(frame), frame)
@@ -216,7 +216,7 @@ class Incoming:
         work = at.computing(step)
         if rival or (work is not None and getattr(message, "lineage", work.lineage) != work.lineage):
             raise ProtocolError(f"{frame.kind} of step {step} from another lineage")
-        of_use = not isinstance(message, Lost | Room)  # else it may have gone away
+        of_use = not isinstance(message, Lost | Room)  # a sender of Lost or Room may have gone away
         if of_use and self._ctx.detector.mark_back(sender):
             self._microbatches.welcome(sender)
         agreeing = isinstance(message, Seal | Shard | Reduced | RoundEntry | TiedEntry | Abstain)
@@ -239,8 +239,8 @@ class Incoming:
         self._ctx.news.touched()
 
     async def _check_sender(self, sender: PeerId, forward: Forward) -> None:
-        """Raises ProtocolError for a forward that neither its trainer nor a peer of the stage before sends: what it
-        brings would count in place of the right one."""
+        """Raises ProtocolError for a forward from neither its trainer nor a peer of the previous stage: its result
+        would count in place of the right result."""
         if forward.stage == 0:
             if sender != forward.trainer or not self._ctx.roster.member(sender).trainer:
                 raise ProtocolError("forward: of another peer's microbatch, or from one that does not train")
@@ -280,7 +280,7 @@ class Incoming:
             case Report():
                 self._reporting.told(sender, message)
             case Block():
-                for download in self._downloads:  # only the one that waits for it takes it
+                for download in self._downloads:  # only the waiting download takes the block
                     download.on_block(sender, message, frame.tensors[0])
             case Away():
                 self._ctx.detector.stand_aside(sender)
@@ -292,7 +292,7 @@ class Incoming:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
-        """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
+        """A stream with ``peer`` ended: find out now whether the peer is gone, not after a missed deadline."""
         self._runner.state.averager.broken(peer, channel)
         if not self._position.life.done and peer in self._ctx.roster.everyone():
             self._breaks[peer] += 1
@@ -300,8 +300,8 @@ class Incoming:
                 self._ctx.spawn(self._after_break(peer), f"after a break with {peer[-6:]}")
 
     async def _after_break(self, peer: PeerId) -> None:
-        """What was on the stream is lost. Once ``peer`` answers, ask at once for what we wait for; again if another one ended
-        meanwhile."""
+        """Frames on the stream are lost. Once ``peer`` answers, ask at once for all awaited answers; again if another
+        stream ended meanwhile."""
         ctx, at, tries = self._ctx, self._position, 0
         while tries < BREAK_TRIES:
             breaks = self._breaks[peer]
@@ -314,7 +314,7 @@ class Incoming:
         del self._breaks[peer]
 
     async def _answer_progress(self, sender: PeerId, payload: bytes) -> bytes:
-        """Raises MuletrainError while nobody should count on us."""
+        """Raises MuletrainError while no peer should count on us."""
         ask, at = GetProgress.unpack(payload), self._position
         if not self._ctx.meter.works.is_set():
             raise MuletrainError("an operation of its device does not return")

@@ -1,4 +1,4 @@
-"""These messages are about a whole peer: it is away or back, what it counted, and the end of the run."""
+"""Messages about a whole peer: absence, return, counts, and the end of the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HOLDS_S = 3 * ANNOUNCE_S
 
 
 class Away(Message):
-    """The sender takes a state, and serves nobody until it says ``Back``."""
+    """The sender takes a state, and serves no peer until its ``Back``."""
 
     KIND: ClassVar[str] = "away"
 
 
 class Back(Message):
-    """The sender had fallen behind, and is at this step again: count on it."""
+    """The sender had fallen behind, and is at this step again: count on the sender."""
 
     KIND: ClassVar[str] = "back"
     lineage: Digest
@@ -29,7 +29,7 @@ class Back(Message):
 
 
 class Report(Message):
-    """An event, as JSON, that a peer on another machine counted: so the founder's run folder has it, too."""
+    """An event, as JSON, counted by a peer on another machine, so that the founder's run folder has the event, too."""
 
     KIND: ClassVar[str] = "report"
     event: Annotated[str, Field(max_length=1 << 16)]
@@ -42,7 +42,7 @@ class StopRun(Message):
 
 
 class Finished(Message):
-    """Call: the last checkpoint is complete, or given up. The receiver may go after it has told the others."""
+    """Call: the last checkpoint is complete, or given up. The receiver may go after passing the news on."""
 
     KIND: ClassVar[str] = "finished"
     written: bool

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class PartWriter:
-    """Copies the state between two steps, and has it written while training goes on. Where there is no memory for a copy
-    (``Compute.lends``), training waits until the checkpoint has ended."""
+    """Copies the state between two steps, and lets the copy be written while training goes on. Without memory for a
+    copy (``Compute.lends``), training waits until the checkpoint has ended."""
 
     def __init__(self, ctx: Context, position: Position, own_part: OwnPart, coordinator: Coordinator) -> None:
         self._ctx, self._position, self._own_part, self._coordinator = ctx, position, own_part, coordinator
@@ -25,8 +25,8 @@ class PartWriter:
         """The last checkpoint that was written because no trainer was left."""
 
     async def write(self, key: Key, *, last: bool) -> None:
-        """Write our part of checkpoint ``key``, if it begins there. Drop a checkpoint that was written because no trainer was
-        left: the run has gone on, and its copy of the state would block the checkpoints that are due."""
+        """Write our part of checkpoint ``key``, if the checkpoint begins there. Drop a checkpoint that was written
+        because no trainer was left: the run has gone on, and the copied state would block due checkpoints."""
         if (earlier := self._written) is not None:
             self._written = None
             self._own_part.drop(earlier)
@@ -39,7 +39,7 @@ class PartWriter:
         """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""
         at = self._position
         key = Key(at.step, at.applied)
-        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
+        done = key == self._written or not key.step or at.work.all_completed  # else a checkpoint follows soon
         if done or not at.settled or at.away or not self._own_part.begins(key, last=True):
             return
         state = await self._own_part.copy(key)

@@ -51,8 +51,8 @@ FAREWELL_S = 5.0
 
 
 class Memory(NamedTuple):
-    """What a peer keeps for others: copies of states and of checkpoint parts that it offers, states of its own parts,
-    bytes of earlier gradients."""
+    """A peer's memory for other peers: offered copies of states and of checkpoint parts, states of own parts, bytes of
+    earlier gradients."""
 
     copies: int
     parts: int
@@ -78,17 +78,17 @@ class Peer:
     ) -> None:
         """Build a peer at the stage that the roster names.
 
-        ``book``: where it writes checkpoints. ``source``: where a trainer gets its microbatches. ``heldout``:
-        held-out ones, if it has any. ``reports``: send
-        what this peer counts to the coordinator, on another machine. ``joining``: the run goes on already; begin with
-        a replica's state or, with ``back``, with the checkpoint that the run rolled back to. ``sharing``: of the run's
-        tokens, if its founder shares them. ``log_bytes``: of past gradients, kept for peers that catch up."""
+        ``book``: place of the checkpoints. ``source``, ``heldout``: make training and held-out microbatches, if the
+        peer has the data. ``reports``: send this peer's counts to the coordinator, on another machine. ``joining``: the
+        run goes on already; begin with a replica's state or, with ``back``, with the checkpoint that the run rolled
+        back to. ``sharing``: of the run's tokens, if the founder shares them. ``log_bytes``: of past gradients, kept
+        for peers that catch up."""
         self._ctx, self._back, self._sharing = ctx, back, sharing
         self._host = host = host or PeerHost()
         self.roster, self.emit = ctx.roster, ctx.emit
         self._leaves = False
         self.destination: int | None = None
-        """The stage that this peer moves to; None: it leaves the run."""
+        """The stage that this peer moves to; None: the peer leaves the run."""
         coming = State.JOINING if back is None else State.ROLLED_BACK
         self._life = Lifecycle(coming if joining else State.TRAINING)
         begin = ctx.roster.genesis.begin if back is None else (back.step, back.lineage)
@@ -119,8 +119,8 @@ class Peer:
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
     async def run(self) -> bool:
-        """Train to the end, or until a member asks to stop, and write the last checkpoint. Returns False if that could
-        not be written. Raises the error of any actor that could not recover."""
+        """Train to the end, or until a member asks to stop, and write the last checkpoint. Returns False if the
+        checkpoint could not be written. Raises the error of any actor that could not recover."""
         main = asyncio.create_task(self._train(), name="train")
         self._ctx.spawn(Watchdog(self._ctx).run(), "watchdog")
         try:
@@ -136,12 +136,12 @@ class Peer:
 
     @property
     def begins_anew(self) -> bool:
-        """The run rolled back, or we were on a branch that it gave up."""
+        """The run rolled back, or gave up the branch that we were on."""
         return self._rollback.ordered.done() and not (self._life.done and self._ending.known)
 
     @property
     def begins_at(self) -> StepBack | None:
-        """Where it begins anew; None: with the state of a replica."""
+        """The rollback to begin anew with; None: begin with a replica's state."""
         return self._rollback.ordered.result()
 
     @property
@@ -166,7 +166,7 @@ class Peer:
         return written
 
     async def _begin(self) -> None:
-        """Come to where the run is, and begin what goes on beside the steps."""
+        """Come to the run's step, and begin the work beside the steps."""
         ctx, at, comes = self._ctx, self.position, not self._life.arrived
         self.rebalancer.settled = not comes
         if ctx.plan.rebalance != "off":
@@ -189,8 +189,8 @@ class Peer:
         ctx.meter.stats.started = ctx.clock.now()
 
     async def _steps(self, *, returned: bool) -> None:
-        """Take one step after the other, until the run has ended or this peer leaves. ``returned``: others may have
-        begun the first."""
+        """Take one step after the other, until the run has ended or this peer leaves. ``returned``: other peers may
+        have begun the first step."""
         at, sure = self.position, False
         while not self._life.done:
             step = at.step
@@ -215,7 +215,7 @@ class Peer:
                 self._arrival.say_back()
 
     async def _recover(self, why: Behind) -> StepRecord | None:
-        """Apply the step that the others agreed on without us, or take a state instead and return None. Raises
+        """Apply the step that was agreed on without us, or take a state instead and return None. Raises
         MuletrainError."""
         if isinstance(why, GivesWay):
             await self._arrival.go_over(why.renamed)
@@ -226,7 +226,7 @@ class Peer:
         return record
 
     async def _applied(self, record: StepRecord) -> None:
-        """Report the step, write what is due, and go to the next step, or leave."""
+        """Report the step, write a due checkpoint, and go to the next step, or leave."""
         ctx, plan, step = self._ctx, self._ctx.plan, record.step
         self._microbatches.end(step)
         self.rebalancer.count(ctx.meter.stats)
@@ -249,8 +249,8 @@ class Peer:
             await self._leave()
 
     def _without(self, record: StepRecord) -> tuple[PeerId, ...]:
-        """Do not count any more on peers that leave after ``record``, or that it expels. Returns the ids of the peers
-        that leave. Raises MuletrainError if we are expelled."""
+        """Stop counting on peers that leave after ``record``, or that ``record`` expels. Returns the ids of the leaving
+        peers. Raises MuletrainError if we are expelled."""
         ctx, me = self._ctx, self._ctx.net.peer_id
         for stage, entry in enumerate(record.stages):
             for peer in entry.expelled if self.runner.state.builder.sentenced(stage) else ():
@@ -261,7 +261,7 @@ class Peer:
             raise computes_falsely(record.step)
         known = {m.id: m for m in ctx.roster.members()}
         leavers = record.leavers(lambda peer: peer in known and known[peer].trainer)
-        # others are back already, at another stage
+        # some leavers are back already, at another stage
         leavers = tuple(p for p in leavers if p in known and p in record.stages[known[p].stage].leaves)
         for peer in leavers:
             if self.reporting.speaks() or peer == me:
@@ -271,7 +271,7 @@ class Peer:
         return leavers
 
     async def _leave(self) -> None:
-        """Leave, once the other replicas have the step. If none has, we are needed and come back."""
+        """Leave, once the other replicas have the step. Otherwise we are needed and come back."""
         ctx, at = self._ctx, self.position
         self._life.to(State.LEAVING)
         if not await self.departure.taken_over(at.lineage, at.step):
@@ -301,7 +301,7 @@ class Peer:
         ctx, status = self._ctx, self.reporting.status(self.position.step, left=left)
         try:
             await ctx.net.announce(f"{ctx.roster.genesis.run_id}/peers", json.dumps(status).encode(), HOLDS_S)
-        except NetworkError as e:  # it was only a hint
+        except NetworkError as e:  # the announcement was only a hint
             ctx.emit(DirectoryFailed(what="the directory did not take this peer's announcement", reason=str(e)))
 
     # From outside -----------------------------------------------------------------------------------------------------
@@ -316,11 +316,11 @@ class Peer:
         return self._host.fits(stage)
 
     def load(self) -> int:
-        """Returns the requests that it holds, waiting or being worked on; at most ``Plan.capacity``."""
+        """Returns the number of held requests, waiting or in work; at most ``Plan.capacity``."""
         return self._microbatches.server.load()
 
     def memory(self) -> Memory:
-        """Returns what it keeps for others."""
+        """Returns the memory used for other peers."""
         return Memory(self._snapshots.copies, self._checkpointing.own_part.copies, self._log.nbytes)
 
     def stop(self) -> None:
@@ -328,7 +328,7 @@ class Peer:
         self.departure.stop_requested = True
 
     def leave(self) -> None:
-        """Ask to leave alone: after the current step, or as soon as the others can do without this peer."""
+        """Ask to leave alone: after the current step, or as soon as the run can do without this peer."""
         self.destination, self._leaves = None, True
         self.departure.wanted = True
 
@@ -336,9 +336,9 @@ class Peer:
         """Ask to serve ``stage`` instead; None: stay after all."""
         if self._leaves:
             return
-        if stage is not None and not self.fits(stage):  # announcements of others may be wrong
+        if stage is not None and not self.fits(stage):  # announcements may be wrong
             self._ctx.emit(MoveRefused(stage=stage))
             stage = None
         self.departure.wanted = stage not in (None, self._ctx.roster.own.stage)
-        if self.departure.wanted:  # a move that is announced already keeps its destination
+        if self.departure.wanted:  # an already announced move keeps its destination
             self.destination = stage

@@ -1,4 +1,4 @@
-"""A peer asks the process that it runs in about memory, and tells it of steps."""
+"""A peer asks its process about memory, and reports steps to the process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 class PeerHost:
-    """The process of one peer. This one has memory for every stage, and does nothing with what it is told."""
+    """The process of one peer. This base class has memory for every stage, and ignores reports."""
 
     def fits(self, stage: int) -> bool:
         """Does the memory of this machine have room for ``stage``?"""
         return True
 
     def applied(self, record: StepRecord) -> bool:
-        """The peer applied a step. Returns True to end the run after it."""
+        """The peer applied a step. Returns True to end the run after that step."""
         return False
 
     def reported(self, event: Event, name: str) -> None:
-        """The peer ``name``, on another machine, counted ``event``; only the coordinator's host is told."""
+        """The peer ``name``, on another machine, counted ``event``; only the coordinator's host gets this call."""

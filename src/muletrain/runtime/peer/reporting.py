@@ -1,5 +1,4 @@
-"""A peer reports the steps that it applied: to its own log, to the coordinator on another machine, and to the run's
-status."""
+"""A peer reports its applied steps: to its own log, to the coordinator on another machine, and to the run's status."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
     from muletrain.strategies.base import StandIn
 
 REPORTS, REPORTS_A_STEP = 256, 4
-"""Reports of one peer that are accepted at first, and for each step that we applied: it may be ahead of us, and steps
-after a rollback are done again."""
+"""Reports of one peer that are accepted at first, and for each step that we applied: the reporter may be ahead of us,
+and steps after a rollback are done again."""
 SHOWN_DOWN = 8
-"""Peers that do not answer which 'muletrain status' shows; in a long run many go."""
+"""Number of unreachable peers that 'muletrain status' shows; in a long run many peers go."""
 
 
 class Reporting:
-    """Reports for one peer. ``apart``: its log is not beside the coordinator's, so reports go there, to the
+    """Reports for one peer. ``apart``: the peer's log is not beside the coordinator's log, so reports go to the
     coordinator's host."""
 
     def __init__(self, ctx: Context, host: PeerHost, *, apart: bool) -> None:
@@ -49,16 +48,16 @@ class Reporting:
         self._last: StepDone | None = None
         self._applied = 0
         self._reports: Counter[PeerId] = Counter()
-        """Reports that peers of other machines sent: these go onto our disk."""
+        """Reports received from peers of other machines, which go onto our disk."""
 
     def speaks(self) -> bool:
-        """Is it for us to report what all peers see alike?"""
+        """Does this peer report the events that all peers see alike?"""
         coordinator = self._ctx.roster.coordinator()
         first = self._ctx.roster.genesis.coordinator if coordinator is None else coordinator.id
         return first == self._ctx.net.peer_id
 
     def applied(self, record: StepRecord, work: InFlightStep, not_finite: str) -> None:
-        """Report a step with all counts since the one before, and begin new counts. ``not_finite``: see
+        """Report a step with all counts since the previous step, and begin new counts. ``not_finite``: see
         ``StepApplied``."""
         ctx, self._applied = self._ctx, self._applied + 1
         stats, now = ctx.meter.stats, ctx.clock.now()
@@ -101,7 +100,7 @@ class Reporting:
         ctx.meter.begin(now)
 
     def tell(self, event: StepApplied | PeerJoined | PoolWorked | SampleReplaced | SwapWorked) -> None:
-        """Write ``event`` to our log, and send it to the coordinator if that is on another machine."""
+        """Write ``event`` to our log, and send ``event`` to a coordinator on another machine."""
         self._ctx.emit(event)
         if self._apart:
             self._ctx.spawn(self._pass_on(Report(event=event.to_json())), "report")
@@ -116,8 +115,8 @@ class Reporting:
             self._ctx.detector.mark_down(coordinator.id, e.why)
 
     def told(self, sender: PeerId, message: Report) -> None:
-        """Take a report of a peer of another machine. Raises ProtocolError unless it is about its sender, and we
-        collect reports."""
+        """Take a report of a peer of another machine. Raises ProtocolError unless the report is about its sender, and
+        we collect reports."""
         if self._apart:
             raise ProtocolError(f"{message.KIND}: this peer does not collect reports")
         try:
@@ -142,7 +141,7 @@ class Reporting:
         self._host.reported(event, member.name)
 
     def status(self, step: int, *, left: bool) -> dict[str, Any]:
-        """Returns what 'muletrain status' shows of a peer that is at ``step``, or has ``left`` in order."""
+        """Returns the status shown by 'muletrain status' of a peer that is at ``step``, or has ``left`` in order."""
         ctx, last = self._ctx, self._last
         own, plan = ctx.roster.own, ctx.plan
         status = {"name": own.name, "stage": own.stage, "stages": plan.stages, "trainer": own.trainer}
@@ -160,14 +159,14 @@ class Reporting:
 
 
 class HotSpares:
-    """Reports which peers stand in where a peer that the plan names is gone."""
+    """Reports the stand-ins for planned peers that are gone."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._known: Mapping[StandIn, tuple[str, ...]] = {}
 
     def look(self, *, speaks: bool) -> None:
-        """Compare with the last look. ``speaks``: this peer is the one that reports."""
+        """Compare with the last look. ``speaks``: this peer reports for all peers."""
         plan, roster = self._ctx.plan, self._ctx.roster
         now = plan.strategy.stand_ins([roster.seated(s).keys() for s in range(plan.stages)])
         before, self._known = self._known, now

@@ -1,7 +1,7 @@
-"""A service is a peer's whole time in a run: it serves one stage after the other.
+"""A service is a peer's whole time in a run: the peer serves one stage after the other.
 
-Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next one as a newcomer
-does. A peer that rolls back with the run begins anew, too: nothing of the abandoned steps can get into what follows.
+Accumulators never move: a peer leaves its stage in order, between two steps, and comes to the next stage as a newcomer.
+A peer that rolls back with the run begins anew, too, so nothing of the abandoned steps can affect later steps.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Service:
-    """Makes the peer for each stage in turn. ``make`` builds it for the stage that the roster names; its arguments:
-    whether it joins a running run, and the rollback that it begins with, if any."""
+    """Makes the peer for each stage in turn. ``make`` builds the peer for the stage that the roster names; its
+    arguments: whether the peer joins a running run, and the rollback to begin with, if any."""
 
     def __init__(self, make: Callable[[bool, StepBack | None], Awaitable[Peer]], *, joining: bool) -> None:
         self._make = make
@@ -27,8 +27,8 @@ class Service:
         self.peer: Peer | None = None
 
     async def run(self) -> bool:
-        """Serve to the end of the run, or until this peer leaves it. Returns False if its last checkpoint could not be
-        written. Raises as ``Peer.run``."""
+        """Serve to the end of the run, or until this peer leaves the run. Returns False if the last checkpoint could
+        not be written. Raises as ``Peer.run`` does."""
         joining, back = self._joining, None
         while True:
             before, peer = self.peer, await self._make(joining, back)
@@ -50,7 +50,7 @@ class Service:
         peer.roster.move(stage)
 
     def _step_back(self, peer: Peer) -> StepBack | None:
-        """Returns where the peer begins anew; None: with the state of a replica."""
+        """Returns the rollback to begin anew with; None: begin with a replica's state."""
         roster, back = peer.roster, peer.begins_at
         if back is None:
             return None

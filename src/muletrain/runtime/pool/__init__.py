@@ -1,14 +1,14 @@
 """A stage's server gives parts of microbatches to clients (strategy ``hub``; HYBRID sec. 3.2).
 
-- ``server``: ``PooledCompute`` is the ``Compute`` of a server. Its ``desk`` cuts passes, gives out parts, and takes back
-  results.
-- ``parts``: from what each part is computed, and where its gradient is. ``accumulators``: brings these to the server.
-- ``clients``: who the clients of a server are, what they may send, and the weights that they get.
-- ``servers``: the servers of a stage, as one client knows them.
-- ``client``: a client's life: it enlists, takes weights and parts, and hands over what it accumulated.
-- ``work``: what a client computes, and its accumulator. ``weights``: how it takes weights from all servers.
-- ``tally``: what a server's clients did, for people.
-- ``messages``: the frames and calls between them.
+- ``server``: ``PooledCompute`` is the ``Compute`` of a server. The ``desk`` cuts passes, gives out parts, and takes
+  back results.
+- ``parts``: the inputs of each part, and the place of its gradient. ``accumulators``: brings gradients to the server.
+- ``clients``: the clients of a server: membership, permitted messages, and weights.
+- ``servers``: the servers of a stage, as known to one client.
+- ``client``: a client's life: the client enlists, takes weights and parts, and hands over its accumulator.
+- ``work``: a client's computation, and its accumulator. ``weights``: weights from all servers.
+- ``tally``: counts the work of a server's clients, for people.
+- ``messages``: the frames and calls between servers and clients.
 
-Clients are in no roster, seal or record. Rooms above see a ``Compute`` alone. ``policy.pool`` decides who computes what.
+Clients are in no roster, seal or record. Rooms above see a ``Compute`` alone. ``policy.pool`` distributes the work.
 """

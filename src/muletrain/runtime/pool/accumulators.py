@@ -1,4 +1,4 @@
-"""What a server's clients have accumulated comes to it, in chunks."""
+"""Accumulators of a server's clients come to the server, in chunks."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.pool.parts import PartsBySteps
 
 TRANSFERS = 4
-"""Clients that hand over at once: more of them would fill the server's download."""
+"""Number of clients that hand over at once: more clients would fill the server's download."""
 SILENT_S, STALLED_S = 10.0, 60.0
-"""Seconds without a word, and without another chunk, after which an accumulator is lost with its client. It may have a
-part to finish before it can begin."""
+"""Seconds without any message, and without another chunk, after which an accumulator is lost with its client, which may
+have a part to finish first."""
 SEND_S, AGAIN_S, CHECKED_S = 60.0, 0.5, 0.05
-"""Seconds within which a client takes the question, until one that cannot be reached is asked again, and between two
-looks whether its results are still being checked."""
+"""Seconds for a client to take the question, until an unreachable client is asked again, and between two checks whether
+a client's results are still being verified."""
 
 
 class NothingLeft(MuletrainError):
-    """Nothing is to be handed over (any more)."""
+    """There is nothing to hand over (any more)."""
 
 
 class Unreached(MuletrainError):
@@ -50,7 +50,7 @@ class Unreached(MuletrainError):
 
 
 class Lost(MuletrainError):
-    """The accumulator does not come, or is wrong. ``here``: the server had better compute again what was in it."""
+    """The accumulator does not come, or is wrong. ``here``: the server should compute the lost parts again itself."""
 
     def __init__(self, message: str, *, here: bool = False) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class Lost(MuletrainError):
 
 
 class Receiver(Protocol):
-    """Whose clients hand over (``desk.PartsDesk``)."""
+    """The server that clients hand over to (``desk.PartsDesk``)."""
 
     plan: Plan
 
@@ -67,7 +67,7 @@ class Receiver(Protocol):
         ...
 
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
-        """``worker`` is gone. ``again_at``: who computes again what it had accumulated."""
+        """``worker`` is gone. ``again_at``: the worker that computes the lost parts again."""
         ...
 
     def expel(self, client: PeerId, why: str) -> None:
@@ -75,17 +75,17 @@ class Receiver(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """Tell clients what they need not compute any more."""
+        """Tell clients the parts that are no longer needed."""
         ...
 
     def seed(self, step: int) -> bytes:
-        """Returns what sketches of ``step`` are drawn from."""
+        """Returns the seed of the sketches of ``step``."""
         ...
 
 
 @dataclass
 class Transfer:
-    """One accumulator on its way. ``begun``: chunks that came; ``left``: those that are not stored yet."""
+    """One accumulator on its way. ``begun``: chunks that came; ``left``: chunks that are not stored yet."""
 
     number: int
     values: Tensor
@@ -111,40 +111,40 @@ class Accumulators:
         clock: Clock,
         tasks: Tasks,
     ) -> None:
-        """``inner`` takes what is handed over."""
+        """``inner`` takes the accumulators."""
         self._receiver, self._inner, self._pool = receiver, inner, pool
         self._parts, self._calls, self._checks = parts, calls, checks
         self._net, self._clock, self._tasks = net, clock, tasks
         self._hedged: set[PeerId] = set()
-        """Clients whose accumulators take unusually long: the server computes again what is in them."""
+        """Clients whose accumulators take unusually long, so the server computes the contained parts again."""
         self._turns = asyncio.Semaphore(TRANSFERS)
         self._transfers: dict[PeerId, Transfer] = {}
         self._numbers = 0
         self._usual = Usual(unmeasured_s=3.0, floor_s=1.0, times=4.0)
         """Seconds between two chunks of a transfer."""
         self.each_s = 0.0
-        """Seconds in which another accumulator comes, as long as some do; 0: none has come."""
+        """Mean seconds for each accumulator while transfers run; 0: none has come."""
         self.news = asyncio.Event()
         """Set when ``gather`` may have something to do."""
         self._generation = 0
         """Number of times that accumulators began anew."""
         self._generations: dict[int, int] = {}
-        """The same when those of each step under way began."""
+        """That number when each step's accumulators began."""
 
     def generation(self, step: int) -> int:
-        """Returns which accumulators of ``step`` clients fill now: later ones have larger numbers, also of other
-        steps."""
+        """Returns the generation of accumulators that clients fill for ``step``; later generations, of any step, have
+        larger numbers."""
         return self._generations.setdefault(step, self._generation)
 
     def begin_anew(self, step: int) -> None:
-        """Nothing that was accumulated of ``step`` counts."""
+        """Accumulated gradients of ``step`` do not count."""
         self._generations.pop(step, None)
         self._generation += 1
 
     async def gather(self, step: int) -> None:
-        """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are being
-        checked, is asked after that. It always ends: what does not come is computed again, by the server itself if
-        nobody else does."""
+        """Return once all gradients of ``step`` are here. A client that computes a part again, or whose results are
+        being checked, is asked afterwards. The call always ends: missing parts are computed again, by the server itself
+        if no client does."""
         self._hedged.clear()
         coming: dict[PeerId, asyncio.Task[None]] = {}
         try:
@@ -167,7 +167,7 @@ class Accumulators:
         return {client for client in holders if client is not None}
 
     async def _take_over(self, client: PeerId, step: int) -> None:
-        """Add a client's accumulator to ours; if it does not come, its parts are computed again."""
+        """Add a client's accumulator to ours, or have its parts computed again."""
         generation = self.generation(step)
         try:
             transfer = await self.fetch(client, generation, step)
@@ -175,10 +175,10 @@ class Accumulators:
             if verify:
                 found = await self._inner.offload(sketch, transfer.values, self._receiver.seed(step))
             while client in self._checks.concerned(step) and not transfer.problem:
-                await self._clock.sleep(CHECKED_S)  # it brought back another part meanwhile
+                await self._clock.sleep(CHECKED_S)  # the client brought back another part meanwhile
             numbers, parts = transfer.contents or set(), self._parts.of(step)
             if transfer.problem:
-                return  # it was lost, and may be another enlistment by now
+                return  # the client was lost, and may have enlisted again by now
             if self.generation(step) != generation or not numbers <= parts.holders().get(client, set()):
                 self._receiver.lose(client, "parts in its accumulator were taken back while it came")
             elif verify and not alike(found, parts.claimed(client, numbers)):
@@ -196,7 +196,7 @@ class Accumulators:
             self.news.set()
 
     def _arrived(self, client: PeerId, step: int, values: Tensor, numbers: set[int]) -> None:
-        """The gradients with these ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
+        """The gradients ``numbers`` are here: their sum is ``values``, flat fp32 [G]."""
         self._inner.add(step, values)
         self._pool.drop_parts(self._parts.again(client, step))
         self._parts.of(step).arrived(client, numbers)
@@ -204,8 +204,8 @@ class Accumulators:
         self._receiver.withdraw()
 
     def _hedge(self, client: PeerId, step: int) -> None:
-        """An accumulator takes unusually long: the server itself computes again what is in it. If that is done before it
-        comes, it is lost. (If another client did, its accumulator might take as long, and so on for ever.)"""
+        """An accumulator takes unusually long: the server itself computes the contained parts again. If the server is
+        first, the accumulator is lost. (Another client's accumulator might take as long, and so on for ever.)"""
         if client not in self._hedged:
             self._hedged.add(client)
             for part in self._parts.again(client, step):
@@ -213,8 +213,8 @@ class Accumulators:
             self._receiver.doubt(client)
 
     async def fetch(self, client: PeerId, generation: int, step: int) -> Transfer:
-        """Returns the accumulator of ``client``. Its contents are the gradients that the client should have, and those that
-        have come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
+        """Returns the accumulator of ``client``: the gradients that the client should have, and gradients that have
+        come to count meanwhile. Raises Lost, Unreached, and NothingLeft."""
         async with self._turns:
             wanted = self._parts.of(step).holders().get(client, set())
             if not wanted:
@@ -243,8 +243,8 @@ class Accumulators:
         return transfer
 
     async def _arrival(self, client: PeerId, step: int, transfer: Transfer) -> None:
-        """Wait for all of it. Raises Lost, and NothingLeft if the client is lost meanwhile."""
-        loop = asyncio.get_running_loop()  # ``heard_s`` is by its time
+        """Wait for the whole transfer. Raises Lost, and NothingLeft if the client is lost meanwhile."""
+        loop = asyncio.get_running_loop()  # ``heard_s`` uses the loop's time
         last, left = loop.time(), len(transfer.left)
         while transfer.left or transfer.contents is None:
             if transfer.problem:
@@ -266,7 +266,7 @@ class Accumulators:
             self._usual.measured(self._clock.now() - begin)
 
     def expects(self, client: PeerId, message: AccumulatorChunk, tensors: list[Encoded]) -> None:
-        """Check a chunk before it is read. Raises ProtocolError."""
+        """Check a chunk before reading. Raises ProtocolError."""
         transfer, plan, (chunk,) = self._transfers.get(client), self._receiver.plan, tensors
         if transfer is None or message.transfer != transfer.number:
             raise ProtocolError(f"{message.KIND}: nothing was asked for, or not this")

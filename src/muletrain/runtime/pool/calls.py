@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Call:
-    """A pass of a microbatch of so many ``sequences`` that the stage server waits for. ``places``: parts whose gradients
-    clients have accumulated for it; ``own``: parts that were computed here, and count once the whole microbatch does."""
+    """A pass of a microbatch of ``sequences`` sequences that the stage server waits for. ``places``: parts whose
+    gradients clients have accumulated; ``own``: parts computed here, which count once the whole microbatch does."""
 
     mb: Microbatch
     what: Pass
@@ -48,8 +48,8 @@ class Call:
         self._left = self.sequences
 
     async def cut(self, part: Part, compute: Compute, codec: Codec) -> KeptPart:
-        """Returns from what ``part`` is computed."""
-        assert self.inputs is not None  # a backward is cut as its forward was
+        """Returns the inputs of ``part``."""
+        assert self.inputs is not None  # a backward is cut as the forward was
         rows = slice(part.first, part.first + part.rows)
         inputs, targets = self.inputs[rows], None if self.targets is None else encode_samples(self.targets[rows])
         sent = encode_samples(inputs) if compute.stage == 0 else await compute.offload(encode, inputs, codec)
@@ -60,7 +60,7 @@ class Call:
             self.done.set_exception(error)
 
     def fill(self, part: Part, loss: float, values: Tensor | None) -> None:
-        """Take the result of ``part``: its share of the loss, and its output [rows, T, D], if any."""
+        """Take the result of ``part``: the share of the loss, and the output [rows, T, D], if any."""
         if self.done.done():
             return
         if values is not None:
@@ -86,7 +86,7 @@ class Calls:
         del self._calls[call.key]
 
     def of(self, part: Part) -> Call | None:
-        """Returns the call that waits for ``part``; None: none does."""
+        """Returns the call that waits for ``part``; None: no call does."""
         return self._calls.get((part.what, part.step, part.index))
 
     def of_step(self, step: int) -> list[Call]:

@@ -1,9 +1,9 @@
 """A server has some of its clients' results computed a second time, and compares (``hub.verify``).
 
 A random share of parts is checked, and all results that are far larger or smaller than usual. Another worker computes
-the part again, and sends sketches (``optim.sketch``) of what comes out. If they differ beyond rounding, the server's own
-device decides who is out. What a client hands over must be the sum of the gradients that it announced, by their
-sketches, so a client cannot have one gradient checked and hand over another.
+the part again, and sends sketches (``optim.sketch``) of the results. If the sketches differ beyond rounding, the
+server's own device decides on expulsions. An accumulator must be the sum of the gradients that its client announced, by
+their sketches, so a client cannot have one gradient checked and hand over another.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
-"""Results from which follows what is usual, at most and at least."""
+"""Most and fewest results that define the usual length."""
 MOST_LOSS = 1e12
-"""Before that, a loss of a client beyond ``FACTOR`` times this is not believed."""
+"""Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
 Place = tuple[int, int, int]
 """Step, microbatch and first sequence of a part."""
 
 
 def checked_message(number: int, found: dict[str, Sketch]) -> Checked:
-    """Returns what a client answers with what it ``found``."""
+    """Returns a client's answer with the sketches ``found``."""
     named = {name: packed(found[name]) if name in found else None for name in ("outputs", "inputs")}
     return Checked(number=number, gradient=packed(found["gradient"]), **named)
 
 
 def checked_sketches(message: Checked) -> dict[str, Sketch]:
-    """Returns what a client found."""
+    """Returns the sketches in a client's answer."""
     named = {"outputs": message.outputs, "inputs": message.inputs, "gradient": message.gradient}
     return {name: unpacked(packed_) for name, packed_ in named.items() if packed_ is not None}
 
 
 class Drawn(NamedTuple):
-    """A result that is to be checked. ``values``: the sketch of its tensor, if it has one."""
+    """A result to be checked. ``values``: the sketch of the result's tensor, if any."""
 
     values: Sketch | None
 
 
 @dataclass
 class _Case:
-    """A part that is checked. ``by``: who brought back what; ``second``: who found something else."""
+    """A part under check. ``by``: the worker of each result; ``second``: a worker with different results."""
 
     part: Part
     kept: KeptPart
@@ -75,12 +75,12 @@ class _Case:
     second: tuple[PeerId, dict[str, Sketch]] | None = None
 
     def differing(self, found: dict[str, Sketch]) -> list[str]:
-        """Returns in what ``found`` differs from what was brought back."""
+        """Returns the names of results that differ from ``found``."""
         return [name for name, first in self.found.items() if not alike(first, found.get(name, np.zeros(())))]
 
 
 class Court(Protocol):
-    """Whose clients' results are checked (``desk.PartsDesk``)."""
+    """The server whose clients' results are checked (``desk.PartsDesk``)."""
 
     pool: Pool
     inner: Compute
@@ -97,8 +97,8 @@ class Court(Protocol):
 def check_result(
     plan: Plan, stage: int, part: Part | None, message: Output | Finished | Checked, tensors: list[Encoded]
 ) -> None:
-    """Raises Malformed for a result that ``part`` cannot have. One that was taken back meanwhile (None) is only
-    bounded."""
+    """Raises Malformed for a result that ``part`` cannot have; for a part that was taken back meanwhile (None), only
+    sizes are bounded."""
     if part is None:
         most = plan.sequences, plan.sequence_length(plan.steps), plan.width
         if any(encoded_size(t.codec, t.shape) > encoded_size(plan.activations, most) for t in tensors):
@@ -129,20 +129,20 @@ class _Usual:
 
 
 class Checks:
-    """The checks of one server. ``share``: of parts that are checked."""
+    """The checks of one server. ``share``: share of parts to check."""
 
     def __init__(self, court: Court, clock: Clock, share: float, rng: random.Random) -> None:
         self._court, self._clock, self._share, self._rng = court, clock, share, rng
         self._forwards: dict[Place, tuple[PeerId, Sketch]] = {}
-        """Forwards that are checked once their backward is there."""
+        """Forwards to check once their backward is there."""
         self._cases: dict[Place, _Case] = {}
         self._usual: dict[str, _Usual] = {}
         self._losses: deque[float] = deque(maxlen=RECENT)
         """Sizes of recent losses that counted [nats/token, times the sequences of a microbatch]."""
 
     def believes(self, part: Part, loss: float) -> bool:
-        """Can a client's ``part`` have that share of the loss? Only passes of the last stage have any, and it is about as
-        large as those that counted before."""
+        """Is ``loss`` plausible for a client's ``part``? Only passes of the last stage have a loss, about as large as
+        earlier counted losses."""
         if part.what is not Pass.LOSS:
             return loss == 0
         known = statistics.median(self._losses) if len(self._losses) >= LEAST else MOST_LOSS
@@ -156,7 +156,7 @@ class Checks:
     async def drawn(
         self, what: Pass, rows: int, values: Tensor | None, claim: Sketch | None, seed: bytes
     ) -> Drawn | None:
-        """Is a result to be checked? ``claim``: the announced sketch of its parameters' gradient."""
+        """Is a result to be checked? ``claim``: the announced sketch of the parameters' gradient."""
         if not self._share:
             return None
         length = 0.0 if values is None else float(await self._court.inner.offload(values.norm)) / rows**0.5
@@ -190,12 +190,12 @@ class Checks:
             self._court.pool.put_part(check, self._clock.now(), barred=case.by.values())
 
     def find(self, part: Part) -> KeptPart | None:
-        """Returns from what ``part`` is computed again; None: that is no longer wanted."""
+        """Returns the inputs for computing ``part`` again; None: the check is no longer wanted."""
         case = self._cases.get((part.step, part.index, part.first))
         return None if case is None else case.kept
 
     def checked(self, worker: PeerId, part: Part, found: dict[str, Sketch]) -> None:
-        """``worker`` computed ``part`` again. Who is wrong is out."""
+        """``worker`` computed ``part`` again. Expel clients with wrong results."""
         place = part.step, part.index, part.first
         if (case := self._cases.get(place)) is None:
             return
@@ -217,12 +217,12 @@ class Checks:
             self._court.expel(client, "its results are wrong: this server computed a part again, and found another one")
 
     def concerned(self, step: int) -> set[PeerId]:
-        """Returns whose results of ``step`` are being checked."""
+        """Returns the clients whose results of ``step`` are being checked."""
         open_ = (case for case in self._cases.values() if case.part.step == step and self._court.pool.wants(case.part))
         return {client for case in open_ for client in case.by.values()}
 
     def forget(self, step: int) -> None:
-        """What is under way of ``step`` is not checked any more."""
+        """Stop the checks of ``step`` that are in progress."""
         for places in (self._cases, self._forwards):
             for place in [p for p in places if p[0] == step]:
                 del places[place]

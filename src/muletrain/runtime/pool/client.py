@@ -1,4 +1,4 @@
-"""The life of a client: it computes parts of microbatches for one server of its stage at a time."""
+"""The life of a client, which computes parts of microbatches for one server of its stage at a time."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
     from muletrain.wire.frame import Frame
 
 ROOM = 2
-"""Parts that a client takes at once: one to compute, one on its way."""
+"""Parts that a client takes at once: one to compute, one in transfer."""
 ALIVE_S = 1.0
-"""Seconds between two calls by which it shows its server that it lives, and hears whether that counts on it."""
+"""Seconds between two calls that show the server a live client, and tell the client whether the client counts."""
 CUT_OFF_S = 10.0
-"""Seconds without an answer from any server, after which ours has surely given us up."""
+"""Seconds without an answer from any server, after which our server has surely given us up."""
 SEND_S = 60.0
-"""Seconds within which a server takes what is sent to it."""
+"""Seconds for a server to take a message."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
-"""Seconds between two tries to find a server, the first time and at most; doubles until it works for one."""
+"""Seconds between two tries to find a server, the first time and at most; doubles until the client works."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
 
@@ -75,7 +75,7 @@ class _Left(MuletrainError):
 
 
 class Client:
-    """Works for one stage. ``compute``: the stage's, without moments."""
+    """Works for one stage. ``compute``: the stage, without moments."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Client:
         speed: float = 0.0,
         others: Collection[PeerId] = (),
     ) -> None:
-        """``servers``: of the stage, as far as known; ``speed``: forward passes of a sequence per second; 0: unknown.
-        ``others``: servers of other stages, which may say that the run is over."""
+        """``servers``: known servers of the stage; ``speed``: forward passes of a sequence per second; 0: unknown.
+        ``others``: servers of other stages, which may report that the run is over."""
         self._net, self._clock, self._tasks, self._compute, self._plan = net, clock, tasks, compute, plan
         self._config, self._name, self._speed = config, name, speed
         self._servers = StageServers(net, clock, tasks, servers)
@@ -100,17 +100,17 @@ class Client:
         self._enlistment, self._enlistments = 0, itertools.count(1)
         self._dismissed = self._ended = self._worked = self._moves = False
         self.moved = False
-        """It left since it is to ``move``."""
+        """The client left because of ``move``."""
         self._missed = False
-        """Something that we sent to our server, or it to us, may not have come."""
+        """A message to our server, or from our server, may be lost."""
         self._wanted: bytes | None = None
         """Digest of the server's newest weights."""
         self._steps: tuple[int, ...] = ()
-        """The steps that compute with these weights; (): all steps."""
+        """The steps that compute with the newest weights; (): all steps."""
         self.version = -1
         """See ``servers.Worker``."""
         self._told = self._sits_out = -1
-        """Versions of the weights: that we told our server to have, and that we do without."""
+        """Versions of the weights: reported to our server, and sat out."""
         self._rests, self._given = Rests(random.Random(net.peer_id)), True
         self._news = asyncio.Event()
         self._weights = WeightsDownload(net, compute, plan, tasks)
@@ -133,7 +133,7 @@ class Client:
         self._changed()
 
     def move(self) -> None:
-        """Leave in order when the next step begins: nothing that this client computed is lost."""
+        """Leave in order when the next step begins, so that no computed part is lost."""
         self._moves = True
 
     def _changed(self) -> None:
@@ -170,7 +170,8 @@ class Client:
     # A server ---------------------------------------------------------------------------------------------------------
 
     async def _enlist(self) -> None:
-        """Find the server of our stage that needs us most. The weights come while it answers. Raises _Left if none does."""
+        """Find the server of our stage with the greatest need. The weights come while it answers. Raises _Left if none
+        answers."""
         for server, state in await self._servers.by_need():
             if not self._work.has(state.weights, state.steps):
                 self._weights.begin(state.weights, self._servers.known)
@@ -179,7 +180,7 @@ class Client:
         raise _Left("no server answers")
 
     async def _enlist_with(self, server: PeerId) -> None:
-        """Raises NetworkError if it does not take us; nothing has changed then."""
+        """Raises NetworkError if the server does not take us; nothing has changed then."""
         number, stage = next(self._enlistments), self._compute.stage
         ask = Enlist(name=self._name, config=self._config, stage=stage, enlistment=number)
         state = Enlisted.unpack(await self._servers.call(server, ask))
@@ -188,10 +189,10 @@ class Client:
         self._heard(state)
 
     def _heard(self, state: Enlisted | Begun) -> None:
-        """Take in what our server says of its weights, unless it is older than what we know."""
+        """Take in our server's report of its weights, unless older than the known report."""
         if isinstance(state, Enlisted) and state.servers and state.servers != self._servers.known:
             self._servers.known = state.servers
-            self._weights.ask_again()  # who serves another stage now does not answer
+            self._weights.ask_again()  # a server that has moved to another stage does not answer
         if state.version > self.version:
             self.version, self._wanted, self._steps = state.version, state.weights, state.steps
             self._changed()
@@ -201,14 +202,14 @@ class Client:
         await self._drop()
 
     async def _drop(self) -> None:
-        """What we have is of no use to anyone."""
+        """Drop all work, which is of no further use."""
         for task in self._out.values():
             task.cancel()
         await self._accumulator.leave()
         self._work.forget_forwards()
 
     async def _serve(self) -> bool:
-        """Work for our server. Returns True if we go on at another one. Raises _Left when it is gone."""
+        """Work for our server. Returns True if we go on at another. Raises _Left when our server is gone."""
         home, alive = self._home, self._tasks.spawn(self._show_life(self._enlistment), "alive")
         assert home is not None  # that we serve
         try:
@@ -238,11 +239,11 @@ class Client:
             alive.cancel()
 
     def _idle(self) -> bool:
-        """Is there nothing to do, and nothing that is lost if we go?"""
+        """Is there nothing to do, and would nothing be lost if we went?"""
         return self._told == self.version and not self._out and not self._handing_over and self._accumulator.empty
 
     async def _go_to(self, server: PeerId, home: PeerId) -> bool:
-        """Returns False if ``server`` does not take us; if that is since the run has ended, ``home`` tells us."""
+        """Returns False if ``server`` does not take us; if the run has ended, ``home`` tells us."""
         try:
             await self._enlist_with(server)
         except NetworkError:
@@ -252,8 +253,8 @@ class Client:
         return True
 
     async def _show_life(self, enlistment: int) -> None:
-        """Call our server every second. A server that does not answer twice is gone if another one answers; otherwise we
-        are cut off, and what we have stays of use for some seconds (``clients.GONE_S``)."""
+        """Call our server every second. A server that misses two answers is gone if another server answers; otherwise
+        we are cut off, and our work stays of use for some seconds (``clients.GONE_S``)."""
         failed, answered = 0, self._clock.now()
         while (home := self._home) is not None and self._enlistment == enlistment:
             await self._clock.sleep(ALIVE_S)
@@ -283,7 +284,8 @@ class Client:
             self._changed()
 
     async def _take_weights(self, digest: bytes, steps: tuple[int, ...]) -> None:
-        """Returns with our server's weights, or early if others are wanted, or if we sit the step out. Raises _Left."""
+        """Return with our server's weights, or early if other weights are wanted, or if we sit the step out. Raises
+        _Left."""
         self._work.forget_forwards(steps)
         if not self._rests.takes_part(worked=self._given):
             self._sits_out = self.version
@@ -301,7 +303,7 @@ class Client:
         await self._work.load(values, digest, steps)
 
     async def _send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
-        """To our server. Raises _Left and NetworkError."""
+        """Send to our server. Raises _Left and NetworkError."""
         if self._home is None:
             raise _Left("there is no server")
         await self._net.send(self._home, message.frame(tensors), channel=message.CHANNEL, timeout_s=SEND_S)
@@ -369,7 +371,7 @@ class Client:
         task.add_done_callback(lambda _: self._out.pop(message.number, None))
 
     async def _do(self, message: Give, tensors: list[Encoded], enlistment: int) -> None:
-        """Compute a part, and send what comes out."""
+        """Compute a part, and send the result."""
         try:
             await self._accumulator.begin_anew(message.step, message.generation)
             answer, sent = await self._work.compute(message, tensors)
@@ -380,21 +382,21 @@ class Client:
         await self._report(answer, sent, enlistment)
 
     async def _report(self, answer: Message, tensors: list[Encoded], enlistment: int) -> None:
-        """Send an answer to our server, if it is still the same; also if we are cancelled meanwhile."""
+        """Send an answer to our server, unless the enlistment has changed; also if we are cancelled meanwhile."""
         if enlistment == self._enlistment:
             await asyncio.shield(self._tasks.spawn(self._try_to_send(answer, tensors), answer.KIND))
 
     async def _try_to_send(self, message: Message, tensors: list[Encoded] | None = None) -> None:
-        """To our server; if it does not come there, the server hears that something is missing."""
+        """Send to our server; after a failure, the server hears that something is missing."""
         try:
             await self._send(message, tensors)
         except NetworkError:
             self._missed = True
-        except _Left:  # it is of no use to another one
+        except _Left:  # the message is of no use to another server
             return
 
     async def _hand_over(self, ask: AskAccumulator, enlistment: int) -> None:
-        """Send the accumulator, with all givings that count. It begins anew."""
+        """Send the accumulator, with all givings that count, and begin anew."""
         self._handing_over += 1
         try:
             gradient, givings = await self._accumulator.hand_over(ask.generation, ask.step, {*ask.givings})

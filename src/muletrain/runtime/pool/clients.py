@@ -1,4 +1,4 @@
-"""The clients of one server: who they are, what they may send, and what they are told."""
+"""The clients of one server: membership, permitted messages, and notices."""
 
 from __future__ import annotations
 
@@ -60,21 +60,21 @@ if TYPE_CHECKING:
 
 MAX_CLIENTS = 4096
 ENLISTS, ENLISTS_PER_S = 20, 0.2
-"""Times that one client may enlist at once, and a second after that: each time is an event on the disk."""
+"""Most enlistments of one client at once, and per second after that: each enlistment is an event on the disk."""
 MAX_UNABLE = 8
-"""Parts in a row that a client may fail to compute before its server does without it."""
+"""Consecutive parts that a client may fail to compute before being dismissed."""
 SILENT_S = 3.0
-"""Seconds without a word, after which a client is asked whether it is there; each shows every second that it lives."""
+"""Seconds without a message, after which a client is asked for a sign of life; clients show life every second."""
 GONE_S, AGAIN_S = 3.0, 0.5
-"""Seconds for which a client cannot be reached, after which it is lost, and between two tries. What it has accumulated
-survives a shorter interruption."""
+"""Seconds for which a client is unreachable before the client is lost, and seconds between two tries. Accumulated
+gradients survive a shorter interruption."""
 THERE_S, THERE_FLOOR_S = 3.0, 1.5
-"""Seconds that a client has to say that it is there, before any measurement, and at least (see
+"""Seconds for a client to confirm its presence, before any measurement, and at least (see
 ``members.FailureDetector``)."""
 SEND_S, FAREWELL_S = 60.0, 5.0
-"""Seconds within which a client takes a notice, and the last one."""
+"""Seconds for a client to take a notice, and to take the last notice."""
 RECEIPT_S, LOOK_S = 0.5, 0.01
-"""Seconds that we wait for a sign that the last one came, and between two looks."""
+"""Seconds to wait for a sign that the last notice came, and seconds between two checks."""
 FULL = f"this server has {MAX_CLIENTS} clients, as many as it takes; try another one"
 
 
@@ -87,7 +87,7 @@ class Servers(Protocol):
 
 
 class Desk(Protocol):
-    """Who the clients work for (``desk.PartsDesk``)."""
+    """The server that the clients work for (``desk.PartsDesk``)."""
 
     stage: int
     inner: Compute
@@ -116,14 +116,14 @@ class Desk(Protocol):
         ...
 
     def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
-        """A client is there, and had these givings when it was asked."""
+        """A client is there, and had these ``parts`` and ``uncounted`` givings at ``asked_at`` [s]."""
         ...
 
 
 @dataclass
 class _Client:
-    """``since``: when it enlisted, by the loop's clock; ``unable``: parts in a row that it did not compute; ``asked``:
-    it is being asked whether it is there."""
+    """``since``: time of enlistment, by the loop's clock; ``unable``: consecutive parts not computed; ``asked``: the
+    client is being asked for a sign of life."""
 
     name: str
     enlistment: int
@@ -152,19 +152,19 @@ class Clients:
         self._clients: dict[PeerId, _Client] = {}
         self._tally = Tally()
         self._lately: Recent[_Client] = Recent()
-        """Those that we lost: at the end of the run they may look for a server."""
+        """Lost clients, which may look for a server at the end of the run."""
         self._enlisted = Debts(ENLISTS_PER_S)
         self._banned: set[PeerId] = set()
         """Clients whose results were wrong."""
         self._digest: bytes | None = None
-        """Of the newest weights."""
+        """Digest of the newest weights."""
         self._steps: tuple[int, ...] = ()
-        """The steps that compute with these weights; (): all steps."""
+        """The steps that compute with the newest weights; (): all steps."""
         self._digests: dict[int, bytes] = {}
-        """Of the weights that each step under way computes with."""
+        """Digests of the weights that each step in flight computes with."""
         self._version = 0
         self._open = False
-        """The weights are whole, and clients may have them."""
+        """The weights are whole, and clients may have the weights."""
         self._weights = WeightsUpload(desk.inner, desk.plan.chunk, net, tasks)
         self._there = Deadline(unmeasured_s=THERE_S, floor_s=THERE_FLOOR_S)
         net.serve(Enlist.KIND, self._on_enlist)
@@ -224,7 +224,7 @@ class Clients:
         )
 
     def gone(self, client: PeerId, why: str, parts: int) -> None:
-        """``client`` is lost, and with it the gradients of so many ``parts``. If it is there after all, it begins
+        """``client`` is lost, and with it the gradients of ``parts`` parts. A client that is there after all begins
         anew."""
         if (known := self._clients.pop(client, None)) is not None:
             self._lately[client] = known
@@ -237,7 +237,7 @@ class Clients:
         self._banned.add(client)
 
     def digest(self, step: int) -> bytes:
-        """Returns that of the weights that ``step`` computes with; empty: clients do not have them."""
+        """Returns the digest of the weights for ``step``; empty: clients do not have these weights."""
         return self._digests.get(step, b"") if self._steps else self._digest or b""
 
     def __len__(self) -> int:
@@ -252,19 +252,20 @@ class Clients:
         self._emit(self._tally.worked(step, self._desk.stage))
 
     def late(self, clients: tuple[PeerId, ...]) -> None:
-        """``clients`` take unusually long: others may do what they have."""
+        """``clients`` take unusually long: other workers may repeat their parts."""
         for client in clients:
             if client in self._clients:
                 self._tally.count(self._clients[client].name, "late")
                 self._emit(ClientLate(peer_id=client, name=self._clients[client].name))
 
     def _on_lost(self, peer: PeerId, channel: Channel) -> None:
-        """A stream with ``peer`` ended: find out now whether it is gone, not when something is missed."""
+        """A stream with ``peer`` ended: find out now whether the client is gone, not after a missed deadline."""
         if peer in self._clients:
             self.look_after(peer)
 
     def look_after(self, client: PeerId) -> None:
-        """Ask ``client`` whether it is there, and still ours. It is lost if it is not, or cannot be reached for long."""
+        """Ask ``client`` whether it is there, and still ours. A client that denies this, or is unreachable for long, is
+        lost."""
         if (known := self._clients.get(client)) is not None and not known.asked:
             known.asked = True
             self._tasks.spawn(self._look_after(client, known), "look after a client")
@@ -299,7 +300,7 @@ class Clients:
         return tuple(p for p, c in self._clients.items() if max(c.since, self._net.heard_s(p)) < since)
 
     def tell(self, client: PeerId, message: Message) -> None:
-        """Send a notice, and do not wait for that."""
+        """Send a notice without waiting."""
         self._tasks.spawn(self._tell(client, message), message.KIND)
 
     async def _tell(self, client: PeerId, message: Message) -> None:
@@ -311,7 +312,8 @@ class Clients:
                 self._desk.doubt(client)
 
     async def end(self, *, over: bool) -> None:
-        """Tell all clients that this server ends; ``over``: so does the run. Returns when they heard it, or soon."""
+        """Tell all clients that this server ends; ``over``: so does the run. Returns when the clients heard it, or
+        soon."""
         clients = {**self._lately, **self._clients} if over else self._clients
         told = [self._farewell(client, known, over=over) for client, known in clients.items()]
         self._clients, self._digest, self._open = {}, None, False
@@ -321,7 +323,7 @@ class Clients:
     async def _farewell(self, client: PeerId, known: _Client, *, over: bool) -> None:
         frame, begun_s = Ended(enlistment=known.enlistment, over=over).frame(), loop_time_s()
         await self._net.send(client, frame, channel=Ended.CHANNEL, timeout_s=FAREWELL_S)
-        until_s = self._clock.now() + RECEIPT_S  # it was handed over, but perhaps only to a daemon that ends with us
+        until_s = self._clock.now() + RECEIPT_S  # the notice may have come no further than a daemon that ends with us
         while self._net.heard_s(client) < begun_s and self._clock.now() < until_s:
             await self._clock.sleep(LOOK_S)
 
@@ -335,7 +337,7 @@ class Clients:
     async def expect(self, sender: PeerId, frame: Frame) -> None:
         """See ``network.base.Bounds``."""
         frame.message = message = FROM_CLIENT[frame.kind].parse(frame)
-        if isinstance(message, GetWeights | Gone):  # at the end of a run both sides say that they go
+        if isinstance(message, GetWeights | Gone):  # at the end of a run both sides say farewell
             return
         if sender not in self._clients:
             raise ProtocolError(f"{frame.kind}: from a client that is not enlisted here (any more)")
@@ -345,7 +347,7 @@ class Clients:
             self.check_result(sender, message, frame.tensors)
 
     def check_result(self, sender: PeerId, message: Output | Finished | Checked, tensors: list[Encoded]) -> None:
-        """Raises Malformed for a result that is not of a part that ``sender`` has."""
+        """Raises Malformed for a result that belongs to no part of ``sender``."""
         desk = self._desk
         check_result(desk.plan, desk.stage, desk.pool.part(sender, message.number), message, tensors)
 
@@ -355,7 +357,7 @@ class Clients:
             self._weights.on_asked(sender, message)
             return
         if (client := self._clients.get(sender)) is None:
-            return  # it was lost while the frame came
+            return  # the client was lost while the frame came
         if isinstance(message, Numbered):
             client.unable = client.unable + 1 if isinstance(message, Unable) else 0
         match message:
@@ -383,8 +385,8 @@ class Clients:
         self._weights.close()
 
     def begin(self, digest: bytes, steps: tuple[int, ...] = ()) -> None:
-        """The newest weights have this digest, and ``steps`` compute with them (see ``Compute.newest_for``). Clients
-        work for these once they have them."""
+        """``digest``: of the newest weights; ``steps``: computed with these weights (see ``Compute.newest_for``).
+        Clients work for ``steps`` once they have the weights."""
         if self._open and (digest, steps) == (self._digest, self._steps):
             return
         self._digest, self._steps, self._open = digest, steps, True

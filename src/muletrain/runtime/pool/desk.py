@@ -1,4 +1,4 @@
-"""``PartsDesk``: gives parts of microbatches to clients, and takes back what they computed."""
+"""``PartsDesk`` gives parts of microbatches to clients, and takes back the results."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.pool.clients import Servers
 
 SEND_S = 60.0
-"""Seconds within which a client takes what is sent to it."""
+"""Seconds for a client to take a message."""
 LOOK_S = 1.0
-"""Seconds between two looks for clients that are late or silent, at most."""
+"""Most seconds between two checks for late or silent clients."""
 
 
 class PartsDesk:
-    """Has the passes of one stage computed. ``inner`` computes what the server itself takes on.
+    """Has the passes of one stage computed. ``inner`` computes the server's own share.
 
-    A microbatch's gradient counts as accumulated when each of its parts is in some client's accumulator. ``accumulators``
-    brings these here, and what was lost with a client is computed again, so no other machine hears of that.
+    A microbatch's gradient counts as accumulated when each of its parts is in some client's accumulator.
+    ``accumulators`` brings the gradients here. Gradients lost with a client are computed again, unnoticed by other
+    machines.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PartsDesk:
         emit: Callable[[Event], None],
         rng: random.Random,
     ) -> None:
-        """``config``: digest of the run's configuration; ``rng`` draws what is checked."""
+        """``config``: digest of the run's configuration; ``rng``: draws the results to check."""
         self.stage, self.plan, self.inner = inner.stage, plan, inner
         self._net, self._clock, self._tasks, self.pool = net, clock, tasks, Pool()
         self.pool.enlist(OWN)
@@ -79,11 +80,11 @@ class PartsDesk:
     # Passes ---------------------------------------------------------------------------------------------------------
 
     def kept_sequences(self, mb: Microbatch) -> int:
-        """Returns of how many sequences of a microbatch the forward is known."""
+        """Returns the number of sequences of a microbatch whose forward is known."""
         return sum(kept.rows for kept in self._parts.of(mb.step).of(mb.index).values())
 
     async def computed(self, call: Call, grad: Tensor | None = None) -> Tensor:
-        """Give out ``call``, and wait until all its parts are back. ``grad``: of a backward."""
+        """Give out ``call``, and wait until all parts are back. ``grad``: of the outputs, for a backward."""
         self.calls.begin(call)
         try:
             if grad is None:
@@ -106,7 +107,7 @@ class PartsDesk:
         return torch.empty(0) if call.output is None else call.output
 
     async def _put_backward(self, call: Call, grad: Tensor) -> None:
-        """Put the parts of a backward into the pool, cut as its forward was."""
+        """Put the parts of a backward into the pool, cut as in the forward."""
         kept, mb = self._parts.of(call.mb.step).of(call.mb.index), call.mb
         encoded = [
             await self.inner.offload(encode, grad[f : f + k.rows], self.plan.activations) for f, k in kept.items()
@@ -119,7 +120,7 @@ class PartsDesk:
             self.pool.put_part(what, self._clock.now(), part.forward_at)
 
     def _take_back(self, call: Call) -> None:
-        """The microbatch does not count, though gradients of its parts were accumulated: what contains them is of no
+        """The microbatch does not count, though gradients of its parts were accumulated: the accumulators are of no
         use."""
         parts = self._parts.steps.get(call.mb.step)
         for worker in sorted(parts.take_back(call.places)) if parts is not None else ():
@@ -136,7 +137,7 @@ class PartsDesk:
             self._parts.steps[mb.step].through(Microbatch(mb.step, mb.index, 0, self.plan.sequences), self.inner)
 
     def forget_gradients(self, step: int) -> None:
-        """What passes through goes on; its gradients are accumulated anew."""
+        """Passes in progress go on, but gradients are accumulated anew."""
         self.accumulators.begin_anew(step)
         self.pool.drop_again(step)
         self._checks.forget(step)
@@ -160,7 +161,7 @@ class PartsDesk:
                 parts.through(Microbatch(step, index, 0, self.plan.sequences), self.inner)
 
     def close(self, *, rest: bool = True) -> None:
-        """The weights change. ``rest``: those of all steps, and clients compute nothing until they have the new ones
+        """The weights change. ``rest``: for all steps, and clients compute nothing until they have the new weights
         (``digest``)."""
         if rest:
             for step in list(self._parts.steps):
@@ -194,7 +195,7 @@ class PartsDesk:
             self._own.add(task, given.number, self._identity(part))
 
     async def _prepared(self, part: Part) -> KeptPart | None:
-        """Returns from what ``part`` is computed; None: it is no longer wanted."""
+        """Returns the inputs of ``part``; None: the part is no longer wanted."""
         kept = self._checks.find(part) if part.what is Pass.CHECK else self._parts.find(part)
         call = self.calls.of(part)
         if kept is not None or call is None or call.inputs is None or call.done.done():
@@ -263,7 +264,7 @@ class PartsDesk:
         values: Tensor | None,
         claim: Sketch | None = None,
     ) -> KeptPart | None:
-        """Take the result of a giving. Returns from what it was computed, if it counts: then a gradient is in the
+        """Take the result of a giving. Returns the part's inputs if the result counts: then a gradient is in the
         accumulator of ``worker``, which announced ``claim``."""
         kept = self._parts.find(part)
         counts = self.pool.done(worker, number, self._clock.now()) and kept is not None
@@ -288,7 +289,7 @@ class PartsDesk:
     def _accumulated(
         self, worker: PeerId, number: int, part: Part, kept: KeptPart, call: Call | None, claim: Sketch | None
     ) -> None:
-        """Note where the gradient of ``part`` is."""
+        """Note the place of the gradient of ``part``."""
         mb, parts = self._identity(part), self._parts.of(part.step)
         holder = parts.holder_at((part.index, part.first)) if part.what is Pass.AGAIN else None
         if worker != OWN:
@@ -296,7 +297,7 @@ class PartsDesk:
             if call is not None:
                 call.places.append((part.index, part.first))
         elif (open_call := call or self.calls.accumulated(part)) is not None:
-            open_call.own.append(mb)  # it counts once the whole microbatch does
+            open_call.own.append(mb)  # the part counts once the whole microbatch does
             parts.computed_here(part)
         else:
             self.inner.count(mb)
@@ -306,7 +307,7 @@ class PartsDesk:
             self.lose(holder, "it took too long, and others have done its work")
 
     async def on_result(self, worker: PeerId, message: Output | Finished | Checked, tensor: Encoded | None) -> None:
-        """A client brings back a part. If there is a gradient to add, it is told whether it counts."""
+        """A client brings back a part. A client with a gradient is told whether the gradient counts."""
         if isinstance(message, Checked):
             if (part := self.pool.part(worker, message.number)) is not None and part.what is Pass.CHECK:
                 self._checked(worker, message.number, part, checked_sketches(message))
@@ -318,10 +319,10 @@ class PartsDesk:
         drawn, part = None, self.pool.part(worker, message.number)
         if part is not None and (fine := fine and self._checks.believes(part, message.loss)):
             drawn = await self._checks.drawn(part.what, part.rows, values, claim, self.seed(part.step))
-        if (part := self.pool.part(worker, message.number)) is None:  # it was taken back meanwhile
+        if (part := self.pool.part(worker, message.number)) is None:  # the part was taken back meanwhile
             self.clients.tell(worker, Counted(number=message.number, counts=False))
             return
-        self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # it may have been sent ahead
+        self.clients.check_result(worker, message, [] if tensor is None else [tensor])  # perhaps sent ahead of the part
         call = self.calls.of(part)
         accumulate = part.what is Pass.AGAIN or (call is not None and call.accumulate)
         kept = None
@@ -349,7 +350,7 @@ class PartsDesk:
         return self.clients.digest(step)
 
     def on_unable(self, worker: PeerId, number: int) -> None:
-        """A client did not compute a part: others may, and not from its forward."""
+        """A client did not compute a part: other workers may, but not from its forward."""
         part = self.pool.part(worker, number)
         self.pool.failed(worker, number, self._clock.now())
         if part is not None and part.step in self._parts.steps:
@@ -357,28 +358,30 @@ class PartsDesk:
         self.feed()
 
     def withdraw(self) -> None:
-        """Tell clients what they need not compute any more."""
+        """Tell clients the parts that are no longer needed."""
         for worker, number in self.pool.unwanted():
             if worker != OWN:
                 self.clients.tell(worker, Withdraw(number=number))
 
     def doubt(self, client: PeerId) -> None:
-        """Others may do the parts of ``client``, which is looked after; what it has accumulated is not lost yet."""
+        """Other workers may do the parts of ``client``, which is looked after; its accumulated gradients are not lost
+        yet."""
         self.pool.doubt(client, self._clock.now())
         self.clients.look_after(client)
         self.feed()
 
     def there(self, client: PeerId, parts: Collection[int], uncounted: Collection[int], asked_at: float) -> None:
-        """``client``, asked at ``asked_at``, is at these ``parts``, and has not heard whether ``uncounted`` ones count."""
+        """``client``, asked at ``asked_at``, computes ``parts``, and has not heard whether ``uncounted`` results
+        count."""
         self.pool.reconcile(client, parts, asked_at, self._clock.now())
         self.withdraw()
         counted = {n for step in self._parts.steps for n in self._parts.of(step).holders().get(client, ())}
-        for number in set(uncounted).difference(parts):  # of the others the results are on their way
+        for number in set(uncounted).difference(parts):  # other results are on their way
             self.clients.tell(client, Counted(number=number, counts=number in counted))
         self.feed()
 
     def lose(self, worker: PeerId, why: str, *, again_at: PeerId | None = None) -> None:
-        """``worker`` is gone, with everything that it had. ``again_at``: who computes again what it had accumulated."""
+        """``worker`` is gone, with all its work. ``again_at``: the worker that computes the lost gradients again."""
         self.pool.lost(worker, self._clock.now())
         again = self._parts.again(worker)
         self._parts.lost(worker)
@@ -389,12 +392,12 @@ class PartsDesk:
         self.feed()
 
     async def _watch(self) -> None:
-        """Let others do what clients do not bring back."""
+        """Let other workers compute overdue parts."""
         while True:
             await self._clock.sleep(min(LOOK_S, max(0.01, self.pool.next_due() - self._clock.now())))
             late = self.pool.expire(self._clock.now())
             self.clients.late(late)
             for worker in (*late, *self.clients.silent()):
                 self.doubt(worker)
-            self.accumulators.news.set()  # who is late is no longer busy
+            self.accumulators.news.set()  # a late client is no longer busy
             self.feed()

@@ -1,11 +1,11 @@
 """Messages between a server and its clients.
 
-A client enlists with one server of its stage (``hub.enlist``). It takes the weights, with the digest that the server
-names, from all servers of the stage (``hub.get_weights``, ``hub.weights``), and says that it is ready (``hub.ready``).
-The server gives it parts, each under a number; each comes back with ``hub.output`` or ``hub.finished``, and the server
-answers whether it counts (``hub.counted``). Only then does the client add the part's gradient to its accumulator.
-Before the server seals the step, it asks for the accumulator (``hub.ask_accumulator``) and gets its contents and its
-values (``hub.contents``, ``hub.accumulator``).
+A client enlists with one server of its stage (``hub.enlist``), takes the weights with the server's digest from all
+servers of the stage (``hub.get_weights``, ``hub.weights``), and reports ready (``hub.ready``). The server gives parts,
+each under a number; each result comes back with ``hub.output`` or ``hub.finished``, and the server answers whether the
+result counts (``hub.counted``). Only then does the client add the part's gradient to its accumulator. Before the server
+seals the step, the server asks for the accumulator (``hub.ask_accumulator``) and gets contents and values
+(``hub.contents``, ``hub.accumulator``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from muletrain.policy.passes import Part, Pass
 from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
 
 MAX_PARTS = 1 << 16
-"""Parts in one accumulator."""
+"""Most parts in one accumulator."""
 MAX_SERVERS = 1024
 MAX_CHUNKS = 1 << 16
 MAX_ROOM = 64
-"""Parts that a client takes at once."""
+"""Most parts that a client takes at once."""
 Speed = Annotated[float, Field(ge=0, lt=1e18, allow_inf_nan=False)]
 SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETCH)]
 Loss = Annotated[float, Field(allow_inf_nan=False)]
@@ -35,8 +35,8 @@ Steps = Annotated[tuple[Natural, ...], Field(max_length=2)]
 
 
 class Enlist(Message):
-    """A client asks a server for work. ``config``: digest of the run's configuration as the client knows it;
-    ``enlistment``: numbers the client's enlistments."""
+    """A client asks a server for work. ``config``: digest of the run's configuration at the client; ``enlistment``:
+    number of the client's enlistment."""
 
     KIND: ClassVar[str] = "hub.enlist"
     name: Name
@@ -46,10 +46,10 @@ class Enlist(Message):
 
 
 class Enlisted(Message):
-    """The answer. ``weights``: digest of the newest ones, the ``version``-th of this server; ``steps``: which compute with
-    them, under delayed updates; ``servers``: all of the stage; ``clients``: of this server; ``speed``: of all of them
-    [forward passes of a sequence per second]; ``own``: of the server's device; ``helpers``: clients with nothing to do
-    that could help it to end the step."""
+    """The answer. ``weights``: digest of the newest weights, the ``version``-th of this server; ``steps``: that compute
+    with them, under delayed updates; ``servers``: all of the stage; ``clients``: number here; ``speed``: of the clients
+    together [forward passes of a sequence per second]; ``own``: of the server's device; ``helpers``: number of idle
+    clients that could help the server to end the step."""
 
     KIND: ClassVar[str] = "hub.enlisted"
     weights: Digest
@@ -69,8 +69,8 @@ class GetState(Message):
 
 
 class StillThere(Message):
-    """A client shows its server that it lives, and works for it under this ``enlistment``. ``missed``: something that it
-    sent may not have come. The answer is ``Enlisted``."""
+    """A client shows its server that it lives and works under ``enlistment``. ``missed``: a message may be lost. The
+    answer is ``Enlisted``."""
 
     KIND: ClassVar[str] = "hub.still_there"
     enlistment: Natural
@@ -78,15 +78,15 @@ class StillThere(Message):
 
 
 class AreYouThere(Message):
-    """A server asks a client whether it is there, and works for it under this ``enlistment``. The answer is ``There``."""
+    """A server asks a client whether the client is there and works under ``enlistment``. The answer is ``There``."""
 
     KIND: ClassVar[str] = "hub.are_you_there"
     enlistment: Natural
 
 
 class There(Message):
-    """The answer. ``parts``: numbers of the givings that the client computes; ``uncounted``: of those whose gradient it
-    has, and does not know whether it counts."""
+    """The answer. ``parts``: numbers of the givings in computation; ``uncounted``: of givings whose gradient the client
+    has, without knowing whether it counts."""
 
     KIND: ClassVar[str] = "hub.there"
     parts: Annotated[tuple[Natural, ...], Field(max_length=MAX_ROOM), FailFast()]
@@ -111,7 +111,7 @@ class Ended(Message):
 
 
 class GetWeights(Message):
-    """Asks for chunks of the weights with this digest, instead of those asked for before."""
+    """Asks for chunks of the weights with this digest, instead of an earlier request."""
 
     KIND: ClassVar[str] = "hub.get_weights"
     weights: Digest
@@ -119,8 +119,8 @@ class GetWeights(Message):
 
 
 class WeightsChunk(Message):
-    """One chunk, fp32. It goes after all parts: under delayed updates, parts would else wait for the next step's weights until
-    they are late."""
+    """One chunk, fp32. Chunks go after all parts: under delayed updates, parts would else wait too long for the next
+    step's weights."""
 
     KIND: ClassVar[str] = "hub.weights"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE
@@ -130,8 +130,8 @@ class WeightsChunk(Message):
 
 
 class Ready(Message):
-    """The client has these weights. ``speed``: forward passes of a sequence per second, as far as it knows; ``room``:
-    parts that it takes at once."""
+    """The client has the weights. ``speed``: forward passes of a sequence per second, as far as known; ``room``: most
+    parts at once."""
 
     KIND: ClassVar[str] = "hub.ready"
     weights: Digest
@@ -146,8 +146,8 @@ class Gone(Message):
 
 
 class Give(Message):
-    """Base of what gives a part. ``whole``: sequences of the whole microbatch. ``generation``: the step's accumulators
-    begin anew with each."""
+    """Base of messages that give a part. ``whole``: sequences of the whole microbatch. ``generation``: each begins the
+    step's accumulators anew."""
 
     CHANNEL: ClassVar[Channel] = Channel.PIPE
     number: Natural
@@ -187,15 +187,15 @@ class GiveBoth(Give):
 
 
 class Numbered(Message):
-    """Base of what is said about one giving."""
+    """Base of messages about one giving."""
 
     number: Natural
 
 
 class Output(Numbered):
-    """What a part's computation gave: outputs, or the gradient of inputs. ``loss``: the part's share of the
-    microbatch's [nats/token]; ``sketch``: of its parameters' gradient, if that is accumulated (``optim.sketch``, from the
-    digest of the weights)."""
+    """The result of a part: outputs, or the gradient of inputs. ``loss``: the part's share of the microbatch's loss
+    [nats/token]; ``sketch``: of the parameters' gradient, if accumulated (``optim.sketch``, from the digest of the
+    weights)."""
 
     KIND: ClassVar[str] = "hub.output"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -205,7 +205,7 @@ class Output(Numbered):
 
 
 class Finished(Numbered):
-    """A part is computed, and gives nothing but its parameters' gradient."""
+    """A part is computed, with no result except the parameters' gradient."""
 
     KIND: ClassVar[str] = "hub.finished"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -214,8 +214,8 @@ class Finished(Numbered):
 
 
 class Checked(Numbered):
-    """A part is computed again for comparison: sketches of its outputs, of the gradient of its inputs, and of its
-    parameters' gradient."""
+    """A part is computed again for comparison: sketches of the outputs, of the inputs' gradient, and of the parameters'
+    gradient."""
 
     KIND: ClassVar[str] = "hub.checked"
     CHANNEL: ClassVar[Channel] = Channel.PIPE
@@ -233,21 +233,21 @@ class Unable(Numbered):
 
 
 class Counted(Numbered):
-    """Whether a result counts: then the client adds the part's gradient to its accumulator."""
+    """Tells whether a result counts: then the client adds the part's gradient to its accumulator."""
 
     KIND: ClassVar[str] = "hub.counted"
     counts: bool
 
 
 class Withdraw(Numbered):
-    """A part is no longer wanted, or the forward that was kept of it."""
+    """A part is no longer wanted, or the kept forward of a part."""
 
     KIND: ClassVar[str] = "hub.withdraw"
 
 
 class AskAccumulator(Message):
-    """Asks for the accumulator of ``step``, with the gradients of these ``givings``: they count, even if a
-    ``hub.counted`` is still on its way. ``transfer`` numbers the questions."""
+    """Asks for the accumulator of ``step``, with the gradients of ``givings``, which count even if a ``hub.counted`` is
+    still on its way. ``transfer``: number of the question."""
 
     KIND: ClassVar[str] = "hub.ask_accumulator"
     generation: Natural

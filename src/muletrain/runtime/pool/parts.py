@@ -1,4 +1,4 @@
-"""What a server keeps of the parts of one step: from what they are computed, and where their gradients are."""
+"""A server keeps data of the parts of one step: the inputs of each part, and the place of its gradient."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Place = tuple[int, int]
 
 @dataclass
 class KeptPart:
-    """From what a part is computed. ``gradient``: of its outputs; ``forward_at``: the worker that has its forward, which was
-    given under ``forward_number``."""
+    """The inputs of a part. ``gradient``: of the outputs; ``forward_at``: the worker that has the part's forward, given
+    under ``forward_number``."""
 
     rows: int
     inputs: Encoded
@@ -43,7 +43,7 @@ class KeptPart:
 
     @property
     def other(self) -> Encoded:
-        """What a backward needs beside the inputs: targets, or the gradient of the outputs."""
+        """The second input of a backward: targets, or the gradient of the outputs."""
         found = self.gradient if self.targets is None else self.targets
         assert found is not None  # only a forward does without
         return found
@@ -51,8 +51,8 @@ class KeptPart:
 
 @dataclass
 class _Accumulated:
-    """A part whose gradient was accumulated by another worker. ``at``: the worker in whose accumulator it is, under this
-    ``number``; None: it was lost. ``claim``: the sketch that it announced."""
+    """A part whose gradient another worker has accumulated. ``at``: the worker whose accumulator has the gradient,
+    under ``number``; None: the gradient was lost. ``claim``: the announced sketch."""
 
     kept: KeptPart
     at: PeerId | None
@@ -63,7 +63,7 @@ class _Accumulated:
 def given_message(
     given: Given, kept: KeptPart, has_forward: bool, generation: int, whole: int, *, accumulate: bool
 ) -> tuple[Give, list[Encoded]]:
-    """Returns the message that gives a part to a client, and its tensors. ``has_forward``: the client has the part's
+    """Returns the message that gives a part to a client, with tensors. ``has_forward``: the client has the part's
     forward; ``whole``: sequences of a microbatch."""
     about = {**given.part._asdict(), "number": given.number, "generation": generation, "whole": whole}
     if given.part.what is Pass.FORWARD:
@@ -74,9 +74,9 @@ def given_message(
 
 
 async def recomputed(compute: Compute, mb: Microbatch, inputs: Tensor, other: Tensor, seed: bytes) -> dict[str, Sketch]:
-    """Computes forward and backward of a part, and keeps nothing. ``other``: targets at the last stage, else the gradient
-    of the outputs. Returns sketches of its outputs and of the gradient of its inputs, where the stage has these, and of
-    its parameters' gradient. Raises MuletrainError."""
+    """Computes forward and backward of a part, and keeps nothing. ``other``: targets at the last stage, else the
+    gradient of the outputs. Returns sketches of the parameters' gradient and, where the stage has such tensors, of the
+    outputs and of the inputs' gradient. Raises MuletrainError."""
     compute.discard(mb)
     try:
         found, last = {}, compute.stage == compute.stages - 1
@@ -97,8 +97,8 @@ async def recomputed(compute: Compute, mb: Microbatch, inputs: Tensor, other: Te
 async def computed_part(
     compute: Compute, mb: Microbatch, part: Part, kept: KeptPart, seed: bytes, *, accumulate: bool
 ) -> tuple[float, Tensor | None, dict[str, Sketch]]:
-    """Computes ``part`` on the server's own device. Returns its loss, its output, if any, and what a check found. Raises
-    MuletrainError, and KeyError if the forward was dropped meanwhile."""
+    """Computes ``part`` on the server's own device. Returns the loss, the output, if any, and the sketches of a check.
+    Raises MuletrainError, and KeyError if the forward was dropped meanwhile."""
     inputs, loss, output = await compute.offload(decode, kept.inputs), 0.0, None
     if part.what is Pass.CHECK:
         return 0.0, None, await recomputed(compute, mb, inputs, await compute.offload(decode, kept.other), seed)
@@ -110,15 +110,15 @@ async def computed_part(
         if part.what is Pass.AGAIN or kept.forward_at != OWN:
             compute.discard(mb)
             await compute.forward(mb, inputs)
-        assert kept.gradient is not None  # a backward has it
+        assert kept.gradient is not None  # given with every backward
         gradient = await compute.offload(decode, kept.gradient)
         output = await compute.backward(mb, gradient, accumulate=accumulate)
     return loss, None if output is None or part.what is Pass.AGAIN else await output, {}
 
 
 class StepParts:
-    """The parts of one step at one server. ``under_way``: as the latest pass through each microbatch cut it;
-    ``accumulated``: those whose gradients are not here."""
+    """The parts of one step at one server. ``under_way``: parts as cut by the latest pass through each microbatch;
+    ``accumulated``: parts whose gradients are not here."""
 
     def __init__(self) -> None:
         self._under_way: dict[int, dict[int, KeptPart]] = {}
@@ -127,15 +127,15 @@ class StepParts:
     # Under way --------------------------------------------------------------------------------------------------------
 
     def begin(self, index: int) -> None:
-        """A microbatch begins to pass through, perhaps not for the first time."""
+        """A microbatch begins to pass through, perhaps again."""
         self._under_way[index] = {}
 
     def keep(self, part: Part, kept: KeptPart) -> None:
-        """Keep from what ``part`` of a microbatch that passes through is computed."""
+        """Keep the inputs of ``part`` of a microbatch that passes through."""
         self._under_way.setdefault(part.index, {})[part.first] = kept
 
     def find(self, part: Part) -> KeptPart | None:
-        """Returns from what ``part`` is computed; None: it is not wanted any more."""
+        """Returns the inputs of ``part``; None: the part is not wanted any more."""
         if part.what is Pass.AGAIN:
             lost = self._accumulated.get((part.index, part.first))
             return None if lost is None else lost.kept
@@ -146,8 +146,8 @@ class StepParts:
         return dict(sorted(self._under_way.get(index, {}).items()))
 
     def through(self, mb: Microbatch, own: Compute) -> None:
-        """A microbatch has passed through, or will not: only what is needed for its gradient stays. ``own``: the server's
-        device, which may have forwards of it."""
+        """A microbatch has passed through, or will not: keep only the inputs for its gradient. ``own``: the server's
+        device, which may have its forwards."""
         for first, kept in self._under_way.pop(mb.index, {}).items():
             if kept.forward_at == OWN:
                 own.discard(mb._replace(first=first))
@@ -162,11 +162,11 @@ class StepParts:
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def accumulated(self, part: Part, kept: KeptPart, worker: PeerId, number: int, claim: Sketch | None) -> None:
-        """The gradient of ``part`` is in the accumulator of ``worker``. ``claim``: its sketch, as announced."""
+        """The gradient of ``part`` is in the accumulator of ``worker``. ``claim``: the announced sketch."""
         self._accumulated[part.index, part.first] = _Accumulated(kept, worker, number, claim)
 
     def claimed(self, worker: PeerId, numbers: Collection[int]) -> Sketch:
-        """Returns the sum of what ``worker`` announced of the gradients under these ``numbers``."""
+        """Returns the sum of the sketches that ``worker`` announced for the gradients ``numbers``."""
         mine = (g.claim for g in self._accumulated.values() if g.at == worker and g.number in numbers)
         return sum((claim for claim in mine if claim is not None), np.zeros(SIZE))
 
@@ -179,26 +179,26 @@ class StepParts:
         return dict(found)
 
     def arrived(self, worker: PeerId, numbers: Collection[int]) -> None:
-        """The gradients that ``worker`` had under these ``numbers`` are here."""
+        """The gradients ``numbers`` of ``worker`` are here."""
         here = [p for p, g in self._accumulated.items() if g.at == worker and g.number in numbers]
         for place in here:
             del self._accumulated[place]
 
     def computed_here(self, part: Part) -> None:
-        """The gradient of ``part`` is here, if it was elsewhere."""
+        """The gradient of ``part`` is here, and counts nowhere else."""
         self._accumulated.pop((part.index, part.first), None)
 
     def take_back(self, places: Collection[Place]) -> set[PeerId]:
-        """These parts do not count. Returns the workers whose accumulators they are in."""
+        """The parts at ``places`` do not count. Returns the workers that accumulated them."""
         gone = [self._accumulated.pop(place) for place in places if place in self._accumulated]
         return {g.at for g in gone if g.at is not None}
 
     def held_by(self, worker: PeerId) -> list[tuple[Place, int]]:
-        """Returns place and sequences of the parts whose gradients are in the accumulator of ``worker``."""
+        """Returns place and sequences of the parts in the accumulator of ``worker``."""
         return [(place, g.kept.rows) for place, g in self._accumulated.items() if g.at == worker]
 
     def holder_at(self, place: Place) -> PeerId | None:
-        """Returns the worker that has the gradient of a part in its accumulator; None: nobody has."""
+        """Returns the worker whose accumulator has the gradient of a part; None: no worker's."""
         gradient = self._accumulated.get(place)
         return None if gradient is None else gradient.at
 
@@ -209,7 +209,7 @@ class StepParts:
                 gradient.at = None
 
     def forget_gradients(self) -> None:
-        """Nothing that was accumulated counts."""
+        """Accumulated gradients do not count."""
         self._accumulated.clear()
 
     @property
@@ -226,7 +226,7 @@ class OwnParts:
     """The parts that the server's own device computes now."""
 
     def __init__(self, compute: Compute, ended: Callable[[int], None]) -> None:
-        """``ended`` is told the number of each giving that was not computed to its end."""
+        """``ended``: called with the number of each giving that was not computed to its end."""
         self._compute, self._ended = compute, ended
         self._tasks: dict[asyncio.Task[None], tuple[int, Microbatch]] = {}
 
@@ -242,7 +242,7 @@ class OwnParts:
             self._ended(number)
 
     def end(self, step: int) -> None:
-        """The weights of ``step`` are about to change: a backward must not meet other ones than its forward did."""
+        """The weights of ``step`` are about to change: a backward must have the weights of its forward."""
         for task in [task for task, (_, mb) in self._tasks.items() if mb.step == step]:
             task.cancel()
 
@@ -257,11 +257,11 @@ class PartsBySteps:
         return self.steps.setdefault(step, StepParts())
 
     def find(self, part: Part) -> KeptPart | None:
-        """Returns from what ``part`` is computed; None: it is not wanted any more."""
+        """Returns the inputs of ``part``; None: the part is not wanted any more."""
         return self.steps[part.step].find(part) if part.step in self.steps else None
 
     def again(self, worker: PeerId, of_step: int | None = None) -> list[Part]:
-        """Returns what is to be computed again (``of_step``; None: of all steps) if ``worker`` is gone."""
+        """Returns the parts to compute again (``of_step``; None: of all steps) if ``worker`` is gone."""
         return [
             Part(Pass.AGAIN, step, index, first, rows)
             for step, parts in self.steps.items()

@@ -1,4 +1,4 @@
-"""``PooledCompute``: a stage whose work clients do."""
+"""``PooledCompute`` is a stage whose work clients do."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class PooledCompute(WrappedCompute):
-    """See ``Compute``. ``inner`` holds the stage and updates it; a ``desk`` has the passes computed."""
+    """See ``Compute``. ``inner`` holds and updates the stage; a ``desk`` has the passes computed."""
 
     def __init__(self, desk: PartsDesk) -> None:
         super().__init__(desk.inner)
         self._desk = desk
         self._costs: dict[Microbatch, int] = {}
-        """Of the last pass of each microbatch, in forward passes of a sequence."""
+        """Costs of the last pass of each microbatch, in forward passes of a sequence."""
 
     @property
     def clients(self) -> Clients:
@@ -36,7 +36,7 @@ class PooledCompute(WrappedCompute):
     # Forward and backward -------------------------------------------------------------------------------------------
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
-        if mb.heldout:  # clients compute what is trained with
+        if mb.heldout:  # clients compute only training microbatches
             return await self.inner.forward(mb, inputs, turn)
         call = Call(mb, Pass.FORWARD, turn, accumulate=False, sequences=len(inputs), inputs=inputs)
         return Result(await self._computed(call))
@@ -63,8 +63,9 @@ class PooledCompute(WrappedCompute):
         return output
 
     def busy_s(self, mb: Microbatch, took_s: float) -> float:
-        """By the speed of all workers: they compute parts of several microbatches at once, and one that is alone waits for
-        the slowest of its parts. By the time that a pass takes, a server with clients would look as slow as one without."""
+        """By the speed of all workers: workers compute parts of several microbatches at once, and a microbatch alone
+        waits for its slowest part. By the time of a pass, a server with clients would look as slow as a server without
+        clients."""
         cost, speed = self._costs.pop(mb, 0), self._desk.pool.sharing_speed()
         return cost / speed if cost and speed else took_s
 
@@ -87,7 +88,7 @@ class PooledCompute(WrappedCompute):
         self.clients.report(update.step + 1)
 
     def clear(self, step: int) -> None:
-        """What passes through goes on; its gradients are accumulated anew."""
+        """Passes in progress go on, but gradients are accumulated anew."""
         self._desk.forget_gradients(step)
         self.inner.clear(step)
 

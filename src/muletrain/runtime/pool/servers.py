@@ -1,4 +1,4 @@
-"""The servers of the stages, as one client knows them; it goes from stage to stage, as these need it."""
+"""The servers of the stages, as known to one client, which goes to the stages with the greatest need."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 CALL_S, CALL_FLOOR_S = 10.0, 2.0
 """Seconds for a call, before any was answered, and at least."""
 OTHERS_S = 0.5
-"""Seconds for the answers of other servers after the first one's."""
+"""Seconds for the answers of other servers after the first answer."""
 ASKED, COUNTED = 4, 16
-"""Servers of a stage that are asked whether they need help, and how fast their clients are, at most."""
+"""Most servers of a stage to ask for their need of help, and for the speed of their clients."""
 UNMEASURED = 1e-9
-"""Speed of a machine at least, so that one counts before it is measured."""
+"""Least speed of a machine, so that unmeasured machines count."""
 IDLE = 1e5 * UNMEASURED
-"""Clients that are slower together have done no work yet."""
+"""Clients with a lower speed together have done no work yet."""
 IDLE_S, IDLE_MAX_S = 2.0, 30.0
-"""Seconds without anything to do, after which a client looks whether another server needs help, and at most; doubles."""
+"""Seconds without work, after which a client checks whether another server needs help, at first and at most;
+doubles."""
 COMPARE_S = 10.0
-"""Seconds between two looks whether another server of the stage needs a client more, at least."""
+"""Least seconds between two checks whether another server of the stage needs a client more."""
 LOOK_EVERY_S = 60.0
-"""Seconds between two looks whether another stage needs a client more."""
+"""Seconds between two checks whether another stage needs a client more."""
 
 
 class NoServer(MuletrainError):
@@ -45,8 +46,8 @@ class NoServer(MuletrainError):
 
 
 class Helpers(NamedTuple):
-    """The clients of one stage together. ``speed``: forward passes of a sequence per second; ``own``: of the devices of
-    the servers themselves."""
+    """The clients of one stage together. ``speed``: forward passes of a sequence per second; ``own``: of the servers'
+    own devices."""
 
     clients: int
     speed: float
@@ -54,8 +55,8 @@ class Helpers(NamedTuple):
 
 
 async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
-    """Returns how many clients the ``servers`` of a stage have, and how fast all of these are. In a large fleet some are
-    asked, for all."""
+    """Returns the number and the speed of all clients of a stage's ``servers``. In a large fleet a sample is asked, and
+    scaled up."""
 
     async def ask(server: PeerId) -> Enlisted | None:
         try:
@@ -73,7 +74,7 @@ async def helpers_of(net: Network, servers: Sequence[PeerId]) -> Helpers:
 
 
 class StageServers:
-    """Asks the servers of a stage. ``known``: who they are."""
+    """Asks the servers of a stage. ``known``: the known servers."""
 
     def __init__(self, net: Network, clock: Clock, tasks: Tasks, known: tuple[PeerId, ...]) -> None:
         self._net, self._clock, self._tasks = net, clock, tasks
@@ -83,8 +84,8 @@ class StageServers:
         self._draw = random.Random(net.peer_id)
 
     async def states(self, *, but: PeerId | None = None, most: int | None = None) -> dict[PeerId, Enlisted]:
-        """Returns the states of the servers (without ``but``; ``most``: of so many, drawn) that answer about as soon as the
-        first one."""
+        """Returns the states of the servers that answer about as soon as the first (without ``but``; ``most``: size of
+        a random sample)."""
         others = [s for s in self.known if s != but]
         if most is not None:
             others = self._draw.sample(others, min(most, len(others)))
@@ -102,17 +103,17 @@ class StageServers:
         return found
 
     async def by_need(self) -> list[tuple[PeerId, Enlisted]]:
-        """Returns the servers that answer, and their states, those first whose clients are slowest together."""
+        """Returns the answering servers and their states, servers with the slowest clients together first."""
 
         def need(found: tuple[PeerId, Enlisted]) -> tuple[float, int, bytes]:
-            server, state = found  # clients that come at the same time do not all go to the same one
+            server, state = found  # the hash spreads clients that come at the same time
             return state.speed, state.clients, blake3(f"{self._net.peer_id}/{server}".encode()).digest()
 
         return sorted((await self.states()).items(), key=need)
 
     async def that_needs_us_more(self, home: PeerId, version: int) -> PeerId | None:
-        """Returns a server whose clients are slower together than those of ``home``, if we should move there for a
-        ``version`` of the weights (``server_to_move_to``)."""
+        """Returns a server whose clients are slower together than the clients of ``home``, if we should move there for
+        a ``version`` of the weights (``server_to_move_to``)."""
         if self._clock.now() - self._compared_at < COMPARE_S or len(self.known) < 2:
             return None
         self._compared_at = self._clock.now()
@@ -125,7 +126,7 @@ class StageServers:
         return server_to_move_to(speeds, home, found[home].clients, draw)
 
     async def news_or_help(self, news: asyncio.Event, home: PeerId, idle: Callable[[], bool]) -> PeerId | None:
-        """Returns None once there is ``news`` for a client of ``home``, or another server that cannot end its step soon
+        """Returns None once there is ``news`` for a client of ``home``, or a server that cannot end its step soon
         without us, if we are ``idle`` meanwhile."""
         looked = 0
         while not news.is_set():
@@ -138,7 +139,7 @@ class StageServers:
         return None
 
     async def _behind(self, home: PeerId) -> PeerId | None:
-        """Returns a server that would like help; None: of those asked, there is none, or enough others help it. (All idle
+        """Returns a server that would like help; None: no asked server would, or enough other clients help. (All idle
         clients draw.)"""
         found = await self.states(but=home, most=ASKED)
         if not found:
@@ -148,14 +149,14 @@ class StageServers:
         return behind if self._draw.random() * max(1.0, clients) < found[behind].helpers else None
 
     async def _state_of(self, server: PeerId) -> Enlisted | None:
-        """Returns the state of ``server``; None: it does not answer."""
+        """Returns the state of ``server``; None: no answer."""
         try:
             return Enlisted.unpack(await self.call(server, GetState()))
         except NetworkError:
             return None
 
     async def tell(self, server: PeerId, message: Message) -> None:
-        """Send a notice to ``server``, if it can be reached."""
+        """Send a notice to ``server``, if reachable."""
         with contextlib.suppress(NetworkError):
             await self._net.send(server, message.frame(), channel=message.CHANNEL, timeout_s=CALL_S)
 
@@ -168,7 +169,7 @@ class StageServers:
 
 
 class Rule(Protocol):
-    """Says which stage a client helps (``strategies.hub``)."""
+    """Chooses the stage that a client helps (``strategies.hub``)."""
 
     def stage_to_help(self, work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None: ...
 
@@ -191,7 +192,7 @@ class Worker(Protocol):
 
     @property
     def version(self) -> int:
-        """Of its server's weights."""
+        """Version of the server's weights."""
         ...
 
     def move(self) -> None: ...
@@ -201,9 +202,9 @@ class Worker(Protocol):
 
 class Roaming:
     """Works at one stage after the other. ``servers``: returns the servers of each stage, or raises NoServer; ``make``:
-    makes the client of a stage in place of the one before, or raises MuletrainError. ``work``: of each stage, for a
-    sequence; ``fits``: stages whose weights this machine can hold; ``stage``: the first one, or None for a choice;
-    ``stays``: the first stage is the only one."""
+    makes the client of a stage in place of the previous client, or raises MuletrainError. ``work``: of each stage, for
+    a sequence; ``fits``: stages whose weights this machine can hold; ``stage``: the first stage, or None for a choice;
+    ``stays``: the first stage is the only stage."""
 
     def __init__(
         self,
@@ -229,7 +230,7 @@ class Roaming:
             servers = await self._servers()
             if stage is None:
                 stage = self._rule.stage_to_help(self._work, self._speeds(await self._helpers(servers)), self._fits)
-                assert stage is not None  # who has no memory for any stage is no client
+                assert stage is not None  # a machine without memory for any stage is no client
             client = await self._make(stage, servers)
             looking = asyncio.create_task(self._look_elsewhere(stage, client))
             try:
@@ -241,18 +242,19 @@ class Roaming:
             stage = looking.result()
 
     async def _look_elsewhere(self, stage: int, client: Worker) -> int | None:
-        """Returns the stage that needs ``client`` more, once there is one, and lets it move. None: there is none."""
+        """Returns the stage that needs ``client`` more, once there is one, and lets the client move; None: there is
+        none."""
         unmeasured, version, drawn = set[int](), -1, 0.0
-        with contextlib.suppress(NoServer):  # then the client itself has none
+        with contextlib.suppress(NoServer):  # then the client itself has no server
             while not self._stays:
                 await self._clock.sleep(LOOK_EVERY_S)
                 if client.version < 2:  # in the first step a stage of long parts looks slow until some have come back
                     continue
                 helpers, before = await self._helpers(await self._servers()), unmeasured
                 unmeasured = {s for s, h in enumerate(helpers) if h.clients and h.speed < IDLE}
-                if unmeasured - before:  # they may still fetch the weights
+                if unmeasured - before:  # such clients may still fetch the weights
                     continue
-                if client.version != version:  # all who decide to move in a step do so at its end, at once
+                if client.version != version:  # clients that decide to move in a step all do so at its end, at once
                     version, drawn = client.version, self._draw.random()
                 ours, speeds = helpers[stage], self._speeds(helpers)
                 to = self._rule.stage_to_move_to(
@@ -268,5 +270,5 @@ class Roaming:
         return [await helpers_of(self._net, servers.get(s, ())) for s in range(len(self._work))]
 
     def _speeds(self, helpers: Sequence[Helpers]) -> list[float]:
-        """Returns how much work the servers and clients of each stage do in a second."""
+        """Returns the work per second of the servers and clients of each stage."""
         return [(h.speed + h.own) * work for h, work in zip(helpers, self._work, strict=True)]

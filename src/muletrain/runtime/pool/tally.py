@@ -1,4 +1,4 @@
-"""What a server's clients did, for people."""
+"""The work of a server's clients, for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from muletrain.events import PoolCount
 
 MOST = 256
-"""Clients in one event: it must fit into a report to another machine."""
+"""Most clients in one event, which must fit into a report to another machine."""
 
 
 class Tally:

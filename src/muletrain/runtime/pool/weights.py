@@ -1,4 +1,4 @@
-"""A stage's weights go to clients, in chunks: each takes them from all servers."""
+"""A stage's weights go to clients in chunks; each client takes chunks from all servers."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.tasks import Tasks
 
 STALLED_S = 30.0
-"""Seconds without another chunk, after which what is missing is asked of other servers, too."""
+"""Seconds without another chunk, after which missing chunks are requested from other servers, too."""
 TRIES = 4
 """Times that the servers are asked."""
 SEND_S = 60.0
-"""Seconds within which a server takes the question."""
+"""Seconds for a server to take the question."""
 
 
 TAKERS = 32
-"""Peers that get weights at once; others wait in line."""
+"""Peers that get weights at once; further peers wait in line."""
 
 
 class WeightsUpload:
-    """Gives the weights of one server to those who ask."""
+    """Gives the weights of one server on request."""
 
     def __init__(self, compute: Compute, chunk: int, net: Network, tasks: Tasks) -> None:
-        """``chunk``: numbers of a chunk."""
+        """``chunk``: elements of a chunk."""
         self._compute, self._chunk, self._net, self._tasks = compute, chunk, net, tasks
         self._digest: bytes | None = None
-        """Of the current weights; None: they are about to change."""
+        """Digest of the current weights; None: about to change."""
         self._weights: asyncio.Task[Tensor] | None = None
-        """The current weights, once somebody has asked for them."""
+        """The current weights, once requested."""
         self._takers: dict[PeerId, deque[int]] = {}
         """The chunks that each peer is still to get."""
         self._turns = asyncio.Semaphore(TAKERS)
@@ -61,7 +61,7 @@ class WeightsUpload:
         self._digest, self._weights = digest, None
 
     def on_asked(self, sender: PeerId, ask: GetWeights) -> None:
-        """Send the chunks, unless other weights are asked for: then ``sender`` hears of the current ones."""
+        """Send the chunks, unless ``sender`` asks for other weights: the current weights are announced anyway."""
         if self._digest is None or ask.weights != self._digest:
             return
         chunks = -(-self._compute.n_params // self._chunk)
@@ -87,7 +87,7 @@ class WeightsUpload:
                     tensor = await self._compute.offload(encode, part, Codec.FP32)
                     message = WeightsChunk(weights=digest, chunk=chunk)
                     await self._net.send(peer, message.frame([tensor]), channel=message.CHANNEL, timeout_s=SEND_S)
-        except NetworkError:  # it asks again, if it is there
+        except NetworkError:  # a live peer asks again
             return
         finally:
             if self._takers.get(peer) is chunks:
@@ -95,7 +95,7 @@ class WeightsUpload:
 
 
 class _Coming:
-    """Weights on their way. ``begun``: chunks that came; ``left``: those that are not stored yet."""
+    """Weights on their way. ``begun``: chunks that came; ``left``: chunks that are not stored yet."""
 
     def __init__(self, digest: bytes, n_params: int, chunk: int) -> None:
         self.digest, self.values = digest, torch.empty(n_params)
@@ -104,17 +104,17 @@ class _Coming:
 
 
 class WeightsDownload:
-    """Takes weights for one client. ``news``: to be set when others may be wanted."""
+    """Takes weights for one client. ``news``: to be set when other weights may be wanted."""
 
     def __init__(self, net: Network, compute: Compute, plan: Plan, tasks: Tasks) -> None:
         self._net, self._compute, self._plan, self._tasks = net, compute, plan, tasks
         self._coming: _Coming | None = None
         self._missed = False
-        """Something that was asked for may not come."""
+        """A requested chunk may not come."""
         self.news = asyncio.Event()
 
     def ask_again(self) -> None:
-        """Something may have been lost on its way."""
+        """A message may have been lost."""
         self._missed = True
         self.news.set()
 
@@ -126,12 +126,12 @@ class WeightsDownload:
     async def fetch(
         self, digest: bytes, known: Callable[[], tuple[PeerId, ...]], wanted: Callable[[], bool]
     ) -> Tensor | None:
-        """Returns the weights with this ``digest``, flat fp32 [P]; None: they did not come, or are not ``wanted`` any
-        more. ``known``: the servers of the stage."""
+        """Returns the weights with this ``digest``, flat fp32 [P]; None: the weights did not come, or are not
+        ``wanted`` any more. ``known``: the servers of the stage."""
         if self._coming is None or self._coming.digest != digest:
             self.begin(digest, known())
         coming = self._coming
-        assert coming is not None  # ``begin`` made it
+        assert coming is not None  # set by ``begin``
         try:
             for turn in range(TRIES):
                 if turn:
@@ -154,7 +154,7 @@ class WeightsDownload:
             self._coming = None
 
     def _ask(self, coming: _Coming, servers: tuple[PeerId, ...]) -> None:
-        """Ask each server for an equal part of what is missing."""
+        """Ask each server for an equal part of the missing chunks."""
         self._missed = False
         missing = sorted(coming.left - coming.begun)[:MAX_CHUNKS]
         for k, server in enumerate(servers):
@@ -165,11 +165,11 @@ class WeightsDownload:
     async def _send(self, server: PeerId, ask: GetWeights) -> None:
         try:
             await self._net.send(server, ask.frame(), channel=ask.CHANNEL, timeout_s=SEND_S)
-        except NetworkError:  # others are asked for its part
+        except NetworkError:  # other servers are asked for the missing chunks
             return
 
     def expects(self, message: WeightsChunk, tensor: Encoded) -> None:
-        """Check a chunk before it is read; it may be late. Raises ProtocolError."""
+        """Check a chunk before reading; the chunk may be late. Raises ProtocolError."""
         coming, most = self._coming, self._plan.chunk
         size = tensor.shape[0] if len(tensor.shape) == 1 else most + 1
         if tensor.codec != Codec.FP32 or size > most:
@@ -180,7 +180,7 @@ class WeightsDownload:
                 raise Malformed(f"{message.chunk} is no chunk of weights, or not one of {size}")
 
     async def on_chunk(self, message: WeightsChunk, tensor: Encoded) -> None:
-        """Take a chunk, if it is wanted."""
+        """Take a wanted chunk."""
         coming = self._coming
         if coming is None or message.weights != coming.digest or message.chunk in coming.begun:
             return

@@ -1,4 +1,4 @@
-"""What a client computes, and the gradients that it has."""
+"""A client's computation, and its gradients."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from muletrain.runtime.core.plan import Plan
 
 UNCOUNTED = 2
-"""Gradients of parts that a client holds beside its accumulator, at most."""
+"""Most gradients of parts that a client holds beside its accumulator."""
 WAIT_S = 30.0
-"""Seconds that a part waits for the server to say whether earlier ones count."""
+"""Seconds for which a part waits for the server's word on earlier parts."""
 
 
 def places(compute: Compute) -> int:
-    """Returns how many steps are under way at once, at most."""
+    """Returns the most steps in flight at once."""
     return 2 if compute.delayed else 1
 
 
 class Accumulator:
-    """The gradients of one client's parts: those that count, summed, by step; and those of which it has not heard yet.
-    What it has of a step begins anew with each generation of its server, and as a later step needs its place
-    (``Compute`` has as many as steps are under way at once)."""
+    """The gradients of one client's parts: counting gradients, summed by step, and gradients without the server's word.
+    The gradients of a step begin anew with each generation of the server, and when a later step needs the place
+    (``Compute`` has as many places as there are steps in flight)."""
 
     def __init__(self, compute: Compute) -> None:
         self._compute, self._places = compute, places(compute)
         self._generations: dict[int, int] = {}
-        """By place."""
+        """Generations, by place."""
         self._counted: dict[int, set[int]] = {}
         """Numbers of the givings in the sum of each step."""
         self._uncounted: dict[int, Microbatch] = {}
@@ -53,14 +53,14 @@ class Accumulator:
         self._room = asyncio.Event()
 
     async def leave(self) -> None:
-        """The server is another one: nothing is of any use."""
+        """The server is a different one: all gradients are of no use."""
         async with self._lock:
             for place in range(self._places):
                 self._clear(place)
             self._generations.clear()
 
     async def begin_anew(self, step: int, generation: int) -> None:
-        """What belongs to an earlier generation, in the place of ``step``, is of no use."""
+        """Drop an earlier generation in the place of ``step``."""
         if generation > self._generation(step):
             async with self._lock:
                 self._begin_anew(step, generation)
@@ -88,12 +88,12 @@ class Accumulator:
         self._room.set()
 
     async def load(self, weights: Tensor, steps: Collection[int]) -> None:
-        """Replace the weights that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]."""
+        """Replace the weights of ``steps``, (): of all steps, by ``weights``, flat fp32 [P]."""
         async with self._lock:
             await self._compute.load_weights(weights, steps)
 
     async def reserve(self, mb: Microbatch, generation: int) -> None:
-        """Wait for room for another gradient, that of ``mb``. Raises MuletrainError if there is none."""
+        """Wait for room for the gradient of ``mb``. Raises MuletrainError if there is none."""
         if mb in self._computing:
             raise MuletrainError("the same part is not settled yet")
         self._computing.add(mb)
@@ -116,16 +116,16 @@ class Accumulator:
             raise MuletrainError("the server's accumulators began anew")
 
     def computed(self, number: int, mb: Microbatch) -> None:
-        """The gradient of ``mb`` is there. Whether it counts is not known yet."""
+        """The gradient of ``mb`` is there, without the server's word whether it counts."""
         self._uncounted[number] = mb
 
     @property
     def empty(self) -> bool:
-        """Is nothing lost if the client goes to another server?"""
+        """Would nothing be lost if the client went to another server?"""
         return not (self._counted or self._uncounted or self._computing)
 
     def uncounted(self) -> tuple[int, ...]:
-        """Returns the numbers of the givings of which it is not known whether they count."""
+        """Returns the numbers of the givings without the server's word."""
         return tuple(sorted(self._uncounted))
 
     def has(self, mb: Microbatch) -> bool:
@@ -153,8 +153,8 @@ class Accumulator:
         self._room.set()
 
     async def hand_over(self, generation: int, step: int, givings: Collection[int]) -> tuple[Tensor, set[int]]:
-        """Returns the sum of ``step``, flat fp32 [G], with all ``givings`` that are here, and the numbers in it. It
-        begins anew."""
+        """Returns the sum of ``step``, flat fp32 [G], with all present ``givings``, and their numbers; then begins
+        anew."""
         async with self._lock:
             self._begin_anew(step, generation)
             for number in [n for n, mb in self._uncounted.items() if n in givings and mb.step == step]:
@@ -170,7 +170,7 @@ class PartWork:
     def __init__(self, compute: Compute, plan: Plan, accumulator: Accumulator) -> None:
         self._compute, self._plan, self._accumulator = compute, plan, accumulator
         self._forwards: dict[Microbatch, int] = {}
-        """Parts whose forward is kept, and under which number it was given."""
+        """Parts whose forward is kept, with the number of the giving."""
         self._under_way: dict[asyncio.Task[Any], Microbatch] = {}
         self._places = places(compute)
         self._loading: set[int] = set()
@@ -179,22 +179,22 @@ class PartWork:
         """Digests of the weights, from which sketches are drawn, by place (``Accumulator``)."""
 
     def forget_forwards(self, steps: Collection[int] = ()) -> None:
-        """Nobody will ask for the backward of what was computed so far with the weights in the places of ``steps``, ():
-        of all."""
+        """Drop all forwards with the weights in the places of ``steps``, (): in all places, because no backward will
+        follow."""
         gone = {step % self._places for step in steps or range(self._places)}
         for mb in [mb for mb in self._forwards if mb.step % self._places in gone]:
             self._compute.discard(mb)
             del self._forwards[mb]
 
     def forget_forward(self, number: int) -> None:
-        """Another worker computed the backward of what was given under this ``number``."""
+        """Another worker computed the backward of the giving ``number``."""
         for mb in [mb for mb, given in self._forwards.items() if given == number]:
             self._compute.discard(mb)
             del self._forwards[mb]
 
     async def load(self, weights: Tensor, digest: bytes, steps: Collection[int]) -> None:
-        """Compute with ``weights``, flat fp32 [P], of this ``digest``, in the places of ``steps``, (): in all. What is under
-        way there ends: it would go on with other weights than it began with."""
+        """Compute with ``weights``, flat fp32 [P], of this ``digest``, in the places of ``steps``, (): in all places.
+        Parts in progress there end, because they would go on with different weights."""
         self._loading = {step % self._places for step in steps or range(self._places)}
         try:
             ended = {task: mb for task, mb in self._under_way.items() if mb.step % self._places in self._loading}
@@ -226,7 +226,7 @@ class PartWork:
         expected = {GiveInputs: [inputs], GiveGradient: [other], GiveBoth: [inputs, other]}[type(message)]
         if message.whole != plan.sequences or message.first + message.rows > plan.sequences:
             raise Malformed(f"{message.KIND}: sequences {message.first} + {message.rows} of {message.whole}")
-        if last and type(message) is not GiveBoth:  # it computes forward and backward together
+        if last and type(message) is not GiveBoth:  # the last stage computes forward and backward together
             raise Malformed(f"{message.KIND}: not at stage {self._compute.stage}")
         for tensor, (shape, codecs) in zip(tensors, expected, strict=True):
             if tensor.shape != shape or tensor.codec not in codecs:
@@ -244,7 +244,7 @@ class PartWork:
         if mb.step % self._places in self._loading:
             return self.unable(message, "its weights are gone"), []
         task = asyncio.current_task()
-        assert task is not None  # who awaits us is one
+        assert task is not None  # the caller is a task
         self._under_way[task] = mb
         try:
             return await self._answer(message, mb, tensors)

@@ -1,7 +1,7 @@
 """Recovers a run that has lost a stage, or that has two histories.
 
 - ``rollback``: a stage lost all its peers. The run goes back to the newest complete checkpoint, on a new branch, and
-  peers of other stages adopt the lost one. It also waits for a trainer when none is left.
+  peers of other stages adopt the lost stage. Also waits for a trainer when none is left.
 - ``forks``: a healed partition brings two histories together. One stays (``policy.fork_choice``), and the peers of the
   other take its state.
 - ``messages``: the calls of both.

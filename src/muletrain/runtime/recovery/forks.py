@@ -1,17 +1,17 @@
 """Two sides of a partition meet again, and end in one lineage.
 
 A side that covers every stage and has a trainer goes on alone, so a partition may leave two histories of the run. A
-peer that hears of another lineage tells the sender its history, and both judge by the same rule
-(``policy.fork_choice``). Peers of the side that gives way drop their accumulators and take the state of the other
-side's replicas, one by one, as newcomers do.
+peer that hears of another lineage tells the sender its history, and both peers judge by the same rule
+(``policy.fork_choice``). Peers of the losing side drop their accumulators and take the state of the winning side's
+replicas, one by one, like newcomers.
 
-In a run of one stage, one peer alone could make up any history. So there a history that one peer holds gives way to one
-that several hold, however long it is.
+In a run of one stage, a single peer could make up any history. So there a history held by one peer gives way to a
+history held by several peers, regardless of length.
 
-No stage may be lost on the way, even if the answer of the rule changes in between: a peer goes over only while every
-stage of the other side has a peer that promises to stay for the moment. If neither side covers every stage, both stand
-still at the step at which they parted. Then the state of each stage is right in either history, and the peers that give
-way take only the name of the other lineage.
+No stage may be lost on the way, even if the rule's answer changes in between: a peer goes over only while every stage
+of the other side has a peer that promises to stay for the moment. If neither side covers every stage, both stand still
+at the parting step. Then the state of each stage is right in either history, and the peers of the losing side take only
+the name of the winning lineage.
 
 A side that lacks a stage for long may roll back (``rollback``). Then, too, the longer history stays, not the later
 branch.
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.messages import Snapshot
 
 AGAIN_S = 5.0
-"""Seconds between questions to one peer that stays at its step."""
+"""Seconds between questions to a peer that has not moved to a later step."""
 JUDGE_S = 1.0
-"""Seconds between two histories of one peer that are judged when it sends them."""
+"""Seconds between two judgements of histories that the same peer sends."""
 CALL_S = 10.0
-"""Seconds that a peer has to tell its history, or whether it stays."""
+"""Seconds for a peer to tell its history or promise to stay."""
 STAY_S = 15.0
-"""Seconds for which a peer keeps its promise to stay; longer than its caller waits for all answers."""
+"""Seconds for which a promise to stay holds: longer than the caller waits for all answers."""
 STALLED_S = 60.0
 """Seconds in one step with a stage or all trainers out of reach, after which this side counts as stalled."""
 ROUNDS = 5
-"""Times that the other side's replicas are asked for their state."""
+"""Number of times that replicas of the winning side are asked for states."""
 
 
 class Stays(MuletrainError):
@@ -56,11 +56,11 @@ class Stays(MuletrainError):
 
 
 class GivesWay(Behind):
-    """Another lineage stays. ``renamed``: it takes our weights as its own, since it has no other peer of our stage."""
+    """Another lineage stays. ``renamed``: a lineage that takes our weights, for lack of peers at our stage."""
 
     def __init__(self, message: str, renamed: Chain | None = None) -> None:
         super().__init__(message)
-        self.renamed, self.lasts = renamed, renamed is None  # of a name that it takes, this step is the last
+        self.renamed, self.lasts = renamed, renamed is None  # a renamed lineage is no rival at the next step
 
 
 class Forks:
@@ -70,7 +70,7 @@ class Forks:
         self._ctx, self._position, self._receiver = ctx, position, receiver
         self._asked: Recent[tuple[int, float]] = Recent()
         self._judged: Recent[float] = Recent()
-        """When each peer last told us its history."""
+        """Time of each peer's last judged history."""
         self._promised = float("-inf")
         self._going = False
         ctx.net.serve(History.KIND, self._on_history)
@@ -78,7 +78,7 @@ class Forks:
 
     def heard(self, peer: PeerId, step: int, lineage: bytes) -> bool:
         """``peer`` says that ``step`` has ``lineage``. Returns True if that is not our history: then both sides
-        exchange theirs."""
+        exchange histories."""
         known = self._position.chain.at(step - self._ctx.plan.delayed)  # frames are sent before the record is known
         if known is None or known == lineage:
             return False
@@ -109,8 +109,8 @@ class Forks:
         return History.of(self._position.chain).pack()
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
-        """End this step (GivesWay) if their history stays and every stage of it is there; or if neither side has all
-        stages, and theirs lacks ours."""
+        """End this step (GivesWay) if the other history stays and is complete; or if neither side has all stages, and
+        the other side lacks ours."""
         position, own = self._position, self._position.chain
         fork = forked_at(own, other)
         if fork is None or position.away:
@@ -141,7 +141,7 @@ class Forks:
 
     async def goes_on(self, peer: PeerId) -> bool:
         """``peer`` is on a later branch, since its side rolled back. Returns True if every stage of our side has a
-        peer: then both sides exchange histories, and the longer one stays."""
+        peer: then both sides exchange histories, and the longer history stays."""
         own, every = self._position.chain, self._all
         if not all(map(self._ctx.roster.stage, every)):
             return False
@@ -154,7 +154,7 @@ class Forks:
         return True
 
     async def _stay(self, own: Chain, other: Chain, *, stalled: bool, promise: bool) -> dict[PeerId, Stay] | None:
-        """Returns the peers of ``other`` if its history stays, not ``own``."""
+        """Returns the peers of ``other`` if the history ``other`` stays, not ``own``."""
         fork, stays = forked_at(own, other), gives_way(own, other, stalled=stalled)
         if fork is None or own.over or not (stays or self._one_stage):
             return None
@@ -175,9 +175,9 @@ class Forks:
         return {*own, *(p.stage for p in side.values())} >= self._all and trainer
 
     async def _side(self, step: int, chain: Chain, *, promise: bool) -> dict[PeerId, Stay]:
-        """Returns the peers that stay in ``chain``, as it was at ``step``. Promises bind, so they are asked for last."""
+        """Returns the peers that stay in ``chain``, as of ``step``. Promises bind, so promises are requested last."""
         ctx, lineage = self._ctx, chain.at(step)
-        assert lineage is not None  # callers have looked
+        assert lineage is not None  # checked by the callers
         ask = AskStay(step=step, lineage=lineage, promise=promise).pack()
 
         async def stays(peer: PeerId) -> Stay | None:
@@ -186,7 +186,7 @@ class Forks:
             except ProtocolError as e:
                 ctx.refused(peer, str(e))
             except NetworkError:
-                pass  # others may stay
+                pass  # other peers may stay
             else:
                 return answer if answer.stays else None
             return None
@@ -205,8 +205,8 @@ class Forks:
         return Stay(stays=stays, stage=own.stage, trainer=own.trainer).pack()
 
     async def go_over(self) -> Snapshot | None:
-        """Load the state of a replica of the other lineage. Returns None, with our own state unchanged, if that is not
-        to be had, or something speaks against it by now. Call it when nothing runs."""
+        """Load the state of a replica of the winning lineage. Returns None, with our own state unchanged, if the state
+        is unavailable, or the decision has changed by now. Call this when nothing runs."""
         ctx, own = self._ctx, self._position.chain
         stalled = self._stalled()
 
@@ -235,7 +235,7 @@ class Forks:
     def left(self, own: Chain, to: Chain) -> None:
         """Report that this peer has gone from ``own`` to ``to``."""
         fork = forked_at(own, to)
-        assert fork is not None  # they are rivals
+        assert fork is not None  # the two chains are rivals
         before, after = own.lineages[-1].hex(), to.lineages[-1].hex()
         event = LineageLeft(forked_at=fork, step=own.step, lineage=before, to_step=to.step, to_lineage=after)
         self._ctx.emit(event)

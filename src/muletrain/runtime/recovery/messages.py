@@ -1,4 +1,4 @@
-"""These messages roll a run back, and compare two histories that meet."""
+"""Messages that roll a run back, and messages that compare two histories."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.core.messages import Digest, Id, Message, Natural
 
 MAX_PARTS = 1 << 12
-"""Parts of checkpoints that a peer names, at most."""
+"""Most parts of checkpoints that a peer names."""
 
 
 class StepBack(Message):
     """Call: go on from the checkpoint ``base`` of ``step`` steps, with ``moves`` of peers to stages. ``parts``: digests
-    of its parts; none: from the beginning. ``lineage``: of the step after it, a hash of all this."""
+    of the checkpoint's parts; none: from the beginning. ``lineage``: of the next step, a hash of all this."""
 
     KIND: ClassVar[str] = "step_back"
     lineage: Digest
@@ -55,7 +55,7 @@ class StepBack(Message):
 
 
 class AskStepBack(Message):
-    """Call: what did your branch begin with? The answer is a StepBack, or empty."""
+    """Call: how did your branch begin? The answer is a StepBack, or empty."""
 
     KIND: ClassVar[str] = "ask_step_back"
 
@@ -77,8 +77,8 @@ class HeldPart(Message):
 
 
 class StandsAt(Message):
-    """The answer: where a peer stands. ``targets``: other stages that it has room for; ``reaches``: stages of which it
-    reaches a peer."""
+    """The answer: a peer's standing. ``targets``: other stages that fit the peer; ``reaches``: stages with a peer in
+    reach."""
 
     KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]
@@ -102,7 +102,7 @@ class StandsAt(Message):
 
 
 class History(Message):
-    """Call to a peer of another lineage, and its answer: how the sender came here. ``lineages`` end with that of
+    """Call to a peer of another lineage, and the answer: the sender's history. ``lineages`` end with the lineage of
     ``step``."""
 
     KIND: ClassVar[str] = "history"
@@ -120,8 +120,7 @@ class History(Message):
 
 
 class AskStay(Message):
-    """Call: are you of the history with that lineage at that step, and, with ``promise``, will you stay in it for
-    now?"""
+    """Call: does your history have ``lineage`` at ``step``, and, with ``promise``, will you stay there for now?"""
 
     KIND: ClassVar[str] = "ask_stay"
     lineage: Digest
@@ -130,7 +129,7 @@ class AskStay(Message):
 
 
 class Stay(Message):
-    """The answer: whether the peer stays, its stage, and whether it trains."""
+    """The answer: whether the peer stays and trains, and the peer's stage."""
 
     KIND: ClassVar[str] = "stay"
     stays: bool

@@ -1,11 +1,11 @@
-"""When a stage has lost all its peers, others adopt it, and the run goes on from a checkpoint.
+"""When a stage has lost all its peers, other peers adopt the stage, and the run goes on from a checkpoint.
 
-The first live peer, by id, asks everyone where they stand, and orders a rollback: to the newest checkpoint of which
-each stage's part can be read, on a new branch, with peers moved to the stages that have none. Everyone obeys that
-order, or hears of it later from a peer of the new branch. A side of a partition that still has all stages does not
-obey: there the longer history stays (``forks``). You lose some time; the final weights are unchanged.
+The first live peer, by id, asks all peers for their standing, and orders a rollback: to the newest checkpoint with a
+readable part for each stage, on a new branch, with peers moved to the empty stages. All peers obey, or hear of the
+order later from a peer of the new branch. A side of a partition that still has all stages does not obey: there the
+longer history stays (``forks``). You lose some time; the final weights are unchanged.
 
-A run that lost all its trainers waits for one, too. It loses nothing but time, and still writes a checkpoint of its
+A run that lost all its trainers waits for a trainer, too, loses nothing but time, and still writes a checkpoint of its
 weights.
 """
 
@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from muletrain.runtime.recovery.forks import Forks
 
 LOOK_S = 1.0
-"""Seconds between two looks whether a stage is without peers, and between two orders of one peer that are
-considered."""
+"""Seconds between two checks for stages without peers, and between two considered orders of the same peer."""
 AGAIN_S = 5.0
-"""Seconds between two hints to one peer that its branch was given up, and between two questions about a branch that
-ours does not follow."""
+"""Seconds between two hints to the same peer that its branch was given up, and between two questions about an unrelated
+branch."""
 REACHED_S = 300.0
-"""Seconds, at most, for which adoption waits because others say that they reach the stage: they may be wrong, or
-lie."""
+"""Most seconds for which adoption waits because other peers claim to reach the stage: the claims may be wrong, or
+lies."""
 JOIN_S = 900.0
 """Seconds for which a run waits for a machine to join a stage that no peer can adopt."""
 
@@ -51,12 +50,12 @@ class Machine(Protocol):
     """The machine of this peer."""
 
     def fits(self, stage: int) -> bool:
-        """Does its memory have room for ``stage``?"""
+        """Does the machine's memory have room for ``stage``?"""
         ...
 
 
 class Writer(Protocol):
-    """Writes this peer's part of checkpoints (``peer.parts``)."""
+    """Writes this peer's part of checkpoints (``peer.part_writer``)."""
 
     async def write_what_there_is(self) -> None:
         """Write the weights before this step, which may never be done; called again and again while there is no
@@ -65,8 +64,8 @@ class Writer(Protocol):
 
 
 class Rollback:
-    """Watches for lost stages, and for rollbacks of others, for one peer. ``ordered`` is done when the peer must begin
-    anew: on the branch of a StepBack or, with None, with the state of a replica."""
+    """Watches for lost stages, and for rollbacks by other peers, for one peer. ``ordered`` is done when the peer must
+    begin anew: on the branch of a StepBack or, with None, with the state of a replica."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class Rollback:
         forks: Forks,
         writer: Writer,
     ) -> None:
-        """``back``: what our branch began with, if this peer was there."""
+        """``back``: the rollback that began our branch, if this peer took part."""
         self._ctx, self._replicas, self._position, self._machine, self._back = ctx, replicas, position, machine, back
         self._forks, self._writer = forks, writer
         self.ordered: asyncio.Future[StepBack | None] = asyncio.get_running_loop().create_future()
@@ -92,7 +91,7 @@ class Rollback:
         """Has this been reported?"""
         self._lacking: tuple[int, ...] = ()
         self._looked: tuple[int, State] | None = None
-        """What was known when the stages ``_lacking`` were without peers."""
+        """Roster version and own state for ``_lacking``."""
         ctx.detector.add_branches(self)
         ctx.net.serve(StepBack.KIND, self._on_order)
         ctx.net.serve(AskStepBack.KIND, self._on_ask)
@@ -102,7 +101,7 @@ class Rollback:
         return Key(self._position.step, self._position.applied)
 
     async def watch(self) -> None:
-        """Look until cancelled: have a stage adopted that is without a peer for long, and wait for a trainer."""
+        """Look until cancelled: have a stage adopted that is without peers for long, and wait for a trainer."""
         ctx, since, since_trainer, trainers = self._ctx, dict[int, float](), math.inf, 0
         while True:
             await ctx.clock.sleep(LOOK_S)
@@ -143,8 +142,8 @@ class Rollback:
         return min((*self._ctx.roster.others(), me)) == me
 
     async def _adopt(self, lacking_s: Mapping[int, float]) -> None:
-        """Ask everyone where they stand, also peers that are down: one of them may have the state of the lost stage.
-        ``lacking_s``: stages without a peer, and for how long."""
+        """Ask all peers for their standing, including peers that are down, which may have the state of the lost stage.
+        ``lacking_s``: seconds without a peer, by stage."""
         ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
         peers = ctx.roster.everyone()  # a leaver whose stage is lost is back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
@@ -208,7 +207,7 @@ class Rollback:
             return None
 
     async def _stands_at(self) -> StandsAt:
-        """Returns where we stand. On our way to another branch we stand there already."""
+        """Returns our standing. On the way to another branch, the standing is there already."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, stage = (
@@ -235,7 +234,8 @@ class Rollback:
     # Branches ---------------------------------------------------------------------------------------------------------
 
     def met(self, peer: PeerId, branch: bytes) -> None:
-        """``peer`` is on ``branch``: the one of us on the lower branch is told what the higher one began with."""
+        """``peer`` is on ``branch``: of the two peers, the peer on the lower branch is told how the higher branch
+        began."""
         ctx, own = self._ctx, branch_of(self._where().lineage)
         if branch > own and not self._position.life.joining:
             self._consider(peer, None)
@@ -246,12 +246,12 @@ class Rollback:
                 ctx.spawn(self._tell(peer, back), "tell of a step back")
 
     def _began_with(self) -> StepBack | None:
-        """Returns what our branch began with, if we know."""
+        """Returns the rollback that began our branch, if known."""
         back = self._back
         return back if back is not None and branch_of(back.lineage) == branch_of(self._where().lineage) else None
 
     def _consider(self, peer: PeerId, order: StepBack | None) -> None:
-        """``peer`` is on a later branch, which began with ``order``, if it said so."""
+        """``peer`` is on a later branch, which began with ``order``, if known."""
         ctx, now = self._ctx, self._ctx.clock.now()
         heard, pause_s = (self._heard, AGAIN_S) if order is None else (self._ordered_by, LOOK_S)
         again = now - heard.get(peer, float("-inf")) < pause_s  # each time all peers are asked
@@ -260,8 +260,8 @@ class Rollback:
             ctx.spawn(self._learn(peer, order), "learn of a step back")
 
     async def _learn(self, peer: PeerId, order: StepBack | None) -> None:
-        """Learn from ``peer``, or from any peer that knows, what the branch began with. If none knows, replicas on the
-        branch serve as well; without any, a damaged or forged frame must not make us give up our work."""
+        """Learn from ``peer``, or from any informed peer, how the branch began. If no peer knows, replicas on the
+        branch serve as well; without replicas, a damaged or forged frame must not make us give up our work."""
         ctx = self._ctx
         try:
             if self._position.life.has_state and await self._forks.goes_on(peer):
@@ -293,7 +293,7 @@ class Rollback:
             self._learning = False
 
     def _obey(self, order: StepBack) -> None:
-        """Begin anew as ``order`` says, if it concerns us and is later. Raises ProtocolError if it is invalid."""
+        """Begin anew by a later ``order`` that concerns us. Raises ProtocolError for an invalid order."""
         self._check(order)
         if self._position.life.joining and self._ctx.roster.own.stage not in order.lost:
             return  # replicas give their state on any branch
@@ -301,7 +301,7 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _check(self, order: StepBack) -> None:
-        """Raises ProtocolError for an order that no correct peer gives: peers say which stages they have room for."""
+        """Raises ProtocolError for an order that no correct peer gives: peers announce the stages that fit."""
         order.check(self._ctx.plan.stages, self._ctx.plan.steps)
         own = self._ctx.roster.own
         stage = dict(order.moves).get(own.id, own.stage)
@@ -319,7 +319,7 @@ class Rollback:
             await self._ctx.net.call(
                 peer, StepBack.KIND, order.pack(), timeout_s=self._ctx.detector.deadline.seconds(1)
             )
-        except NetworkError:  # it hears of it when it meets one of us
+        except NetworkError:  # the peer hears of the order when it meets one of us
             return
 
     async def _on_order(self, sender: PeerId, payload: bytes) -> bytes:

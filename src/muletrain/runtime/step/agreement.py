@@ -1,5 +1,5 @@
-"""Replicas of a stage agree on a round: they seal their accumulators and announce them, until all members count on the
-same members and their sets cover the step (CONTRIBUTING, "How a step goes", 3)."""
+"""Replicas of a stage seal and announce accumulators to agree on a round, until all members count on the same members
+and the sets cover the step (CONTRIBUTING, "How a step goes", 3)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 OVERDUE_S = 60.0
 """Shortest time until a replica that answers, but does not seal, is left out, and until replicas that go on without us
-have stalled [s]."""
+count as stalled [s]."""
 OF_PATIENCE = 0.75
-"""Share of our patience after which a silent replica is overdue at the latest. After all of it we would give up ourselves."""
+"""Share of our patience after which a silent replica is overdue at the latest. After the whole patience we would give
+up."""
 LOOKING_S = 3000.0
-"""Longest time that we look on, whatever those replicas report: they may lie [s]."""
+"""Longest time that we look on, since reports may be lies [s]."""
 
 
 class RoundAgreement:
@@ -55,17 +56,17 @@ class RoundAgreement:
         self._ledger = state.work.ledger
 
     def next_attempt(self) -> int:
-        """Number of our next attempt: after our last one, and not below those of the members that we count on. It begins
-        at 1 if we leave out a replica, which must know that from our first seal on."""
+        """Number of our next attempt: after our last, and not below the members' attempts. The number begins at 1 if we
+        leave out a replica, which must know that from our first seal on."""
         roster, announced = self._ctx.roster, self._state.announced
         first = int(any(map(self._company.is_apart, roster.stage(roster.own.stage))))
         latest = self._state.latest_attempt(self._company.members())
         return max(first if announced is None else announced.attempt + 1, latest)
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
-        """Announce our accumulator (computed with ``weights``) and hear the others'. None if another attempt must follow:
-        gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and MuletrainError
-        if this peer must leave."""
+        """Announce our accumulator (computed with ``weights``) and hear the replicas. None if another attempt must
+        follow: gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and
+        MuletrainError if this peer must leave."""
         seals = await self._announce(attempt, weights)
         if seals is None:
             self._ledger.reopen(keep=True)
@@ -110,11 +111,12 @@ class RoundAgreement:
         )
 
     async def _announce(self, attempt: int, weights: bytes) -> dict[PeerId, Seal] | None:
-        """Seal, and collect the seals of the members we count on. None unless all of them count on the same members."""
+        """Seal, and collect the seals of the members that we count on. None unless all members count on the same
+        members."""
         ctx, state, me = self._ctx, self._state, self._ctx.net.peer_id
         seal = await self._seal(attempt, weights)
         others = [m for m in seal.members if m != me]
-        aside = {m for m in others if state.stands_aside(m)}  # our seal calls them back
+        aside = {m for m in others if state.stands_aside(m)}  # our seal calls such members back
 
         def missing() -> list[PeerId]:
             return [m for m in others if m not in state.seals or state.seals[m].attempt < attempt]
@@ -127,7 +129,7 @@ class RoundAgreement:
             return state.latest_attempt(seal.members) > attempt
 
         def passed_over() -> bool:
-            """Others made another attempt and still go on without us. The missing members may have yielded to them."""
+            """Other replicas made another attempt and still go on without us. The missing members may have yielded."""
             return self._company.yields(seal.members, after=attempt)
 
         begin = ctx.clock.now()
@@ -182,20 +184,21 @@ class RoundAgreement:
         return seal
 
     def _leaves(self) -> bool:
-        """May this peer leave after this step? Not if it computes the next one already: that work would be lost."""
+        """May this peer leave after this step? Not during the computation of the next step, because that work would be
+        lost."""
         ahead = self._position.ahead
         return self._departure.announced() and (ahead is None or ahead.ledger.sealed)
 
     def _overdue(self, since: float) -> bool:
-        """Have the replicas that we wait for since ``since`` had their time? It ends when nobody has made progress for as long
-        as steps take. It ends after the time of a full queue, too, whatever they report: they may lie."""
+        """Have the awaited replicas had their time since ``since``? Yes, if no replica has made progress for as long as
+        steps take; and after the time of a full queue, since reports may be lies."""
         usual_s, waits, clock = max(OVERDUE_S, self._deadlines.step.seconds()), self._waits, self._ctx.clock
         quiet = waits.quiet_s(since) >= min(usual_s, OF_PATIENCE * self._ctx.news.patience_s)
         return quiet or clock.now() - since >= max(usual_s, self._ctx.queue_s())
 
     async def look_on(self) -> None:
-        """Abstain while others run our part again. Ends when they are lost, count on us again, or get nowhere: then we
-        go on without them. Waiting raises when they hold a round."""
+        """Abstain while other replicas run our part again. Ends when these replicas are lost, count on us again, or get
+        nowhere: then we stop waiting. Waiting raises when another replica holds a round."""
         self._ctx.emit(LeftBehind(step=self._state.step + 1))
         self._exchange.abstain()
         await self._reruns.drained()

@@ -1,12 +1,13 @@
-"""Gradients that stand out are left out of their step and computed again by another replica (CONTRIBUTING, "How a
-step goes", 3).
+"""Gradients that stand out are left out of their step and computed again by another replica (CONTRIBUTING, "How a step
+goes", 3).
 
 Seals carry sketches of the accumulators. A member whose sketch stands out (``policy.outliers``) empties its
-accumulator. Its microbatches become a gap like any other: the stage's other replicas fill it, and the second result
-counts. Comparing the stage's sums shows whether the two results differ, which is an offence of the member. A replica
-that has found ``MAX_OFFENCES`` of a member accuses it in its seals, and a member that most replicas accuse is expelled.
+accumulator. Its microbatches become a gap like any other: the stage's other replicas fill the gap, and the second
+result counts. Comparing the stage's sums shows whether the two results differ, which is an offence of the member. A
+replica that has found ``MAX_OFFENCES`` of a member accuses the member in its seals, and a member that most replicas
+accuse is expelled.
 
-Which sets are left out is a pure function of the seals of one attempt: members with the same seals decide the same.
+The left-out sets are a pure function of the seals of one attempt: members with the same seals decide the same.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 MAX_OFFENCES, OFFENCE_STEPS = 2, 1000
-"""Offences within the last ``OFFENCE_STEPS`` steps, after which a replica accuses a member. One offence can be bad luck:
-a flipped bit, or wrong inputs."""
+"""Offences within the last ``OFFENCE_STEPS`` steps, after which a replica accuses a member. A single offence can be bad
+luck: a flipped bit, or wrong inputs."""
 MAX_EXPELLED = 64
 """Members that one seal can accuse, or one round can expel."""
 HEARD_S = 0.5
-"""Seconds that an expelled peer waits before it ends: its replicas need its seal, too, before they hear of its end."""
+"""Seconds that an expelled peer waits before the end: replicas need the peer's seal, too, before news of the end."""
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """``members`` stood out. ``claim`` is the sum of their sketches, ``rest`` that of the other members."""
+    """``members`` stood out. ``claim``: the sum of the members' sketches; ``rest``: the sum of all other sketches."""
 
     members: tuple[PeerId, ...]
     claim: Sketch
@@ -54,7 +55,7 @@ class _LeftOut:
 
 
 def computes_falsely(step: int) -> Expelled:
-    """The error that ends a peer whose gradients up to ``step`` were false."""
+    """The error that ends a peer with false gradients up to ``step``."""
     return Expelled(
         f"step {step + 1}: this peer does not compute what its replicas compute, so it leaves. Its memory or its accelerator "
         f"may be faulty: test them before it joins again"
@@ -71,7 +72,7 @@ class Audit:
         """The members whose microbatches are being computed again."""
         self._ever_left_out: set[PeerId] = set()
         self._reconsidered = False
-        """This peer emptied its accumulator because others' activations had made it not finite."""
+        """This peer emptied its accumulator, which activations of other peers had made non-finite."""
 
     async def sketch(self) -> bytes:
         """The sketch of this peer's accumulator."""
@@ -83,13 +84,13 @@ class Audit:
         return tuple(sorted(filter(self.is_faulty, self._ctx.roster.replicas())))[:MAX_EXPELLED]
 
     def is_faulty(self, member: PeerId) -> bool:
-        """Did this peer find ``MAX_OFFENCES`` of ``member``?"""
+        """Did this peer find ``MAX_OFFENCES`` offences of ``member``?"""
         steps = self._standing.offences.get(member, ())
         return sum(step > self._state.step - OFFENCE_STEPS for step in steps) >= MAX_OFFENCES
 
     async def reconsider(self) -> None:
-        """Empty an accumulator that others' activations made not finite, since that may have been a single fault. Once a
-        step, and not if the accumulator holds a second result."""
+        """Empty an accumulator that activations of other peers made non-finite, perhaps by a single fault; once a step,
+        and not if the accumulator holds a second result."""
         again = {i for s in self._state.seals.values() for i in s.gave_up}
         if self._reconsidered or not self._ledger.excused or again & self._ledger.accumulated:
             return
@@ -99,8 +100,8 @@ class Audit:
             self._reruns.drop()
 
     def cover(self, seals: Mapping[PeerId, Seal]) -> tuple[dict[PeerId, frozenset[int]], Cover]:
-        """The microbatches that each accumulator contributes, and the resulting cover. Sets of members that gave theirs
-        up, stand out, or are expelled are left out."""
+        """The microbatches that each accumulator contributes, and the resulting cover. Sets that were given up, stand
+        out, or belong to expelled members are left out."""
         out = {m for m, s in seals.items() if s.gave_up or m in self._ever_left_out}
         out |= {*self.expelled(seals)}
         sealed, cover = self._cover(seals, out)
@@ -157,7 +158,7 @@ class Audit:
                 self._standing.offences[member] = (*steps, self._state.step)[-MAX_OFFENCES:]
 
     def expelled(self, seals: Mapping[PeerId, Seal]) -> tuple[PeerId, ...]:
-        """The members that these seals expel."""
+        """The members that ``seals`` expel."""
         return most_accuse(seals, spared=self._ctx.roster.genesis.coordinator)
 
     async def leave_if_faulty(self, expelled: Iterable[PeerId]) -> None:
@@ -175,7 +176,7 @@ def standing_out(seals: Mapping[PeerId, Seal], again: Collection[int]) -> list[P
 
 
 def most_accuse(seals: Mapping[PeerId, Seal], spared: PeerId) -> tuple[PeerId, ...]:
-    """The members that most of the others, and at least two, accuse; never ``spared``."""
+    """The members that most other members, and at least two, accuse; never ``spared``."""
     accusers = Counter(accused for m, s in seals.items() for accused in {*s.accused} - {m})
     out = sorted(m for m in seals if accusers[m] > max(1, (len(seals) - 1) // 2) and m != spared)
     return tuple(out[:MAX_EXPELLED])

@@ -1,4 +1,4 @@
-"""The replicas that this peer counts on in a step: it forms rounds with them (``policy.views``)."""
+"""The replicas that this peer counts on in a step, and forms rounds with (``policy.views``)."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 SPEAKS_S = 3.0
 """Seconds without a sign of life, after which a replica that is down no longer counts as going on."""
 MAX_UNTRUE = 2
-"""False statements of a replica, before it is left out of the step: it claimed microbatches that it lacks, or a step that
-it is not at."""
+"""False statements after which a replica is left out of the step: claims of microbatches that the replica lacks, or of
+a step that is not its own."""
 MAX_OUTRAN = 4
-"""Attempts of ours that a replica ends by a later one, before it is left out of the step: honest ones take turns."""
+"""Attempts of ours that a replica ends by later attempts, before being left out of the step: honest replicas take
+turns."""
 MAX_LOST = 2
-"""Times that a replica is marked down while we count on it, before it is left out of the step: some links carry
-messages one way only."""
+"""Times that a replica is marked down while we count on it, before the replica is left out of the step: some links
+carry messages one way only."""
 APART, APART_MAX = 16, 1024
 """Steps for which a replica is left out if its chunks do not arrive, at first and at most; doubles."""
 STALLED = 4
-"""The same if it went on without us and got nowhere. It may have been slow for once."""
+"""The same for a replica that went on without us and got nowhere, perhaps slow for once."""
 
 
 def left_out(before: tuple[int, int] | None, step: int, first: int) -> tuple[int, int]:
-    """Returns until which step a replica is left out from ``step`` on, and for how many: ``first`` ones, and each time
-    twice as many, unless it was good for as many steps as it was left out for ``before``."""
+    """Returns the end of a replica's exclusion from ``step`` on, and its number of steps: ``first``, and each time
+    twice as many, unless the replica was good for as many steps as it was left out ``before``."""
     until, steps = before or (step, 0)
     steps = first if step - until >= steps else min(APART_MAX, 2 * steps)
     return step + steps, steps
@@ -51,38 +52,38 @@ class LeftOut(Exception):
 
 @dataclass
 class Standing:
-    """What earlier steps taught us about replicas, and about this peer."""
+    """Lessons of earlier steps about replicas, and about this peer."""
 
     apart: Recent[tuple[int, int]] = field(default_factory=Recent)
     """Replicas that are left out because their chunks do not arrive: until which step, and for how many steps."""
     stalled: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """Replicas that went on without this peer and got nowhere: until which step it does not wait for them, and for how
-    many."""
+    """Replicas that went on without this peer and got nowhere: until which step this peer does not wait, and for how
+    many steps."""
     silent: Recent[tuple[int, int]] = field(default_factory=Recent)
-    """How much replicas failed to send (``Averager.silent``), and the last step in which they did."""
+    """Amount of each replica's missing chunks (``Averager.silent``), and the last step with missing chunks."""
     differed: int | None = None
-    """The last step at which our weights differed from the others'."""
+    """The last step at which our weights differed from the replicas' weights."""
     offences: Recent[tuple[int, ...]] = field(default_factory=Recent)
-    """The last steps in which another peer got other results than a member, or than us (``audit``)."""
+    """The last steps in which another peer's results differed from a member's, or from ours (``audit``)."""
 
 
 class Company:
-    """Owns which replicas count in one step; each step has a new one."""
+    """Owns the choice of replicas for one step; each step has a new company."""
 
     def __init__(self, ctx: Context, state: StepState, standing: Standing) -> None:
         self._ctx, self._state, self._standing = ctx, state, standing
         self._lost: Counter[PeerId] = Counter()
         self._untrue: Counter[PeerId] = Counter()
         self._outran: Counter[PeerId] = Counter()
-        """How often replicas ended our attempt by a later one."""
+        """Our attempts that each replica ended by a later attempt."""
         self._differing: set[PeerId] = set()
         """Replicas whose weights differ from most."""
 
     def members(self) -> tuple[PeerId, ...]:
         """The members that a round of ours would have now, ourselves included. Rather than be alone and lack
-        microbatches, we count on one that hurries: it may not be the one that lies. We count on those that stand aside, and
-        they come back then. If we left them out, each replica would name those that it saw at that moment: many replicas
-        would never name the same members."""
+        microbatches, we count on a replica that hurries, which may not be the liar. We count on replicas that stand
+        aside, which then come back: if we left them out, each replica would name the members seen at that moment, and
+        many replicas would never name the same members."""
         state, me, views = self._state, self._ctx.net.peer_id, self._known_views()
         sound = [m for m in self._ctx.roster.stage(self._ctx.roster.own.stage) if self._sound(m)]
         able = [m for m in sound if not state.is_committed(m)]
@@ -91,14 +92,14 @@ class Company:
         return found if whole or len(found) > 1 else counted_on(me, able, views)
 
     def without(self, left_out: Collection[PeerId] = ()) -> tuple[PeerId, ...]:
-        """Replicas that a round of ours would not have, or that are ``left_out``: live ones first, since messages have
-        room for few."""
+        """Replicas that a round of ours would not have, or that are ``left_out``: live replicas first, since messages
+        have room for few."""
         with_us, roster = {*self.members()} - {*left_out}, self._ctx.roster
         others = [p for p in roster.replicas() if p not in with_us]
         return tuple(sorted(others, key=lambda p: not roster.is_alive(p))[:MAX_WITHOUT])
 
     def may_average_with(self, peer: PeerId) -> bool:
-        """Do we trust ``peer`` enough to average with it?"""
+        """Do we trust ``peer`` enough for averaging?"""
         return self._sound(peer) and not self._hurries(peer)
 
     def _sound(self, peer: PeerId) -> bool:
@@ -106,14 +107,14 @@ class Company:
         return trusted and not self.is_apart(peer) and peer not in self._differing
 
     def _hurries(self, peer: PeerId) -> bool:
-        """Is ``peer`` the one that ends most attempts by later ones, so that none succeeds? Another replica's word makes
-        half as many do. One that lies may have others hurry, too, but it cannot hurry less than they."""
+        """Does ``peer`` end most attempts by later attempts, so that none succeeds? Half as many suffice if another
+        replica says so. A liar may make honest replicas hurry, too, but cannot hurry less."""
         left_out = any(peer not in s.members for m, s in self._state.seals.items() if m != peer)
         most = max(self._outran, key=lambda m: (self._outran[m], m), default=None)
         return peer == most and self._outran[peer] >= (MAX_OUTRAN // 2 if left_out else MAX_OUTRAN)
 
     def is_apart(self, peer: PeerId) -> bool:
-        """Is ``peer`` left out because of earlier steps or rounds: its chunks did not arrive, or it stalled?"""
+        """Is ``peer`` left out because of earlier steps or rounds, with missing chunks or a stall?"""
         return self._state.step < self._standing.apart.get(peer, (0, 0))[0] or self._stalled(peer)
 
     def _stalled(self, peer: PeerId) -> bool:
@@ -124,11 +125,12 @@ class Company:
         return peer in self._differing
 
     def views(self) -> dict[PeerId, GroupView]:
-        """The views of replicas that go on: one that stands aside does so with nobody, whatever it announced before."""
+        """The views of replicas that go on. A replica that stands aside goes on with no peer, despite earlier
+        announcements."""
         return {m: v for m, v in self._known_views().items() if not self._state.stands_aside(m)}
 
     def _known_views(self) -> dict[PeerId, GroupView]:
-        """The views of replicas that we hear, even if they do not hear us."""
+        """The views of replicas that we hear, perhaps without hearing us."""
         roster, detector = self._ctx.roster, self._ctx.detector
 
         def heard(member: PeerId) -> bool:
@@ -139,13 +141,13 @@ class Company:
         return {m: v for m, v in known.items() if m not in self._differing}
 
     def yields(self, own: tuple[PeerId, ...], *, after: int = -1) -> bool:
-        """Must this peer, in company ``own``, leave the step to others that go on without it? ``after``: only views of
-        later attempts count."""
+        """Must this peer, in company ``own``, leave the step to replicas that go on without it? ``after``: only views
+        of later attempts count."""
         views = {m: v for m, v in self.views().items() if v.attempt > after and not self._stalled(m)}
         return yields(self._ctx.net.peer_id, own, views)
 
     def check(self) -> None:
-        """Raises LeftOut if others go on without us, and what ``compare`` raises: they may have other weights."""
+        """Raises LeftOut if other replicas go on without us, and errors of ``compare``, because weights may differ."""
         announced = self._state.announced
         if announced is not None and self.yields(announced.members):
             self.compare({**self._state.seals, self._ctx.net.peer_id: announced})
@@ -154,7 +156,7 @@ class Company:
     # Whom to count on less --------------------------------------------------------------------------------------------
 
     def note_lost(self, members: Iterable[PeerId]) -> None:
-        """``members`` were marked down while we counted on them."""
+        """``members`` of our rounds were marked down."""
         self._lost.update(members)
 
     def note_untrue(self, members: Iterable[PeerId]) -> None:
@@ -166,12 +168,12 @@ class Company:
         self._outran.update(members)
 
     def note_overdue(self, members: Iterable[PeerId]) -> None:
-        """``members`` answer, but did not do their part for long: leave them out for many steps."""
+        """``members`` answer, but have not done their part for long: leave ``members`` out for many steps."""
         self.note_silent(dict.fromkeys(members, 2 * MAX_LOST))
 
     def note_stalled(self) -> None:
-        """The replicas that go on without us get nowhere: we wait for them no more, in this step and some that follow.
-        They may lie."""
+        """The replicas that go on without us get nowhere: stop waiting, in this step and some that follow. Reports may
+        be lies."""
         me, step, stalled = self._ctx.net.peer_id, self._state.step, self._standing.stalled
         for peer in [m for m, view in self.views().items() if me not in view.members]:
             stalled[peer] = _, steps = left_out(stalled.get(peer), step, STALLED)
@@ -179,9 +181,9 @@ class Company:
             self._ctx.emit(ReplicaApart(step=step + 1, name=self._ctx.roster.name(peer), why=why, steps=steps))
 
     def note_silent(self, owing: Mapping[PeerId, int]) -> None:
-        """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in steps
-        before, they are left out for many steps: their link may carry calls, but no chunks. Replicas that may themselves
-        wait for a chunk get twice as many rounds."""
+        """A round failed because live replicas were ``owing`` us chunks. After a few such rounds, in this step or in
+        earlier steps, such replicas are left out for many steps: their link may carry calls, but no chunks. Replicas
+        that may themselves wait for a chunk get twice as many rounds."""
         silent, step = self._standing.silent, self._state.step
         for peer, owes in owing.items():
             before, last = silent.get(peer, (0, 0))
@@ -195,11 +197,12 @@ class Company:
                 self._ctx.emit(ReplicaApart(step=step + 1, name=name, why=why, steps=steps))
 
     def compare(self, seals: dict[PeerId, Seal]) -> None:
-        """Compare the weights that replicas began the step with: devices that differ in the last bit, or a donor that
-        lied, make them differ. The weights of most replicas count (ties: the lowest id's), and the
-        others' accumulators do not.
+        """Compare the weights with which replicas began the step: differences come from devices that differ in the last
+        bit, or from a lying donor. The weights of most replicas count (ties: the lowest id's); accumulators from
+        different weights do not.
 
-        Raises Behind if our weights do not count, and MuletrainError if they did not at the step before, either."""
+        Raises Behind if our weights do not count, and MuletrainError if our weights did not count at the previous step,
+        either."""
         ctx, step, me, votes = (
             self._ctx,
             self._state.step,

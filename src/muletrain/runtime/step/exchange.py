@@ -1,5 +1,4 @@
-"""Notices about one step: a peer takes in those that arrive, asks for those that may be lost, and answers such
-questions."""
+"""Notices about one step: a peer takes in arriving notices, asks for lost notices, and answers such questions."""
 
 from __future__ import annotations
 
@@ -33,15 +32,17 @@ if TYPE_CHECKING:
     from muletrain.runtime.step.state import StepState
 
 GRACE_S = 0.25
-"""Seconds between the first sign that another peer has what we wait for, and our question whether we missed it."""
+"""Seconds between the first sign that another peer has an awaited result, and our question whether we missed a
+notice."""
 ASKED = 64
-"""Live peers asked at once. In a larger fleet more are asked, so that all were asked before a wait is given up."""
+"""Live peers asked at once; in a larger fleet more, so that all were asked before a wait is given up."""
 ANEW = 4
-"""How often a peer may begin to accumulate a step's microbatches, until that is no progress for our waits. It may lie."""
+"""Times that a peer may begin to accumulate a step's microbatches, before that is no progress for our waits: the peer
+may lie."""
 MAX_ASKED = 8
-"""Peers asked to confirm that the run is beyond this step, and for its record after the first that knew it."""
+"""Peers asked to confirm that the run is beyond this step, and asked for the record after the first that knew it."""
 LATE_S = 3.0
-"""Shortest time that a peer may stay at an earlier step, after our first question, before it is left out [s]."""
+"""Shortest time that a peer may stay at an earlier step, after our first question, before being left out [s]."""
 
 
 class Rivals(Protocol):
@@ -54,20 +55,20 @@ class Rivals(Protocol):
 
 @dataclass
 class Observed:
-    """What past steps of the run taught us about the other peers."""
+    """Observations of the other peers in past steps."""
 
     late: Deadline = field(default_factory=lambda: Deadline(floor_s=LATE_S))
-    """How long a peer may stay at an earlier step: as long as we take to apply one, or as late peers took."""
+    """How long a peer may stay at an earlier step: as long as we take to apply a step, or as late peers took."""
     left_out: Recent[None] = field(default_factory=Recent)
-    """Who stayed at an earlier step for so long, and has not been in time since."""
+    """Peers that stayed at an earlier step for so long, and have not been in time since."""
     moved: Recent[tuple[int, bytes]] = field(default_factory=Recent)
     """Each peer's last report: bytes moved, and the round being averaged."""
     asked_round: int = 0
-    """Questions to everyone so far."""
+    """Questions to all peers so far."""
 
 
 class Exchange:
-    """The exchange of one step; each step has a new one. It owns which questions are open."""
+    """The exchange of one step, with its open questions; each step has a new exchange."""
 
     def __init__(
         self,
@@ -84,11 +85,13 @@ class Exchange:
         self._work = state.work
         self._overtaken = False
         self._questioned: set[tuple[PeerId, int]] = set()
-        """Replicas asked for the seal of a round they attest to, with the attempt of the last seal we knew."""
+        """Replicas asked for the seal of a round that they attest to, with the attempt of the last seal that we
+        knew."""
         self._late: dict[PeerId, float] = {}
         """When we first heard that a peer was still at an earlier step."""
         self._most: dict[PeerId, list[int]] = {}
-        """Microbatches that a peer said to have accumulated in this step, at most, each time that it began anew."""
+        """Most microbatches that a peer reported as accumulated in this step, for each time that the peer began
+        anew."""
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class Exchange:
         self._ctx.news.touched()
         if not self._work.all_completed:
             self._overtaken_by(sender, applied=False)
-        if self._state.attested is not None:  # no other attempt is needed: everyone can take what we hold
+        if self._state.attested is not None:  # no further attempt is needed: every replica can take our gradient
             self._ctx.spawn(self._ctx.tell((sender,), self._state.attested), "entry again")
 
     def on_entry(self, sender: PeerId, entry: RoundEntry) -> None:
@@ -112,7 +115,7 @@ class Exchange:
         self._ctx.news.touched()
         if not self._work.all_completed:
             self._overtaken_by(sender, applied=False)
-        for member in entry.without:  # the round counts only if they are down
+        for member in entry.without:  # the round counts only if such members are down
             self._ctx.detector.look_after(member, self._state.lineage, self._state.step)
 
     def on_tied(self, sender: PeerId, entry: TiedEntry) -> None:
@@ -126,11 +129,12 @@ class Exchange:
         self._ctx.news.touched()
 
     def on_later(self, sender: PeerId, *, applied: bool) -> None:
-        """``sender`` has all microbatches of this step through, or has ``applied`` it: its frame shows that."""
+        """A frame of ``sender`` shows that it has all microbatches of this step through, or has ``applied`` the
+        step."""
         self._overtaken_by(sender, applied=applied)
 
     def abstain(self) -> None:
-        """Our replicas go on without us: tell everyone that their round counts without our word."""
+        """Our replicas go on without us: tell all peers that the round counts without our word."""
         if (attempt := self._state.abstain()) is not None:
             self._ctx.news.touched()
             message = Abstain(lineage=self._state.lineage, step=self._state.step, attempt=attempt)
@@ -144,7 +148,8 @@ class Exchange:
         return self._recorded() if applied else self._work.all_completed
 
     def _overtaken_by(self, sender: PeerId, *, applied: bool) -> None:
-        """``sender`` has what we still wait for. Usually we have it soon, too; if not, a notice was lost."""
+        """``sender`` has a result that we wait for. Usually the result comes soon here, too; if not, a notice was
+        lost."""
         if not (self._overtaken or self._position.away or self._reached(applied=applied)):
             self._overtaken = True
             self._ctx.spawn(self._find_out_later(sender, applied=applied), "overtaken")
@@ -156,7 +161,7 @@ class Exchange:
             await self.find_out(sender)
 
     def _question(self, holder: PeerId) -> None:
-        """Find out whether ``holder`` sealed what it attests to, unless we know."""
+        """Find out whether ``holder`` sealed the attested round, unless we know."""
         seal = self._state.seals.get(holder)
         asked = holder, seal.attempt if seal is not None else -1
         if asked in self._questioned:
@@ -166,8 +171,8 @@ class Exchange:
             self._ctx.spawn(self._ask_why(holder, round_), "ask for a seal")
 
     async def _ask_why(self, holder: PeerId, round_: Attested) -> None:
-        """Ask ``holder`` for its seal, which may have been lost. A holder announces nothing more, except one that took
-        the round from another peer."""
+        """Ask ``holder`` for its seal, which may have been lost. A holder announces nothing more, except a holder that
+        took the round from another peer."""
         state = self._state
         if await self.learn_seal(holder) and state.current and holder in state.seals:
             if state.unsealed(round_) and round_.holders.keys() == {holder}:
@@ -177,7 +182,7 @@ class Exchange:
     # What we ask ------------------------------------------------------------------------------------------------------
 
     async def find_out(self, sender: PeerId) -> None:
-        """Ask ``sender`` for what we still wait for."""
+        """Ask ``sender`` for all awaited results."""
         if self._position.away:
             return
         try:
@@ -188,8 +193,8 @@ class Exchange:
         self._ctx.news.touched()
 
     async def ask(self, peer: PeerId) -> Progress | None:
-        """Ask what ``peer`` knows of this step; None: no answer. A peer that stays at an earlier step is left out.
-        Raises Behind if it is at a later one."""
+        """Ask ``peer`` about this step; None: no answer. A peer that stays at an earlier step is left out. Raises
+        Behind if ``peer`` is at a later step."""
         ctx, state = self._ctx, self._state
         progress = await ctx.detector.probe(peer, state.lineage, state.step)
         if progress is None:
@@ -199,12 +204,12 @@ class Exchange:
         # leaves the step to the others
         if progress.moved > moved or progress.round != round_ or progress.late or progress.in_flight:
             self._waits.came_on()
-        accumulated = len({*progress.accumulated} & {*range(ctx.plan.microbatches)})  # it may say anything
+        accumulated = len({*progress.accumulated} & {*range(ctx.plan.microbatches)})  # the report may be false
         if progress.current and (most := self._most.setdefault(peer, [0])[-1]) != accumulated:
             if accumulated > most:
                 self._most[peer][-1] = accumulated
                 self._waits.grew()
-            elif len(self._most[peer]) < ANEW:  # it computes what it dropped again
+            elif len(self._most[peer]) < ANEW:  # the peer computes dropped microbatches again
                 self._most[peer].append(accumulated)
         self._observed.moved[peer] = progress.moved, progress.round
         if progress.rival:
@@ -215,30 +220,30 @@ class Exchange:
             self._position.others_at = max(self._position.others_at, progress.step)
             went_on = await self.went_on(peer)
             if not went_on or (state.gradient is not None and self._recorded()):
-                return progress  # we lacked the others' notices only
+                return progress  # only notices of other peers were missing
             raise Behind(f"step {state.step + 1}: {ctx.roster.name(peer)} is at step {progress.step + 1}")
         if progress.current and self._work.complete(progress.completed, progress.losses):
             ctx.news.touched()
         if not progress.current or (progress.step < state.step and self._work.all_completed):
-            self._leave_out(peer, progress)  # it is of no use before it reaches this step
+            self._leave_out(peer, progress)  # the peer is of no use before it reaches this step
         elif progress.step == state.step and peer in self._late:
             self._observed.late.measured(ctx.clock.now() - self._late.pop(peer))
             self._observed.left_out.pop(peer, None)
         return progress
 
     def _leave_out(self, peer: PeerId, progress: Progress) -> None:
-        """Mark ``peer`` down once it has been at an earlier step for long. Its device may be at a microbatch that another
-        peer has done since, and applies the step after that."""
+        """Mark ``peer`` down after a long time at an earlier step. Its device may be at a microbatch that another peer
+        has done since, and applies the step after that."""
         now, observed = self._ctx.clock.now(), self._observed
         busy_s = 0.0 if peer in observed.left_out else self._ctx.compute.jobs.longest_s()
         if now - self._late.setdefault(peer, now) >= max(observed.late.seconds(), busy_s):
-            self._late[peer] = now  # else every answer would mark it down again
+            self._late[peer] = now  # else every answer would mark the peer down again
             observed.left_out[peer] = None
             self._ctx.detector.mark_down(peer, f"it is still at step {progress.step}", reached=True)
 
     async def ask_everyone(self) -> list[Progress]:
-        """Ask everyone; in a large fleet some peers, and others the next time. Peers that are down are asked, too, since
-        a healed link does not announce itself, but nobody waits for them. Returns the others' answers."""
+        """Ask all peers; in a large fleet some peers, and other peers the next time. Peers that are down are asked,
+        too, since a healed link does not announce itself, but are not waited for. Returns the answers of live peers."""
         roster, observed = self._ctx.roster, self._observed
         observed.asked_round += 1
         for peer in self._ctx.detector.worth_a_try(p for p in roster.everyone() if not roster.is_alive(p)):
@@ -248,13 +253,13 @@ class Exchange:
         return [progress for progress in answers if progress is not None]
 
     async def _try_again(self, peer: PeerId) -> None:
-        """Ask a peer that was marked down: it may be back."""
+        """Ask a peer that was marked down, and may be back."""
         await self.find_out(peer)
         if self._ctx.roster.is_alive(peer):
             await self.entries_from(peer)
 
     async def ask_replicas(self) -> list[Progress]:
-        """Ask all replicas for their seals and entries, since a notice may be lost. Returns how far they are."""
+        """Ask all replicas for seals and entries, since a notice may be lost. Returns their progress."""
         answers = await asyncio.gather(*map(self._ask_seal, self._ctx.roster.replicas()))
         return [progress for progress in answers if progress is not None]
 
@@ -265,7 +270,7 @@ class Exchange:
         return progress
 
     async def learn_seal(self, peer: PeerId) -> bool:
-        """Ask ``peer`` for its last seal. False if it does not answer."""
+        """Ask ``peer`` for its last seal. False: no answer."""
         ask = AskSeal(lineage=self._state.lineage, step=self._state.step).pack()
         try:
             answer = await self._ctx.net.call(peer, AskSeal.KIND, ask, timeout_s=self._ctx.detector.deadline.seconds(1))
@@ -277,8 +282,8 @@ class Exchange:
         return True
 
     async def ask_holders(self) -> list[Progress]:
-        """Ask live replicas whether they hold this step's gradient or are beyond it, since a notice may be lost. Returns
-        their answers."""
+        """Ask live replicas whether they hold this step's gradient or are beyond this step, since a notice may be lost.
+        Returns the answers."""
 
         async def ask(peer: PeerId) -> Progress | None:
             progress = await self.ask(peer)
@@ -289,7 +294,7 @@ class Exchange:
         return [progress for progress in await asyncio.gather(*asked) if progress is not None]
 
     async def ask_entries(self) -> None:
-        """Ask everyone for round entries, since a notice may be lost."""
+        """Ask all peers for round entries, since a notice may be lost."""
         roster = self._ctx.roster
         await asyncio.gather(*map(self.entries_from, filter(roster.is_alive, roster.everyone())))
         if self._recorded():
@@ -299,7 +304,7 @@ class Exchange:
         await asyncio.gather(self.ask_everyone(), *map(self.learn_seal, others))
 
     async def entries_from(self, peer: PeerId) -> Entries | None:
-        """Learn which round of this step ``peer`` attests to, or which record it applied. None: no answer."""
+        """Learn the round of this step that ``peer`` attests to, or the applied record. None: no answer."""
         ctx, state = self._ctx, self._state
         ask = AskEntries(lineage=state.lineage, step=state.step).pack()
         try:
@@ -326,8 +331,8 @@ class Exchange:
         return None
 
     async def went_on(self, first: PeerId) -> bool:
-        """Has the run gone beyond this step, as ``first`` says? One member alone cannot lure us away: more peers must be
-        beyond the step, by one record, than at it, or its record must be known now."""
+        """Has the run gone beyond this step, as ``first`` says? A single member cannot lure us away: more peers must be
+        beyond the step, by one record, than at the step, or its record must be known now."""
         here, gone = 0, Counter[bytes]()
         for peer in dict.fromkeys((first, *self._ctx.roster.spread(MAX_ASKED))):
             answer = await self.entries_from(peer)
@@ -341,7 +346,7 @@ class Exchange:
         return max(gone.values(), default=0) > here
 
     async def learn_record(self, peers: Iterable[PeerId]) -> None:
-        """Ask ``peers`` for this step's record, until enough of them agree."""
+        """Ask ``peers`` for this step's record, until enough answers agree."""
         asked, here, builder = 0, False, self._state.builder
         for peer in peers:
             if self._recorded() or asked > MAX_ASKED:
@@ -357,12 +362,12 @@ class Current(Protocol):
 
     @property
     def state(self) -> StepState:
-        """What is known of it."""
+        """The present knowledge."""
         ...
 
 
 class Answers:
-    """Answers the calls of peers that missed notices of the current step, or of earlier ones."""
+    """Answers the calls of peers that missed notices of the current step, or of earlier steps."""
 
     def __init__(self, ctx: Context, current: Current, log: GradientLog, membership: Membership) -> None:
         self._ctx, self._current, self._log, self._membership = ctx, current, log, membership
@@ -371,7 +376,7 @@ class Answers:
         ctx.net.serve(AskSeal.KIND, self._seal)
 
     async def _entries(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with the entries of this step or of an earlier one that is kept; none for any other step."""
+        """Answer with the entries of this step or of a kept earlier step; none for any other step."""
         ask, state = AskEntries.unpack(payload), self._current.state
         if (ask.step, ask.lineage) == (state.step, state.lineage):
             abstains = self._ctx.net.peer_id in state.builder.abstaining(self._ctx.roster.own.stage)
@@ -382,8 +387,8 @@ class Answers:
         return Entries(step=state.step, applied=applied, product=record.product, record=record.hash).pack()
 
     async def _gradient(self, sender: PeerId, payload: bytes) -> bytes:
-        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless it asks for what is
-        tied to its own."""
+        """Answer with a gradient's manifest. Raises ProtocolError for a peer of another stage, unless for the part tied
+        to the peer's own stage."""
         ask, state = AskGradient.unpack(payload), self._current.state
         own, sharing = self._ctx.roster.own.stage, state.builder.tied
         if ask.tied and own not in sharing:

@@ -1,9 +1,8 @@
-"""Replicas keep the mean gradients of the last steps for peers that missed them (CONTRIBUTING,
-"How a step goes", 5).
+"""Replicas keep the mean gradients of the last steps for peers that missed steps (CONTRIBUTING, "How a step goes", 5).
 
-Copying a state may take a newcomer many steps; it takes the gradients of these steps from here and applies them in
-order. The last step's gradient is always kept. Earlier ones are kept while a replica that may need them is heard of;
-they yield to the traffic of the step.
+Copying a state may take a newcomer many steps; the newcomer then applies the missed gradients from here in order. The
+last step's gradient is always kept. Earlier gradients are kept while a replica that may need them is heard of, and
+yield to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.blocks import StateImage
 
 KEPT_S = 60.0
-"""Seconds after a replica that catches up was last heard of, in which gradients are kept for it."""
+"""Seconds after the last sign of a replica that catches up, in which gradients are kept for that replica."""
 MAX_STEPS = 512
-"""Steps that are kept at most."""
+"""Most steps to keep."""
 
 
 @dataclass
 class _Past:
-    """An applied step. ``image`` replaces ``gradient`` once the step is not the last one any more."""
+    """An applied step. ``image`` replaces ``gradient`` once the step is not the last step any more."""
 
     builder: RecordBuilder
     agreed: tuple[RoundEntry, ...]
-    """The rounds of its record."""
+    """The rounds of the step's record."""
     entry: RoundEntry
     gradient: MeanGradient | None
     other: TiedPart | None
-    """Kept for replicas, which need both."""
+    """Kept for replicas, which need both parts."""
     image: StateImage | None = None
 
     def copies(self, *, tied: bool) -> list[StateImage]:
-        """The copies for sending that were made: of the whole gradient, or of what is ``tied``."""
+        """The finished copies for sending: of the whole gradient, or of the ``tied`` part."""
         whole = {} if self.image is None else {False: self.image}
         made = [image for kind, image in (self.gradient.packed if self.gradient else whole).items() if kind == tied]
         return [*made, self.other.image] if tied and self.other is not None else made
@@ -57,32 +56,32 @@ class _Past:
 
 
 class GradientLog:
-    """Owns one peer's past gradients. ``limit``: bytes of the gradients beside the last."""
+    """Owns one peer's past gradients. ``limit``: bytes of all gradients but the last."""
 
     def __init__(self, ctx: Context, limit: int) -> None:
         self._ctx, self._limit = ctx, limit
         self._past: deque[_Past] = deque()
         self._current: dict[bool, list[StateImage]] = {False: [], True: []}
-        """Copies of the current step's gradient, and of what is tied, that peers asked for."""
+        """Copies of the current step's gradient, and of its tied part, that peers asked for."""
         self._followers: dict[PeerId, tuple[int, float]] = {}
-        """Peers that catch up: the first step that each needs, and when it was last heard of."""
+        """Peers that catch up: the first step that each needs, and its last sign."""
 
     def follow(self, peer: PeerId, step: int) -> None:
-        """``peer`` takes the state before ``step``, so it will need the gradients from ``step`` on."""
+        """``peer`` takes the state before ``step``, and will need the gradients from ``step`` on."""
         self._followers[peer] = step, self._ctx.clock.now()
 
     def arrived(self, peer: PeerId) -> None:
-        """``peer`` takes part again: it needs no past gradients."""
+        """``peer`` takes part again, and needs no past gradients."""
         self._followers.pop(peer, None)
 
     def add(self, builder: RecordBuilder, gradient: MeanGradient, other: TiedPart | None = None) -> None:
-        """Add an applied step, and drop steps that nobody needs."""
+        """Add an applied step, and drop steps that no peer needs."""
         if self._ctx.plan.alone:
             return
         past = self._past
         if past and past[-1].builder.step + 1 != builder.step:  # after a gap earlier steps are useless
             past.clear()
-        if other is not None:  # only its copy for sending is still needed
+        if other is not None:  # only the copy for sending is still needed
             other = replace(other, values=other.values.new_empty(0))
         past.append(_Past(builder, builder.agreed(), gradient.entry, gradient, other))
         self._current = {False: [], True: []}
@@ -110,12 +109,12 @@ class GradientLog:
         """Replace a gradient by its copy, which needs a half or a quarter of the memory."""
         if past.gradient is not None:
             past.image = await past.gradient.image(self._ctx)
-            past.image.channel, past.gradient = Channel.BULK, None  # it is not urgent any more
+            past.image.channel, past.gradient = Channel.BULK, None  # the copy is not urgent any more
             if past.other is not None:
                 past.other.image.channel = Channel.BULK
 
     def applied(self, peer: PeerId, step: int, lineage: bytes) -> tuple[tuple[RoundEntry, ...], StepRecord | None]:
-        """The record of a kept step, and its rounds' entries; none for other steps."""
+        """The record of a kept step, and the record's entries; none for other steps."""
         for past in self._past:
             if (past.builder.step, past.builder.lineage) == (step, lineage):
                 self._heard(peer, step)
@@ -123,7 +122,7 @@ class GradientLog:
         return (), None
 
     async def manifest(self, peer: PeerId, round_: bytes, current: MeanGradient | None) -> bytes:
-        """The manifest of the gradient of ``round_``, if it is kept or is ``current``; else empty."""
+        """The manifest of the gradient of ``round_``, if kept or ``current``; else empty."""
         if current is not None and current.entry.round == round_:
             return self._handed_out(await current.image(self._ctx), tied=False)
         for past in self._past:
@@ -136,8 +135,8 @@ class GradientLog:
     async def tied_manifest(
         self, peer: PeerId, round_: bytes, current: MeanGradient | None, other: TiedPart | None
     ) -> bytes:
-        """The manifest of what the gradient of ``round_`` holds for tied parameters, if it is kept, or is ``current`` or
-        ``other``; else empty."""
+        """The manifest of the tied part of the gradient of ``round_``, if kept, or ``current`` or ``other``; else
+        empty."""
         gradients = [current, *(past.gradient for past in self._past)]
         parts = [other, *(past.other for past in self._past)]
         images = [await g.image(self._ctx, tied=True) for g in gradients if g is not None and g.entry.round == round_]
@@ -150,7 +149,7 @@ class GradientLog:
         return image.manifest
 
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The copy with that digest, if ``peer`` serves a stage that needs it."""
+        """The copy with that digest, if the stage of ``peer`` needs that copy."""
         for tied in (False, True):
             found = list(self._current[tied]) if self._needs(peer, tied=tied) else []
             for image in found:

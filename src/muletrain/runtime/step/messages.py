@@ -14,10 +14,10 @@ SketchBytes = Annotated[bytes, Field(min_length=4 * SKETCH, max_length=4 * SKETC
 
 
 class Seal(Message):
-    """A member announces its accumulator: its microbatches, its sketch (``optim.sketch``, seeded by the lineage), and
-    the digest of the weights used. ``members``: the replicas it counts on, itself included. ``stop``: it asks for an
-    orderly end after this step; ``leaves``: it wants to leave. ``gave_up``: microbatches of an earlier seal that stood
-    out, so others compute them again. ``excused``: its inputs stood out, too, and no other peer could be asked.
+    """A member announces its accumulator: microbatches, sketch (``optim.sketch``, seeded by the lineage), and digest of
+    the used weights. ``members``: the replicas that the member counts on, itself included. ``stop``: request for an
+    orderly end after this step; ``leaves``: wish to leave. ``gave_up``: microbatches of an earlier seal that stood out,
+    so other replicas compute them again. ``excused``: the inputs stood out, too, and no other peer could be asked.
     ``accused``: replicas that computed falsely (``runtime.step.audit``)."""
 
     KIND: ClassVar[str] = "seal"
@@ -37,8 +37,8 @@ class Seal(Message):
 
 
 class TiedEntry(Message):
-    """The sender knows what the gradients of both ``rounds`` hold for the parameters that their stages share.
-    ``product`` is the inner product of the two, which the global norm needs (``optim.tied``)."""
+    """The sender knows the parts of both ``rounds``' gradients for the parameters that the two stages share.
+    ``product``: inner product of the two parts, for the global norm (``optim.tied``)."""
 
     KIND: ClassVar[str] = "tied_entry"
     lineage: Digest
@@ -48,8 +48,8 @@ class TiedEntry(Message):
 
 
 class Abstain(Message):
-    """The sender accepts what the other replicas of its stage agree on; they need not wait for it. Its seals of attempts
-    before ``attempt`` are void."""
+    """The sender accepts the agreement of its stage's other replicas, which need not wait. The sender's seals of
+    attempts before ``attempt`` are void."""
 
     KIND: ClassVar[str] = "abstain"
     lineage: Digest
@@ -58,7 +58,7 @@ class Abstain(Message):
 
 
 class AskEntries(Message):
-    """A call that asks for the peer's attestation of this step, or for the record that it applied."""
+    """A call that asks for the peer's attestation of this step, or for the record that the peer applied."""
 
     KIND: ClassVar[str] = "ask_entries"
     lineage: Digest
@@ -66,9 +66,9 @@ class AskEntries(Message):
 
 
 class Entries(Message):
-    """The answer to ``AskEntries`` of a peer at ``step``. ``own``: its attestation; ``abstains``: see ``Abstain``.
-    ``applied``: one round of each stage of the record that it applied; empty if it did not apply the step, or has
-    forgotten it. ``tied``: its other attestation. A peer is believed about its own entry only."""
+    """The answer to ``AskEntries`` of a peer at ``step``. ``own``: the peer's attestation; ``abstains``: see
+    ``Abstain``. ``applied``: one round of each stage of the applied record; empty if the peer did not apply the step,
+    or has forgotten the record. ``tied``: the peer's product. A peer is believed about its own entry only."""
 
     KIND: ClassVar[str] = "entries"
     step: Natural
@@ -77,9 +77,9 @@ class Entries(Message):
     abstains: bool = False
     applied: Annotated[tuple[RoundEntry, ...], Field(max_length=4096), FailFast()] = ()
     product: Annotated[float, Field(ge=-1e100, le=1e100, allow_inf_nan=False)] = 0.0
-    """What the record states for tied parameters."""
+    """The record's product for tied parameters."""
     record: Annotated[bytes, Field(max_length=32)] = b""
-    """The record's hash: under delayed updates frames of two histories may look alike for one step."""
+    """Hash of the record: under delayed updates, frames of two histories may look alike for one step."""
 
 
 class AskSeal(Message):

@@ -73,7 +73,7 @@ class StepRecord:
     """hash(R_{t-1})"""
     stages: tuple[StageEntry, ...]
     product: float = 0.0
-    """The inner product of what two stages' gradients hold for the parameters that they share (``optim.tied``)."""
+    """Inner product of two stages' gradients for the parameters that the stages share (``optim.tied``)."""
 
     @property
     def hash(self) -> bytes:
@@ -95,7 +95,7 @@ class StepRecord:
 
     @property
     def gradient_norm(self) -> float:
-        """Euclidean norm of the whole model's mean gradient, as a single process would compute it; NaN if that is not
+        """Euclidean norm of the whole model's mean gradient, as a single process would compute it; NaN if not
         finite."""
         if not all(e.finite for e in self.stages):
             return math.nan
@@ -112,8 +112,8 @@ class StepRecord:
         return any(e.stop for e in self.stages)
 
     def leavers(self, trains: Callable[[str], bool]) -> tuple[str, ...]:
-        """The peers that leave after this step, by the same rule for everyone: at most one of a stage, if another one
-        stays, and at most one trainer (``trains``). Others that asked stay, and ask again."""
+        """The peers that leave after this step, by the same rule for all peers: at most one of a stage, if another
+        stays, and at most one trainer (``trains``). The rest stays, and asks again."""
         chosen: list[str] = []
         for entry in self.stages:
             free = [p for p in entry.leaves if not (trains(p) and any(map(trains, chosen)))]
@@ -121,5 +121,5 @@ class StepRecord:
         return tuple(chosen)
 
     def clip_scale(self, clip: float | None) -> float:
-        """min(1, clip / norm), as ``torch.nn.utils.clip_grad_norm_`` computes it."""
+        """min(1, clip / norm), as in ``torch.nn.utils.clip_grad_norm_``."""
         return 1.0 if clip is None else min(1.0, clip / (self.gradient_norm + 1e-6))

@@ -1,4 +1,4 @@
-"""Collects what peers attest, until it makes the step record (CONTRIBUTING, "How a step goes", 4)."""
+"""Collects attestations of peers, until the step record is complete (CONTRIBUTING, "How a step goes", 4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Attested:
     """Members that a holder goes on without."""
 
     def add(self, entry: RoundEntry) -> bool:
-        """Take in a holder's entry. False if it is no news."""
+        """Take in a holder's entry. False: no news."""
         before = self.holders.get(entry.holder)
         if before is not None:
             if set(entry.without) <= set(before.without):
@@ -43,7 +43,8 @@ class Attested:
         return True
 
     def complete(self, live: Collection[str], attesting: Collection[str]) -> bool:
-        """Does every member hold the gradient, unless it is given up by a holder, down, or attests to another round?"""
+        """Does every member hold the gradient, except members that are given up by a holder, down, or attest to another
+        round?"""
         lacking = set(self.facts.members) - self.holders.keys() - self.given_up
         return not any(m in live and m not in attesting for m in lacking)
 
@@ -53,18 +54,18 @@ _PRODUCT = -1
 SLACK = 1 + 1e-3
 """Factor by which rounding may make a product larger than the norms allow."""
 UNDECIDED_S = 5.0
-"""Seconds before a round counts that less than half attest to: other attestations may still come."""
+"""Seconds before a round with attestations of less than half counts: other attestations may still come."""
 
 
 class _Claim(NamedTuple):
-    """A record that a peer says it applied."""
+    """A record that a peer claims to have applied."""
 
     record: StepRecord
     entries: tuple[RoundEntry, ...]
 
 
 class LiveReplicas(Protocol):
-    """Knows who is believed alive here (``Roster``)."""
+    """Knows the live peers (``Roster``)."""
 
     def stage(self, stage: int) -> tuple[str, ...]:
         """Live replicas of ``stage``, ourselves included."""
@@ -79,14 +80,15 @@ class RecordBuilder:
     it is complete and more than half of its stage's replicas attest to it; live replicas that do not abstain and all
     holders vote. If all voters have attested for a while and no round has a majority, the round with most holders
     counts (ties: the lowest holder's), since replicas that lost sight of each other may hold different rounds. A round
-    that only dead peers hold counts only if there is no other: nobody may have its gradient any more. Peers
-    with the same view of who is alive choose the same round. Others may choose another, and then lineages part and meet
-    again (``runtime.recovery.forks``).
+    that only dead peers hold counts only if there is no other: perhaps no peer has its gradient any more. Peers with
+    the same view of live peers choose the same round. With different views, lineages may part and meet again
+    (``runtime.recovery.forks``).
 
-    Where two stages share parameters, a product also has to count: more than half of both stages' replicas that vote
-    state it for the two rounds that count.
+    Where two stages share parameters, a product also has to count: more than half of both stages' voting replicas state
+    the product for the two rounds that count.
 
-    A late peer cannot hear everyone: it believes most of the peers that applied the step, if they are two or more."""
+    A late peer cannot hear all peers, and believes most of the peers that applied the step, if there are two or
+    more."""
 
     step: int
     lineage: bytes
@@ -101,34 +103,36 @@ class RecordBuilder:
     tied: tuple[int, ...] = ()
     """The two stages that share parameters, if any."""
     news: Counter[int] = field(default_factory=Counter)
-    """Counts by stage what replicas said that was new."""
+    """Number of new statements by replicas, by stage."""
     _rounds: dict[tuple[int, bytes], list[Attested]] = field(default_factory=dict)
-    """Rounds by stage and id; several of one id if their holders contradict each other."""
+    """Rounds by stage and id; an id has several rounds if the holders contradict each other."""
     _abstaining: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     _claims: dict[str, _Claim] = field(default_factory=dict)
     _chosen: dict[int, tuple[int, tuple[str, ...], Attested | None]] = field(default_factory=dict)
     """By stage: news counted, live replicas, and the round that counted then."""
     _undecided: dict[int, float] = field(default_factory=dict)
-    """Stages whose voters have all attested without a majority, and since when."""
+    """Stages whose voters have all attested without a majority, with the time since then."""
     _products: dict[str, TiedEntry] = field(default_factory=dict)
-    """What replicas of the ``tied`` stages state, the last word of each."""
+    """Last statement of each replica of the ``tied`` stages."""
     _told: int = 0
     """Products heard so far."""
     _counted: tuple[object, float | None] = (None, None)
-    """What was known when the product that counts was computed, and that product."""
+    """The last inputs of the counting product, and that product."""
     _product: float = 0.0
-    """Of the ``_agreed`` rounds."""
+    """Product of the ``_agreed`` rounds."""
     _agreed: tuple[RoundEntry, ...] = ()
     _record: StepRecord | None = None
     _settled: bool = False
     trusting: bool = False
-    """A single peer that applied the step is enough, since no peer that we asked is still at it."""
+    """A single peer that applied the step is enough, since no asked peer is still at the step."""
 
     MAX_ROUNDS = 4
-    """Most rounds of one step that one holder may attest to. It tries another one only if it lost its state."""
+    """Most rounds of one step that one holder may attest to. A holder tries another round only after losing its
+    state."""
 
     def add(self, entry: RoundEntry) -> None:
-        """Take in what ``entry.holder`` itself said. Raises ProtocolError if it contradicts the step or itself."""
+        """Take in a statement by ``entry.holder``. Raises ProtocolError for a contradiction to the step or within the
+        entry."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if same_facts(entry, k.facts)), None)
@@ -148,21 +152,21 @@ class RecordBuilder:
             self.news[entry.stage] += 1
 
     def abstain(self, stage: int, peer: str) -> None:
-        """``peer`` accepts what the other replicas of its stage agree on."""
+        """``peer`` accepts the agreement of its stage's other replicas."""
         if peer not in self._abstaining[stage]:
             self._abstaining[stage].add(peer)
             self.news[stage] += 1
 
     def add_tied(self, peer: str, entry: TiedEntry) -> None:
-        """Take in what ``peer``, of one of the ``tied`` stages, states. Raises ProtocolError for another step's."""
+        """Take in a product stated by ``peer``, of a ``tied`` stage. Raises ProtocolError for another step's."""
         if (entry.step, entry.lineage) != (self.step, self.lineage):
             raise ProtocolError(f"product of step {entry.step} for step {self.step}, or of another lineage")
         self._products[peer] = entry
         self._told += 1
 
     def claim(self, peer: str, entries: tuple[RoundEntry, ...], hash_: bytes, product: float = 0.0) -> bool:
-        """``peer`` says that it applied the record of ``entries`` and ``product``. False if its hash shows another history. Raises
-        ProtocolError for entries that make no record of this step."""
+        """``peer`` says that it applied the record of ``entries`` and ``product``. False if ``hash_`` shows another
+        history. Raises ProtocolError for entries that make no record of this step."""
         for entry in entries:
             self._check(entry)
             self._check_facts(entry)
@@ -195,11 +199,11 @@ class RecordBuilder:
 
     @property
     def claimed(self) -> int:
-        """How many peers say that they applied this step."""
+        """Number of peers that claim to have applied this step."""
         return len(self._claims)
 
     def rounds(self, stage: int) -> list[Attested]:
-        """The rounds of ``stage``, those with most holders first."""
+        """The rounds of ``stage``, most holders first."""
         found = [
             k for (s, _), each in sorted(self._rounds.items(), key=lambda item: item[0]) if s == stage for k in each
         ]
@@ -215,7 +219,7 @@ class RecordBuilder:
         return frozenset(self._abstaining[stage])
 
     def record(self) -> StepRecord | None:
-        """``R_t``, once a round of every stage counts, or enough peers applied it; else None."""
+        """``R_t``, once a round of every stage counts, or enough peers applied the record; else None."""
         if self._settled:
             return self._record
         agreed, product = self._attested() or self._claimed()
@@ -232,16 +236,16 @@ class RecordBuilder:
         return None if chosen is None else chosen.facts
 
     def settle(self) -> None:
-        """Fix the record: it is being applied."""
+        """Fix the record, which is being applied."""
         self._settled = self.record() is not None
 
     def agreed(self) -> tuple[RoundEntry, ...]:
-        """The rounds of ``R_t``, by stage, each in a holder's words; empty before there is one."""
+        """The rounds of ``R_t``, by stage, each in a holder's words; empty before the record is known."""
         self.record()
         return tuple(e if e.holder else e.model_copy(update={"holder": e.members[0]}) for e in self._agreed)
 
     def sentenced(self, stage: int) -> bool:
-        """Do at least two peers attest to the members that ``stage`` expels? One alone could lie."""
+        """Do at least two peers attest to the members that ``stage`` expels? A single peer could lie."""
         chosen, record = self._choice(stage), self.record()
         attesting = len(chosen.holders) if chosen is not None else 0
         return attesting > 1 or sum(c.record == record for c in self._claims.values()) > 1
@@ -259,11 +263,11 @@ class RecordBuilder:
         attesting = {m for k in rounds for m in k.holders}
         voters = set(live) - self._abstaining[stage]
         whole = [k for k in rounds if k.complete(live, attesting)]
-        whole = [k for k in whole if not k.holders.keys().isdisjoint(live)] or whole  # else its gradient may be lost
+        whole = [k for k in whole if not k.holders.keys().isdisjoint(live)] or whole  # else the gradient may be lost
         most = held_by_most(whole, voters)
         if voters <= attesting:
             possible, patience_s = whole, UNDECIDED_S
-        else:  # who says nothing for long may never do; but fewer than half do not speak for the rest
+        else:  # a long silent voter may never attest; but fewer than half do not speak for the rest
             possible, patience_s = held_by_half(whole, voters), self.usual.seconds()
         if most or not possible:
             self._undecided.pop(stage, None)
@@ -272,7 +276,7 @@ class RecordBuilder:
         return min(most, key=lambda k: (-len(k.holders), min(k.holders), k.facts.round), default=None)
 
     def _attested(self) -> tuple[tuple[RoundEntry, ...], float] | None:
-        """The rounds that count and their product, if they make a record."""
+        """The rounds that count and their product, if the rounds make a record."""
         chosen = [k.facts for stage in range(self.stages) if (k := self._choice(stage)) is not None]
         if len(chosen) < self.stages:
             return None
@@ -280,8 +284,8 @@ class RecordBuilder:
         return None if product is None else (tuple(chosen), product)
 
     def _counting_product(self, chosen: list[RoundEntry]) -> float | None:
-        """The product that counts for two ``chosen`` rounds, if any. Honest peers all state the same one, but those that
-        attest to another round of their stage state none for these."""
+        """The product that counts for two ``chosen`` rounds, if any. Honest peers all state the same product, but peers
+        that attest to another round of their stage state none for ``chosen``."""
         live = [self.live.stage(e.stage) for e in chosen]
         known = [(e.round, self.news[e.stage], len(self._abstaining[e.stage])) for e in chosen]
         if self._counted[0] != (seen := (self._told, known, live)) or _PRODUCT in self._undecided:
@@ -301,7 +305,7 @@ class RecordBuilder:
         elsewhere -= {m for e in chosen for m in self.holders(e)}
         voters = live - elsewhere - {m for e in chosen for m in self._abstaining[e.stage]}
         product, count = min(Counter(votes.values()).items(), key=lambda item: (-item[1], item[0]), default=(0.0, 0))
-        product += 0.0  # -0.0 is equal to it, and hashes differ
+        product += 0.0  # -0.0 is equal to 0.0, but hashes differ
         if 2 * count > len(voters | votes.keys()):
             return product
         if not votes or not voters <= stated.keys():
@@ -311,31 +315,31 @@ class RecordBuilder:
         return None
 
     def _claimed(self) -> tuple[tuple[RoundEntry, ...], float]:
-        """The record that most of the claiming peers applied, if they are two, or all that can be asked; else empty."""
+        """The record that most claiming peers applied, if two peers did, or all that can be asked; else empty."""
         if not self._claims:
             return (), 0.0
         others = sum(len(self.live.stage(stage)) for stage in range(self.stages)) - 1
         hashes = Counter(c.record.hash for c in self._claims.values())
         most, count = min(hashes.items(), key=lambda item: (-item[1], item[0]))
         unknown = [stage for stage in range(self.stages) if self._choice(stage) is None] or self.tied
-        alone = self.trusting or not any(map(self.live.stage, unknown))  # nobody else could tell us
+        alone = self.trusting or not any(map(self.live.stage, unknown))  # no other peer could tell us
         if 2 * count <= len(self._claims) or count < (1 if alone else min(2, others)):
             return (), 0.0
         return next((c.entries, c.record.product) for c in self._claims.values() if c.record.hash == most)
 
     def record_of(self, entries: tuple[RoundEntry, ...], product: float) -> StepRecord:
-        """The record that these rounds make."""
+        """The record of ``entries``."""
         stages = (StageEntry(e.round, e.shards, e.stop, e.leaves, e.expelled, e.tied) for e in entries)
         return StepRecord(self.step, self.previous, tuple(stages), product)
 
 
 def held_by_most(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
-    """The rounds that more than half of ``voters``, and of their own holders, attest to."""
+    """The rounds with attestations of more than half of ``voters`` and the round's own holders."""
     return [k for k in rounds if 2 * len(k.holders) > len({*voters, *k.holders})]
 
 
 def held_by_half(rounds: list[Attested], voters: Collection[str]) -> list[Attested]:
-    """The rounds that at least half of ``voters``, and of their own holders, attest to."""
+    """The rounds with attestations of at least half of ``voters`` and the round's own holders."""
     return [k for k in rounds if 2 * len(k.holders) >= len({*voters, *k.holders})]
 
 

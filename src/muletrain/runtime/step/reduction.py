@@ -1,5 +1,5 @@
-"""A peer gets the whole mean gradient of its stage: it reduces it with the other replicas, or takes it from a holder
-(CONTRIBUTING, "How a step goes", 4). A holder attests to the gradient and keeps it for the others."""
+"""A peer reduces the whole mean gradient of its stage with the other replicas, or takes the gradient from a holder
+(CONTRIBUTING, "How a step goes", 4). A holder keeps and attests to the gradient."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SWIFT_TRIES = 4
-"""Attempts at a round without a pause between them: gaps are run again, a member dies."""
+"""Attempts at a round without a pause in between: gaps are run again, a member dies."""
 PAUSE_S, PAUSE_MAX_S = 0.05, 2.0
-"""Seconds between later attempts, and between two tries to take a gradient from its holders; doubles."""
+"""Seconds between later attempts, and between two tries to take a gradient from holders; doubles."""
 FAILED_S, FAILED_MAX_S = 0.2, 10.0
 """Seconds of pause after the second failed averaging; doubles."""
 
@@ -56,12 +56,12 @@ class Trainers(Protocol):
         ...
 
     async def begin_ahead(self, work: InFlightStep) -> None:
-        """Begin to compute ``work``, the next step, beside this one."""
+        """Begin to compute ``work``, the next step, beside the present step."""
         ...
 
 
 class _HeldElsewhere(Exception):
-    """A replica holds a round of this step: take it instead of waiting."""
+    """A replica holds a round of this step: take its gradient instead of waiting."""
 
 
 class Reduction:
@@ -93,15 +93,15 @@ class Reduction:
         self._overflowed = False
         """Finite accumulators gave a mean that is not finite."""
         self._rivals: set[bytes] = set()
-        """Other rounds of our stage that we knew when we attested to ours."""
+        """Other rounds of our stage that we knew when we attested to our round."""
         self._held_at = ctx.clock.now()
         """When we got the gradient: at the latest when this step began here."""
         self._attested_at: tuple[bytes, int, int, bool] | None = None
-        """The round that we attested to, and what we knew then."""
+        """The round that we attested to, and our knowledge at that time."""
 
     async def hold(self, weights: bytes) -> MeanGradient:
-        """Get our stage's mean gradient: reduce it with the other replicas, or take it from a holder. ``weights``:
-        digest of the weights it was computed with. Raises Behind and MuletrainError."""
+        """Get our stage's mean gradient by a reduction with the other replicas, or from a holder. ``weights``: digest
+        of the weights used for the gradient. Raises Behind and MuletrainError."""
         if self._state.gradient is not None:
             await self._begin_ahead()
             return self._state.gradient
@@ -130,7 +130,7 @@ class Reduction:
         return gradient
 
     async def take(self, entry: RoundEntry) -> bool:
-        """Get the gradient of the agreed round ``entry`` from a holder. False if nobody has it (any more)."""
+        """Get the gradient of the agreed round ``entry`` from a holder. False if no holder is left."""
         if self._state.gradient is None or not same_facts(self._state.gradient.entry, entry):
             holders = self._state.builder.holders(entry)
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)
@@ -143,9 +143,9 @@ class Reduction:
     # While we wait ----------------------------------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """Check during every wait whether it still makes sense. A holder of a round attests to it and never tries
-        another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our round tries
-        another; Behind when the run agreed on a gradient that we do not hold."""
+        """Check during every wait whether the wait still makes sense. A holder of a round attests to that round and
+        never tries another. Raises _HeldElsewhere when another replica holds a round; RoundFailed when a member of our
+        round tries another; Behind when the run agreed on a gradient that we do not hold."""
         state, roster = self._state, self._ctx.roster
         if self._position.away:
             return
@@ -170,10 +170,10 @@ class Reduction:
                 raise _HeldElsewhere
 
     def _attest(self, entry: RoundEntry) -> None:
-        """Tell everyone that we hold the round. Tell them again when another member is marked down, or when we hear of
+        """Tell all peers that we hold the round. Repeat this when another member is marked down, or when we hear of
         another round of our stage: a peer that knows only one round would build another record. A member that is alive
-        after all applies our round as soon as it hears of the record. One that answers, but does not attest for longer
-        than a round takes, is given up, too: it may never do."""
+        after all applies our round on hearing of the record. A member that answers, but does not attest for longer than
+        a round takes, may never attest, and is given up, too."""
         ctx, state, builder = self._ctx, self._state, self._state.builder
         overdue = ctx.clock.now() - self._held_at >= self._deadlines.averaging.seconds()
         seen = entry.round, builder.news[entry.stage], ctx.roster.version, overdue
@@ -200,8 +200,8 @@ class Reduction:
         self._give_way()
 
     def look_back(self) -> None:
-        """The record is there. If a single live member of all its rounds did not tell us what it holds, and is a replica,
-        blame it: it may never tell. If several did not, our own links may be at fault."""
+        """The record is there. If a single live member of its rounds did not report, and is a replica, blame that
+        member, which may never report. If several did not, our own links may be at fault."""
         builder, roster = self._state.builder, self._ctx.roster
         unsaid = {m for e in builder.agreed() for m in {*e.members} - builder.holders(e) if roster.is_alive(m)}
         unsaid = (unsaid | self._state.unsaid) - {self._ctx.net.peer_id}
@@ -210,7 +210,7 @@ class Reduction:
 
     def _give_way(self) -> None:
         """If we hold a round, but most of our replicas try another without us, empty our accumulator, so that they can
-        run its microbatches again. We still attest to our round: if it counts after all, they take it."""
+        repeat its microbatches. We still attest to our round, in case it counts after all."""
         ctx, state, work = self._ctx, self._state, self._work
         if state.gradient is None or work.gave_way or work.ledger.in_flight or state.builder.record() is not None:
             return
@@ -223,24 +223,24 @@ class Reduction:
             work.ledger.seal()
 
     async def _ask_progress(self) -> None:
-        """A wait takes long, or a peer died: ask who is there and which microbatches are through."""
+        """A wait takes long, or a peer died: ask for present peers and finished microbatches."""
         both = [asyncio.ensure_future(work) for work in (self._ask_what_is_through(), self._reruns.rerun_lost())]
         try:
             await asyncio.gather(*both)
-        finally:  # if one fails, nobody waits for the other
+        finally:  # if one call fails, the other call is not awaited
             for work in both:
                 work.cancel()
 
     async def _ask_what_is_through(self) -> None:
-        """Ask which microbatches are through, and take over those of dead trainers; if the step is late, also those of
-        trainers that give out nothing."""
+        """Ask for finished microbatches, and take over the rest of dead trainers; if the step is late, also of trainers
+        that give out nothing."""
         await self._exchange.ask_everyone()
         now, due_s = self._ctx.clock.now(), self._deadlines.step.seconds()
         late = now - self._position.begun >= due_s and self._ctx.meter.pulse.goes_on_s(now, due_s / 2) <= 0
         self._trainers.take_over_orphans(self._work, late=late)
 
     async def _begin_ahead(self) -> None:
-        """Under delayed updates, begin to compute the next step while this one is agreed on."""
+        """Under delayed updates, begin to compute the next step during the agreement on this step."""
         plan, position = self._ctx.plan, self._position
         last = position.step + 1 == plan.steps or self._departure.stop_requested
         if not plan.delayed or position.ahead is not None or last:
@@ -263,13 +263,13 @@ class Reduction:
         return None
 
     async def _fetch(self, entry: RoundEntry, holders: list[PeerId]) -> MeanGradient | None:
-        """Take the gradient of ``entry`` from ``holders``. Those outside our company come last: their chunks may not
-        arrive."""
+        """Take the gradient of ``entry`` from ``holders``. Holders outside our company come last, because their chunks
+        may not arrive."""
         with_us = [p for p in holders if self._company.may_average_with(p)]
         for asked in (with_us, [p for p in holders if p not in with_us]):
             gradient = await fetch_gradient(self._ctx, self._downloader, entry, asked)
             if gradient is not None:
-                if self._ctx.net.peer_id not in entry.members:  # our accumulator is not in it
+                if self._ctx.net.peer_id not in entry.members:  # the gradient lacks our accumulator
                     self._work.uncount()
                 return gradient
         return None
@@ -323,7 +323,7 @@ class Reduction:
         self._deadlines.averaging.measured(took)
         ctx.worked("average", "reduce", begin, round_.step)
         if round_.finite and not self._overflowed and not all(s.finite for s in shards):
-            self._overflowed = True  # all members see that; a second time it is the codec's limit
+            self._overflowed = True  # all members see the overflow; a second overflow is the codec's limit
             raise RoundFailed(
                 "finite accumulators gave a mean that is not finite: all members check their accumulators"
             )
@@ -346,7 +346,7 @@ class Reduction:
         return await self._state.averager.reduce(round_, await self._ctx.compute.gradient(round_.step))
 
     async def _gathered(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work``, which receives a gradient. Other holders do not interrupt it meanwhile."""
+        """Run ``work``, which receives a gradient. Other holders do not interrupt ``work`` meanwhile."""
         self._gathering = True
         try:
             return await self._waits.watched(work)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 AGAIN_S = 30.0
 """Longest time before trainers are told of missing microbatches again [s]."""
 PAUSE_S, FILLED_MAX_S, OF_WAIT = 0.05, 0.2, 0.02
-"""Seconds between two questions to the replicas whether the gaps are filled, at first and at most: all wait for that. Or a
-share of the time waited, if that is more: a slow stage is not asked thousands of times."""
+"""Seconds between two questions to the replicas whether the gaps are filled, at first and at most, because all replicas
+wait for that. Or a share of the time waited, if more, so that a slow stage is not asked thousands of times."""
 
 
 @dataclass
@@ -62,21 +62,21 @@ class Reruns:
         self._work, self._ledger = state.work, state.work.ledger
         self._known_down = self._down()
         self._filled_most = 0
-        """Of the last gaps, as many were held by some replica."""
+        """Largest number of the last gaps that some replica held."""
         self._asked: Gap | None = None
-        """What trainers were told of last,"""
+        """The last gaps that trainers were told of."""
         self._told: set[PeerId] = set()
-        """and which of them."""
+        """The trainers told of ``_asked``."""
         self._claims: dict[PeerId, frozenset[int]] = {}
-        """Which of the last gaps each replica said it now holds. We stopped waiting because of that; its next seal shows
-        whether it was true."""
+        """The last gaps that each replica claimed to hold. We stopped waiting because of that; the replica's next seal
+        shows whether the claim was true."""
 
     def _down(self) -> set[PeerId]:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     async def drained(self, work: InFlightStep | None = None) -> None:
-        """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
-        those before it."""
+        """Wait until no microbatch of the step (or of ``work``) is being accumulated, for as long as our device works
+        on earlier microbatches."""
         ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
 
         async def look() -> None:
@@ -86,8 +86,8 @@ class Reruns:
         await self._waits.until(lambda: not ledger.in_flight, self._deadlines.seal, "running microbatches", look)
 
     async def rerun_lost(self) -> None:
-        """Have a dead replica's microbatches run again while the rest of the step goes on. Only if it is gone for sure: a
-        silent one may come back with its accumulator, and one of two accumulators would be discarded."""
+        """Have a dead replica's microbatches run again while the rest of the step goes on. The replica must be gone for
+        sure: a silent replica may come back with its accumulator, and one of two accumulators would be discarded."""
         ctx, state, down = self._ctx, self._state, self._down()
         new, self._known_down = down - self._known_down, down
         if not any(await asyncio.gather(*(ctx.detector.is_gone(p, state.lineage, state.step) for p in sorted(new)))):
@@ -111,8 +111,8 @@ class Reruns:
         self._ledger.reopen(keep=False, gaps=gaps)
 
     async def refill(self, cover: Cover, attempt: int, left_out: tuple[PeerId, ...]) -> None:
-        """Keep our accumulator if it was chosen, and have the gaps run again. The microbatches of members ``left_out`` do
-        not count."""
+        """Keep our accumulator if chosen, and have the gaps run again. The microbatches of members ``left_out`` do not
+        count."""
         ctx, state, gaps = self._ctx, self._state, frozenset(cover.gaps)
         if ctx.net.peer_id in cover.chosen:
             self._ledger.reopen(keep=True, gaps=gaps)
@@ -122,10 +122,10 @@ class Reruns:
         await self._run(gaps, attempt, left_out)
 
     async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...], begin: float) -> None:
-        """Wait until no replica misses the gaps, by each one's own ledger. A replica that announced another attempt
-        found them filled, or its company has changed: then we try again, too."""
+        """Wait until no replica misses the gaps, by each replica's own ledger. A replica that announced another attempt
+        found the gaps filled, or its company has changed: then we try again, too."""
         ctx, state = self._ctx, self._state
-        assert state.announced is not None  # these are its gaps
+        assert state.announced is not None  # the gaps follow from our seal
         for pause in itertools.count():
             union, with_us = set(self._ledger.accumulated), {*self._company.members()} - {*left_out}
             claims: dict[PeerId, frozenset[int]] = {}
@@ -160,10 +160,10 @@ class Reruns:
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, max(FILLED_MAX_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until they are filled. Raises MuletrainError when they
-        never are; Behind and LeftOut. Those whose turn it is hear of them again and again, as their view may have changed.
-        Others would begin the same work, so it is their turn only when nobody works on it any more, or when nothing was filled
-        for as long as a full queue takes."""
+        """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when gaps
+        remain; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may have changed.
+        Further trainers would begin the same work, so their turn comes only when no peer works on the gaps any more, or
+        when none was filled for as long as a full queue takes."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         for tries in itertools.count(1):
@@ -178,7 +178,7 @@ class Reruns:
                 )
             except DeadlineExceeded:
                 self._waits.missed(due_s)
-                # a device that hangs keeps them for up to 300 s before its peer is left out (``watchdog``)
+                # a device that hangs keeps microbatches for up to 300 s before its peer is left out (``watchdog``)
                 if tries >= MAX_SILENCE and self._waits.hopeless(begin, times=2):
                     break
                 answers = await self._exchange.ask_everyone()
@@ -219,7 +219,7 @@ class Reruns:
         await ctx.tell(trainers, gap)
 
     async def _tell_newcomers(self) -> None:
-        """What others were told of may fall to trainers that came, or came back, meanwhile."""
+        """Gaps of the last request may fall to trainers that came, or came back, meanwhile."""
         live = {*self._ctx.roster.trainers()}
         new, self._told = tuple(sorted(live - self._told)), live
         if new and self._asked is not None:

@@ -1,7 +1,7 @@
 """The runner takes a peer through each step, from the first microbatch to the applied update.
 
-A peer that holds its stage's whole mean gradient attests to it and keeps it; the others take it from a holder. The
-attestations of all stages make the record that every peer applies.
+A peer that holds its stage's whole mean gradient keeps and attests to the gradient; other replicas take the gradient
+from a holder. The attestations of all stages make the record that every peer applies.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class StepRunner:
         self._weights = bytes(32)
         """Digest of our weights."""
         self.not_finite = ""
-        """Name of the first parameter of our stage whose gradient in the last step was not finite; '': there is none."""
+        """Name of the first parameter of our stage with a non-finite gradient in the last step; '': there is none."""
         self._begin()
 
     def _begin(self) -> None:
-        """Make everything that belongs to the current step."""
+        """Make all objects of the current step."""
         ctx, position, waits, deadlines = self._ctx, self._position, self._waits, self._deadlines
         self.state = state = StepState(ctx, position, deadlines.averaging)
         self.exchange = exchange = Exchange(ctx, position, state, self._log, waits, self._rivals, self._observed)
@@ -101,7 +101,7 @@ class StepRunner:
         return self._ctx.who_is_there()
 
     def expects_chunk(self, sender: PeerId, message: Shard | Reduced, tensors: list[Encoded]) -> None:
-        """Check a chunk before it is read. Raises ProtocolError."""
+        """Check a chunk before reading. Raises ProtocolError."""
         self.state.averager.expects(sender, message, tensors)
 
     async def open(self) -> None:
@@ -109,13 +109,13 @@ class StepRunner:
         await self._take_digest()
 
     async def _take_digest(self) -> None:
-        """Replicas compare it. Where there are none, an update need not be over for the next step to begin."""
+        """Replicas compare the digest. Without replicas, an update need not be over for the next step to begin."""
         if not self._ctx.plan.alone:
             self._weights = await self._ctx.compute.digest()
 
     async def meet(self, *, sure: bool) -> None:
-        """We were away: ask replicas about this step. Raises Behind if they have gone on. It is also raised if most have
-        another history, unless we are ``sure`` of ours: then we were told lies."""
+        """We were away: ask replicas about this step. Raises Behind if the replicas have gone on, or if most have
+        another history, unless we are ``sure`` of our history: then the replicas lied."""
         answers, step, applied = await self.exchange.ask_holders(), self._position.step, self._position.applied
         if sure:
             return
@@ -124,7 +124,8 @@ class StepRunner:
             raise Behind(f"step {step + 1}: the replicas have another history", weights_hold=False)
 
     async def run(self) -> StepRecord:
-        """Run the step until its update is applied. Raises Behind, and MuletrainError if it cannot be completed."""
+        """Run the step until its update is applied. Raises Behind, and MuletrainError if the step cannot be
+        completed."""
         gradient = await self._reduction.hold(self._weights)
         builder, begin = self.state.builder, self._ctx.clock.now()
         await self._waits.until(
@@ -142,11 +143,11 @@ class StepRunner:
         return record
 
     async def replay(self) -> StepRecord | None:
-        """Apply the step, which others finished without us, from what they keep. None if nobody keeps it (any
+        """Apply the step, which other peers finished without us, from kept data. None if no peer keeps the data (any
         more)."""
         await self._quiesce(self._position.work)
         state, roster = self.state, self._ctx.roster
-        replicas = roster.replicas()  # replicas keep it for longest
+        replicas = roster.replicas()  # replicas keep gradients for longest
         await self.exchange.learn_record(
             sorted(roster.everyone(), key=lambda p: (not roster.is_alive(p), p not in replicas))
         )
@@ -180,18 +181,19 @@ class StepRunner:
         self._observed.late.measured(took)
 
     def advance(self, record: StepRecord) -> None:
-        """Go on to the next step. The record's hash is its lineage (under delayed updates: of the step after it)."""
+        """Go on to the next step. The record's hash is that step's lineage (under delayed updates: of the step after
+        it)."""
         state = self.state
         state.averager.close()
         self._tied.close()
-        assert state.gradient is not None  # it was applied
+        assert state.gradient is not None  # the applied gradient
         self._log.add(state.builder, state.gradient, state.other)
         self._position.advance(record.hash)
         self._begin()
         self._position.settled = True
 
     async def let_go(self) -> None:
-        """Stop work on this step. From now on our weights are nobody's to copy."""
+        """Stop work on this step. From now on our weights must not be copied."""
         await self._quiesce(self._position.work)
         if self._position.ahead is not None:
             await self._quiesce(self._position.ahead)
@@ -199,7 +201,7 @@ class StepRunner:
         self._position.settled = False
 
     async def _quiesce(self, work: InFlightStep) -> None:
-        """End ``work`` and empty its accumulator. Nothing that still runs may end in another step's accumulator."""
+        """End ``work`` and empty its accumulator. No running microbatch may end in another step's accumulator."""
         self._position.away = True
         self._tied.close()
         work.end()

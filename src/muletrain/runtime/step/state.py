@@ -1,4 +1,4 @@
-"""A peer's knowledge of one step: what replicas sealed, which rounds they committed to, and what all stages attest."""
+"""A peer's knowledge of one step: seals of replicas, rounds of committed replicas, and attestations of all stages."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 MAX_ATTEMPTS = 40
 """Rounds tried for one step before the peer gives up with an error."""
 MAX_NUMBER = 25 * MAX_ATTEMPTS
-"""Attempts that a seal may be ahead of the latest one we know."""
+"""Most attempts that a seal may be ahead of the latest known attempt."""
 MAX_VIEWS = 2 * MAX_ATTEMPTS
 """Sets of members remembered for each replica in a step."""
 
 
 class StepState:
-    """Owns what is known of one step; each step has a new one. Nothing here waits or sends."""
+    """Owns the knowledge of one step; each step has a new state. Nothing here waits or sends."""
 
     def __init__(self, ctx: Context, position: Position, usual: Usual) -> None:
-        """``usual``: how long rounds take."""
+        """``usual``: usual duration of rounds."""
         self._ctx, self._position = ctx, position
         self.work = position.work
         self.step, self.lineage = position.step, position.lineage
@@ -43,48 +43,47 @@ class StepState:
         )
         self.averager = Averager(ctx, self, usual)
         self.gradient: MeanGradient | None = None
-        """The stage's whole mean gradient, once this peer has it."""
+        """The stage's whole mean gradient, once this peer has the gradient."""
         self.attested: RoundEntry | None = None
-        """The round that we told everyone we hold."""
+        """The round that we announced to hold."""
         self.other: TiedPart | None = None
-        """What another stage's gradient holds for parameters that it shares with ours, once this peer has it."""
+        """The part of another stage's gradient for the shared parameters, once this peer has the part."""
         self.tied: TiedEntry | None = None
-        """The product with it that we told everyone."""
+        """The product that we announced."""
         self.seals: dict[PeerId, Seal] = {}
         """Each replica's last seal."""
         self.announced: Seal | None = None
         """Our own last seal."""
         self.gave_up: tuple[int, ...] = ()
-        """Microbatches that our next seal leaves to others, since their gradient stood out (``audit``)."""
+        """Microbatches that our next seal leaves to other replicas, since the gradient stood out (``audit``)."""
         self.excused = False
         """Does our next seal say that such a gradient was computed from suspicious input?"""
         self.unsaid: set[PeerId] = set()
-        """Peers that applied the step, but whose attestations had not come when we asked them."""
+        """Peers that applied the step, but had not attested when we asked."""
         self._loaded = False
-        """Our weights were loaded in this step, so we may have forgotten what we did before."""
+        """Our weights were loaded in this step, so we may have forgotten earlier actions."""
         self._views: defaultdict[PeerId, set[frozenset[PeerId]]] = defaultdict(set)
         """The sets of members that each replica sealed, in all attempts that we heard of."""
         self._aside: dict[PeerId, int] = {}
         """Replicas that abstain, and the first attempt after that."""
         self._holders: list[RoundEntry] = []
         self._committed: frozenset[PeerId] = frozenset()
-        """Replicas that attest to a round that its members sealed."""
+        """Replicas that attest to a round that the round's members sealed."""
         self._heard = 0
         """Seals heard so far."""
         self._looked: tuple[int, int, int] | None = None
-        """What was known when ``_holders`` and ``_committed`` were computed."""
+        """The last inputs of ``_holders`` and ``_committed``."""
 
     def load(self, before: StepState | None) -> None:
-        """Begin the step with loaded weights. ``before``: our knowledge of the same step until then. It stays
-        valid: we must not attest to a second mean for the same round, nor send other sums under the same attempt
-        number."""
+        """Begin the step with loaded weights. ``before``: our knowledge of the same step until then, which stays valid:
+        we must not attest to a second mean for the same round, nor send other sums under the same attempt number."""
         self._loaded = True
         if before is None:
             return
         self.seals, self.announced = dict(before.seals), before.announced
         for member, seal in self.seals.items():
             self._views[member].add(frozenset(seal.members))
-        if before.gradient is not None and not self._ctx.plan.alone:  # that one was the accumulator
+        if before.gradient is not None and not self._ctx.plan.alone:  # alone, the gradient was the accumulator
             self.hold(before.gradient)
             # the accumulated microbatches are in that gradient
             self.work.accumulated, self.work.recomputed = before.work.accumulated, before.work.recomputed
@@ -95,13 +94,13 @@ class StepState:
 
     @property
     def current(self) -> bool:
-        """Is this still the peer's step? False once it has gone on, or begun the step again."""
+        """Is this still the peer's step? False once the peer has gone on, or begun the step again."""
         return self._position.work is self.work
 
     # What arrives -----------------------------------------------------------------------------------------------------
 
     def hear_seal(self, sender: PeerId, seal: Seal) -> bool:
-        """Take in a seal. False if it is no news. Raises ProtocolError."""
+        """Take in a seal. False: no news. Raises ProtocolError."""
         roster, microbatches = self._ctx.roster, self._ctx.plan.microbatches
         if (seal.step, seal.lineage) != (self.step, self.lineage):
             raise ProtocolError("seal of another step or lineage")
@@ -124,7 +123,7 @@ class StepState:
         return True
 
     def hear_entry(self, sender: PeerId, entry: RoundEntry) -> bool:
-        """Take in a round entry. True if it is of our stage. Raises ProtocolError."""
+        """Take in a round entry. True: an entry of our stage. Raises ProtocolError."""
         if sender != entry.holder or self._ctx.roster.member(sender).stage != entry.stage:
             raise ProtocolError("round entry in another's name, or for a stage that its sender does not serve")
         ours = entry.stage == self._ctx.roster.own.stage
@@ -140,19 +139,19 @@ class StepState:
         self.builder.add_tied(sender, entry)
 
     def hear_applied(self, sender: PeerId, entry: RoundEntry) -> None:
-        """``sender`` has applied a record with ``entry``, and has forgotten its seals."""
+        """``sender`` has applied a record with ``entry``, and has forgotten earlier seals."""
         if sender not in self.builder.holders(entry):
             self.unsaid.add(sender)
         self._views[sender].add(frozenset({*entry.members, *entry.expelled}))
         self._heard += 1
 
     def hear_abstention(self, sender: PeerId, attempt: int) -> None:
-        """``sender`` abstains before ``attempt``: it accepts what its replicas agree on."""
+        """``sender`` abstains before ``attempt``, and accepts the agreement of the other replicas."""
         self.builder.abstain(self._ctx.roster.member(sender).stage, sender)
         self._aside[sender] = max(attempt, self._aside.get(sender, 0))
 
     def abstain(self) -> int | None:
-        """Abstain, since our replicas go on without us. Returns the first attempt after that, if it is news."""
+        """Abstain, since our replicas go on without us. Returns the first attempt after that; None: no news."""
         me, attempt = self._ctx.net.peer_id, 0 if self.announced is None else self.announced.attempt + 1
         if attempt <= self._aside.get(me, -1):
             return None
@@ -182,8 +181,8 @@ class StepState:
         return bool(self.holders())
 
     def is_committed(self, peer: PeerId) -> bool:
-        """Does ``peer`` attest to a round that it sealed? Then it takes part in no other: if the round is believed we
-        take it, else we go on without ``peer``."""
+        """Does ``peer`` attest to a round that it sealed? Then ``peer`` takes part in no other: if the round is
+        believed we take its gradient, else we go on without ``peer``."""
         self._look_at_rounds()
         return peer in self._committed
 
@@ -226,9 +225,9 @@ class StepState:
         return 2 * len(holders) > len(others | holders) and not self.unsealed(round_)
 
     def _contradiction(self, entry: RoundEntry) -> str | None:
-        """Why a round that names us cannot be what its holder says; None: it can. Until we have reduced our shard
-        nobody can hold the whole gradient, so such an entry is false. Then our shard and the holder's must match what
-        we know. Other members' shards may differ; we cannot tell whose fault that is."""
+        """Why a round that names us cannot be as its holder says; None: no contradiction. Until we have reduced our
+        shard no peer can hold the whole gradient, so such an entry is false. Then our shard and the holder's shard must
+        match our knowledge. Other members' shards may differ, by fault of any member."""
         known, me = self.averager.shards.get(entry.round, {}), self._ctx.net.peer_id
         if me not in known:
             return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"

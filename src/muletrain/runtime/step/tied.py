@@ -1,7 +1,7 @@
-"""Two stages that share parameters add what their mean gradients hold for them (``optim.tied``).
+"""Two stages that share parameters add their gradients of the shared parameters (``optim.tied``).
 
-Once both stages' rounds count, each peer of either takes the other's part, and states the inner product of both, which
-the record needs for the global norm. Both copies are updated with the sum, so they stay equal.
+Once both stages' rounds count, each peer of either stage takes the other stage's part, and states the inner product of
+both parts, which the record needs for the global norm. Both copies are updated with the sum, and so stay equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.blocks import Downloader
 
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
-"""Seconds between two tries to take the other stage's part from its holders; doubles."""
+"""Seconds between two tries to take the other stage's part from holders; doubles."""
 
 
 class TiedSum:
@@ -37,12 +37,12 @@ class TiedSum:
         self._tied = tied if tied is not None and self._own in tied.stages else None
         self._working: asyncio.Task[None] | None = None
         self._stated: tuple[RoundEntry, RoundEntry] | None = None
-        """Our round and theirs, whose product we stated."""
+        """Our round and the other stage's, for the stated product."""
         self._failed = 0
 
     @property
     def _theirs(self) -> RoundEntry | None:
-        """The other stage's round that is in the record, or counts so far."""
+        """The other stage's round in the record, or the round that counts so far."""
         if self._tied is None:
             return None
         first, second = self._tied.stages
@@ -61,7 +61,7 @@ class TiedSum:
         return other is not None and _same(other.entry, theirs)
 
     def look_around(self) -> None:
-        """Get on with it whenever something changed."""
+        """Continue after any change."""
         own, theirs = self._state.gradient, self._theirs
         if own is None or theirs is None or (self._working is not None and not self._working.done()):
             return
@@ -84,10 +84,10 @@ class TiedSum:
         ctx.news.touched()
 
     async def take(self, theirs: RoundEntry) -> bool:
-        """Take the part of round ``theirs`` from whoever has it. False if nobody gives it."""
+        """Take the part of round ``theirs`` from any holder. False if no peer gives the part."""
         ctx, roster = self._ctx, self._ctx.roster
         holders = sorted({*self._state.builder.holders(theirs), *roster.stage(theirs.stage), *roster.replicas()})
-        first = sum(p < ctx.net.peer_id for p in holders)  # each peer begins with another one
+        first = sum(p < ctx.net.peer_id for p in holders)  # each peer begins with a different holder
         found = await fetch_tied(ctx, self._downloader, theirs, [*holders[first:], *holders[:first]])
         if found is None:
             return False
@@ -95,7 +95,7 @@ class TiedSum:
         return True
 
     async def take_agreed(self) -> bool:
-        """Take the part that the record needs, if any. False if nobody gives it (any more)."""
+        """Take the part that the record needs, if any. False if no peer gives the part (any more)."""
         theirs = self._theirs
         return self.ready or (theirs is not None and await self.take(theirs))
 
@@ -114,5 +114,5 @@ class TiedSum:
 
 
 def _same(a: RoundEntry, b: RoundEntry) -> bool:
-    """Do both name the same round, with the same content for what is tied?"""
+    """Do both name the same round, with the same tied content?"""
     return (a.round, a.tied) == (b.round, b.tied)

@@ -1,10 +1,10 @@
-"""Large things travel as an immutable copy, cut into blocks that a manifest names by their hashes. States,
-parts of checkpoints, past gradients and the run's tokens all take this way.
+"""Large data travel as an immutable copy, cut into blocks that a manifest names by hash: states, parts of checkpoints,
+past gradients and the run's tokens.
 
-A taker asks several donors for different blocks at once and checks each block against the manifest as it arrives. It
-drops a donor whose block is wrong or late, and asks the others for that block. The only donor that there is is asked
-again, as its link may have broken. Arrived blocks are kept, so a break costs only the blocks under way. Blocks of
-states travel as ``Channel.BULK``, which yields to the traffic of the step.
+A taker asks several donors for different blocks at once and checks each arriving block against the manifest. The taker
+drops a donor whose block is wrong or late, and asks other donors for that block. The only donor is asked again, as the
+link may have broken. Arrived blocks are kept, so a break costs only the blocks in flight. Blocks of states travel as
+``Channel.BULK``, which yields to the traffic of the step.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from muletrain.runtime.members.context import Context
 
 BLOCK = 1 << 20
-"""Bytes of a block. Blocks of a very large copy are larger, so that its manifest fits into a call's answer."""
+"""Bytes of a block. Blocks of a very large copy are larger, so that the manifest fits into a call's answer."""
 MAX_BLOCKS = 1 << 14
-"""Blocks of one copy."""
+"""Most blocks of one copy."""
 RUN = MAX_RUN
-"""Blocks asked for in one call."""
+"""Most blocks requested in one call."""
 LANES = 2
-"""Calls under way with one donor: while one run of blocks arrives, the next is requested."""
+"""Calls in progress with one donor: while one run of blocks arrives, the next is requested."""
 HASHED_AT_ONCE = 16 << 20
 """Bytes hashed in one job: quantising shares the thread and must not wait long."""
 MANIFEST_S = 60.0
-"""Seconds that a donor has to answer with a manifest: a bound for a dead donor, not for a large copy."""
+"""Seconds for a donor to answer with a manifest: a bound for a dead donor, not for a large copy."""
 CALL_S = 30.0
-"""Seconds that a donor has to confirm that it sends blocks."""
+"""Seconds for a donor to confirm the sending of blocks."""
 LOOK_S = 0.1
 """Shortest pause between two checks for new blocks [s]."""
 LONGEST_S = 600.0
@@ -69,7 +69,7 @@ def block_size(size: int) -> int:
 
 
 class Manifest(Message):
-    """A manifest lists a copy's tensors (name, dtype, shape) in order, its block size, and every block's BLAKE3."""
+    """A manifest lists a copy's tensors (name, dtype, shape) in order, the block size, and every block's BLAKE3."""
 
     KIND: ClassVar[str] = "manifest"
     tensors: Annotated[tuple[tuple[Text, Text, Shape], ...], Field(max_length=1 << 16)]
@@ -94,7 +94,7 @@ class Manifest(Message):
             raise ProtocolError(f"a manifest of {self.size} bytes in {self.blocks} blocks, of at most {limit} bytes")
 
     def span(self, block: int) -> tuple[int, int]:
-        """First byte of ``block``, and the one after its last."""
+        """First byte of ``block``, and the first byte after ``block``."""
         return block * self.block, min(self.size, (block + 1) * self.block)
 
     def digest(self, block: int) -> bytes:
@@ -103,10 +103,10 @@ class Manifest(Message):
 
 
 class StateImage:
-    """A donor's side of one copy. ``digest``, the hash of its manifest, names the copy."""
+    """A donor's side of one copy. ``digest``, the hash of the manifest, names the copy."""
 
     def __init__(self, state: dict[str, Tensor], channel: Channel = Channel.BULK) -> None:
-        """``state``: tensors that nobody changes any more. ``channel``: how urgent the blocks are."""
+        """``state``: tensors that do not change any more. ``channel``: urgency of the blocks."""
         self.channel = channel
         self._names = sorted(state)
         self._tensors = [state[n] for n in self._names]
@@ -118,7 +118,7 @@ class StateImage:
         self.digest = b""
 
     async def name(self, ctx: Context) -> None:
-        """Hash all blocks, and name the copy by them."""
+        """Hash all blocks, and name the copy by the hashes."""
         count = -(-self.size // self.block)
         step = max(1, HASHED_AT_ONCE // self.block)
         jobs = [(k, min(count, k + step)) for k in range(0, count, step)]
@@ -129,7 +129,7 @@ class StateImage:
         return self._hashes(0, -(-self.size // self.block))
 
     def named(self, digests: bytes) -> None:
-        """Name the copy; ``digests``: its ``hashes``."""
+        """Name the copy; ``digests``: the result of ``hashes``."""
         tensors = [
             (n, str(t.dtype).removeprefix("torch."), tuple(t.shape))
             for n, t in zip(self._names, self._tensors, strict=True)
@@ -190,7 +190,7 @@ class PartialDownload:
         return memoryview(self.data)[begin:end]
 
     async def keep(self, ctx: Context, block: int, content: memoryview) -> None:
-        """Keep a verified block; ``content``: its ``room``. Raises NetworkError where it cannot be kept."""
+        """Keep a verified block; ``content``: its ``room``. Raises NetworkError if that fails."""
         self.missing.discard(block)
 
     def state(self) -> dict[str, Tensor]:
@@ -232,7 +232,7 @@ class Downloader:
     """When the last block arrived."""
 
     def expects(self, sender: PeerId, message: Block, tensors: list[Encoded]) -> None:
-        """Check a block before it is read. It may be late, but no larger than any requested block. Raises
+        """Check a block before reading. The block may be late, but no larger than any requested block. Raises
         ProtocolError."""
         expected, (block,) = self._waiting.get((sender, message.digest, message.block)), tensors
         if block.codec != RAW or len(block.shape) != 1:
@@ -243,7 +243,7 @@ class Downloader:
             raise ProtocolError(f"a block of {block.shape[0]} bytes, and none was asked for")
 
     def on_block(self, sender: PeerId, message: Block, tensor: Encoded) -> None:
-        """Take a block in. A block that nobody waits for (any more) is dropped. Raises ProtocolError for a wrong size."""
+        """Take a block in. A block that is not awaited (any more) is dropped. Raises ProtocolError for a wrong size."""
         expected, data = self._waiting.get((sender, message.digest, message.block)), decode_raw(tensor)
         if expected is None or expected.whole.done():
             return
@@ -254,13 +254,14 @@ class Downloader:
         expected.whole.set_result(None)
 
     async def manifest(self, digest: bytes, donors: list[PeerId], limit: int) -> Manifest:
-        """The manifest of the copy ``digest``, from the first donor that gives it, for a copy of at most ``limit``
-        bytes. Raises PeerUnreachable when no donor gives it, and ProtocolError when no such copy can be."""
+        """The manifest of the copy ``digest``, of at most ``limit`` bytes, from the first donor that gives the
+        manifest. Raises PeerUnreachable when no donor gives the manifest, and ProtocolError when no such copy can
+        be."""
         ctx, ask = self.ctx, AskManifest(digest=digest).pack()
         for donor in donors:
             try:
                 packed = await ctx.net.call(donor, AskManifest.KIND, ask, timeout_s=MANIFEST_S)
-            except Refused:  # it answers, so it is well
+            except Refused:  # the donor answers, so the donor is well
                 continue
             except NetworkError as e:
                 ctx.detector.mark_down(donor, e.why)
@@ -305,7 +306,7 @@ class Downloader:
             )
 
     async def _run(self, partial: PartialDownload, donor: PeerId, run: list[int], good: list[PeerId]) -> None:
-        """Download the blocks of one call, and check each as it arrives. ``good``: donors that have not failed."""
+        """Download the blocks of one call, and check each block on arrival. ``good``: donors that have not failed."""
         ctx = self.ctx
         self._largest = max(self._largest, partial.manifest.block)
         expected = {k: _Expected(partial.room(k)) for k in run}
@@ -340,8 +341,8 @@ class Downloader:
         ask: Callable[[asyncio.Future[None]], Awaitable[None]],
     ) -> None:
         """Wait for one block. A slow link is no reason to give up while blocks arrive, nor while the only donor lives:
-        it may have more urgent traffic, or have sent the block over a link that broke, so it is asked again. Raises
-        DeadlineExceeded."""
+        the donor may have more urgent traffic, or have sent the block over a link that broke, and is asked again.
+        Raises DeadlineExceeded."""
         clock, begin = self.ctx.clock, self.ctx.clock.now()
         asked = 1
         while True:
@@ -374,7 +375,7 @@ class Download:
     async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
         """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
         if self._partial is None or self._partial.digest != digest:
-            self._partial = None  # its memory is needed
+            self._partial = None  # free its memory
             self._partial = PartialDownload.of(digest, await self._downloader.manifest(digest, donors, limit))
         partial = self._partial
         await self._downloader.fetch(partial, donors)

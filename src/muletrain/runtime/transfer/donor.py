@@ -1,7 +1,7 @@
 """Replicas give their stage's state to newcomers and to peers that fell behind.
 
-Donors copy their state between two steps and serve the copy while they train on. Replicas of a lineage are identical,
-and so are their copies: a donor whose copy has another digest than most is not used.
+Donors copy their state between two steps and serve the copy while training continues. Replicas of a lineage are
+identical, and so are their copies: a donor whose copy has another digest than most is not used.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.tokens import Sharing
 
 MAX_COPIES = 3
-"""Copies kept at once: the newest, one that a taker is still downloading, and a checkpoint's part."""
+"""Copies kept at once: the newest copy, a copy that a taker is still downloading, and a checkpoint's part."""
 HEADERS = 1 << 16
-"""Bytes of a state beside its tensors."""
+"""Bytes of a state beside the tensors."""
 KEPT_S = 60.0
-"""Seconds after the last request for a copy, until it is dropped."""
+"""Seconds after the last request for a copy, until the copy is dropped."""
 BUSY_S = 10.0
-"""Seconds after the last request for a copy, for which it counts as being downloaded."""
+"""Seconds after the last request for a copy, for which the copy counts as being downloaded."""
 MAX_RUNS, ALL_RUNS = 2 * LANES, 256
-"""Runs of blocks that wait at once, for one taker and for all. They take turns, so that every taker makes progress."""
+"""Most waiting runs of blocks, for one taker and for all takers. Runs take turns, so that every taker makes
+progress."""
 TIMES = 4
-"""Times that one taker may download a copy: links break, and arrived blocks may be lost."""
+"""Number of times that one taker may download a copy: links break, and arrived blocks may be lost."""
 MAX_DRAWN = 4096
 """Pairs of taker and copy whose downloads are counted; beyond that, dropped copies are forgotten."""
 COPYING, COPYING_S = 0.1, 20.0
-"""Share of our time spent on making copies for one taker, and seconds of it at once."""
+"""Share of our time spent on making copies for one taker, and most such seconds at once."""
 CALL_S = 60.0
-"""Seconds that a donor has to make an offer: a bound for a dead donor, not for a large state."""
+"""Seconds for a donor to make an offer: a bound for a dead donor, not for a large state."""
 SETTLE_S, SETTLE_TRIES = 0.02, 500
 """Seconds between two checks whether an update has been applied, and the number of checks."""
 ROUNDS = 20
-"""Rounds in which a taker asks all donors before it gives up."""
+"""Rounds in which a taker asks all donors before giving up."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 10.0
 """Seconds between two such rounds, at first and at most; doubles."""
 
@@ -66,16 +67,16 @@ class _Kept:
     copy: StateImage
     asked: float
     part: bool
-    """A checkpoint's part: its taker needs no gradients after it."""
+    """A checkpoint's part, whose taker needs no later gradients."""
     takers: set[PeerId] = field(default_factory=set)
-    """Peers that it was offered to. Nobody else gets it."""
+    """Peers that the copy was offered to, the only peers to get the copy."""
 
 
 class PastGradients(Protocol):
     """The gradients that bring a taker from an old state to the present (``step.gradient_log``)."""
 
     def follow(self, peer: PeerId, step: int) -> None:
-        """``peer`` takes the state before ``step``, so it will need the gradients from ``step`` on."""
+        """``peer`` takes the state before ``step``, and will need the gradients from ``step`` on."""
         ...
 
     def reaches(self, step: int) -> bool:
@@ -83,12 +84,13 @@ class PastGradients(Protocol):
         ...
 
     def copy(self, peer: PeerId, digest: bytes) -> StateImage | None:
-        """The gradient with that manifest, if it is kept for ``peer``."""
+        """The gradient with that manifest, if kept for ``peer``."""
         ...
 
 
 class Snapshots:
-    """Owns the copies that this peer serves, and decides who gets them. Answers for tokens and past gradients, too."""
+    """Owns the copies that this peer serves, and decides who gets each copy. Answers for tokens and past gradients,
+    too."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Snapshots:
         membership: Membership,
         sharing: Sharing | None = None,
     ) -> None:
-        """``sharing``: the run's tokens, if this run shares them."""
+        """``sharing``: the run's tokens, if the run shares tokens."""
         self._ctx, self._position, self._log = ctx, position, log
         self._membership, self._sharing = membership, sharing
         self._kept: dict[bytes, _Kept] = {}
@@ -106,7 +108,7 @@ class Snapshots:
         self._runs: Counter[tuple[PeerId, bytes]] = Counter()
         """Runs of blocks being sent, by taker and copy; past gradients have no copy's name."""
         self._sending: set[tuple[PeerId, bytes, int]] = set()
-        """Blocks that are being sent, by taker and copy. A taker that asks for one again is not sent it twice."""
+        """Blocks that are being sent, by taker and copy. A block that is requested again is not sent twice."""
         self._drawn: Counter[tuple[PeerId, bytes]] = Counter()
         """Blocks requested, by taker and copy."""
         self._copying = Debts(COPYING)
@@ -119,11 +121,12 @@ class Snapshots:
             ctx.net.serve(kind.KIND, answer)
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or one that is no member."""
+        """Offer a copy of our state. Raises MuletrainError for a taker of another stage, or a taker that is no
+        member."""
         ask, own = AskSnapshot.unpack(payload), self._ctx.roster.own
         if ask.stage != own.stage or self._ctx.tasks.closed:
             raise MuletrainError(f"this peer does not serve stage {ask.stage} (any more)")
-        if self._ctx.roster.expelled(sender):  # it may not know
+        if self._ctx.roster.expelled(sender):  # the sender may not know
             raise MuletrainError("the peer that asks was expelled: it computed false gradients")
         if not await self._membership.serves(sender, own.stage):
             raise MuletrainError(f"the state of stage {own.stage} is for members that serve it")
@@ -134,13 +137,13 @@ class Snapshots:
             return self.grant(offer, sender)
 
     async def _make_for(self, taker: PeerId) -> Snapshot:
-        """Make a new copy. Raises MuletrainError when memory has no room for it, or ``taker`` asks too often."""
+        """Make a new copy. Raises MuletrainError when memory has no room for a copy, or ``taker`` asks too often."""
         begin = self._ctx.clock.now()
         if any(digest and digest not in self._kept for _, digest in self._runs):
             raise MuletrainError("a copy that was replaced is still on its way to somebody; ask again")
         if self._copying.owed(taker, begin) > COPYING_S:
             raise MuletrainError("this peer was given many copies already; ask again")
-        for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new one
+        for kept in self._kept.values():  # the run has gone on, and ``taker`` will take the new copy
             kept.takers.discard(taker)
         self._kept = {d: k for d, k in self._kept.items() if k.part or k.takers}
         offer = await self._make()
@@ -166,7 +169,7 @@ class Snapshots:
         return len(self._kept) >= MAX_COPIES and all(now - k.asked <= BUSY_S for k in self._kept.values())
 
     def grant(self, offer: Snapshot, taker: PeerId) -> bytes:
-        """Let ``taker`` have that copy, while it is kept. Returns the answer to its question."""
+        """Let ``taker`` have that copy, while kept. Returns the answer to the taker."""
         if (kept := self._kept.get(offer.digest)) is not None:
             kept.takers.add(taker)
         return offer.pack()
@@ -190,7 +193,7 @@ class Snapshots:
         over: bool = False,
         past: tuple[bytes, ...] = (),
     ) -> Snapshot:
-        """Keep a copy for takers. ``state`` does not change any more. ``part``: it is a checkpoint's part."""
+        """Keep a copy for takers. ``state`` does not change any more. ``part``: the copy is a checkpoint's part."""
         copy = StateImage(state)
         await copy.name(self._ctx)
         offer = Snapshot(step=step, lineage=lineage, digest=copy.digest, over=over, past=past)
@@ -200,7 +203,7 @@ class Snapshots:
     async def _make(self) -> Snapshot:
         position, ctx = self._position, self._ctx
         for _ in range(SETTLE_TRIES):
-            if position.away:  # that takes long, and another donor may be faster
+            if position.away:  # catching up takes long, and another donor may be faster
                 break
             label, over = (position.step, position.applied), position.life.finished
             if position.settled:
@@ -225,7 +228,8 @@ class Snapshots:
             self._kept = {d: k for d, k in self._kept.items() if now - k.asked < KEPT_S}
 
     def _asked(self, digest: bytes, taker: PeerId) -> StateImage:
-        """The copy ``digest``, which ``taker`` asks for. Raises MuletrainError when it is not kept for it (any more)."""
+        """The copy ``digest`` for ``taker``. Raises MuletrainError when the copy is not kept for ``taker`` (any
+        more)."""
         if self._sharing is not None and digest == self._sharing.shared.digest:
             return self._sharing.given(self._ctx, taker)
         kept = self._kept.get(digest)
@@ -267,7 +271,7 @@ class Snapshots:
         return b""
 
     async def _send(self, copy: StateImage, run: tuple[PeerId, bytes], blocks: tuple[int, ...]) -> None:
-        """Send ``blocks`` while the copy is kept. A taker that does not get them asks another donor, or us again."""
+        """Send ``blocks`` while the copy is kept. A taker that lacks blocks asks another donor, or us again."""
         left = list(blocks)
         try:
             while left:
@@ -283,7 +287,7 @@ class Snapshots:
 
 
 class Receiver:
-    """Takes states and checkpoint parts from their donors."""
+    """Takes states and checkpoint parts from donors."""
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
@@ -299,14 +303,14 @@ class Receiver:
         rounds: int = ROUNDS,
         confirm: Callable[[Snapshot], Awaitable[None]] | None = None,
     ) -> Snapshot:
-        """Load an ``acceptable`` state of a replica, if possible of step ``after`` or later. ``confirm`` is awaited just
-        before our own state is overwritten. Raises MuletrainError when no replica gives one, and what ``confirm``
-        raises."""
+        """Load an ``acceptable`` state of a replica, if possible of step ``after`` or later. ``confirm`` is awaited
+        just before our own state is overwritten. Raises MuletrainError when no replica gives a state, and errors of
+        ``confirm``."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         for round_ in range(rounds):
             replicas, living = ctx.roster.replicas(), [d for d in ctx.roster.replicas() if ctx.roster.is_alive(d)]
             snapshot, good = _best(await self._offers(living, acceptable, after))
-            if snapshot is None:  # peers that are down are asked only if no live one has it
+            if snapshot is None:  # peers that are down are asked only if no live peer has a state
                 dead = [d for d in replicas if d not in living]
                 snapshot, good = _best(await self._offers(dead, acceptable, after))
             if snapshot is not None:
@@ -359,17 +363,17 @@ class Receiver:
         """The copy that ``donors`` offer. Raises NetworkError or ProtocolError."""
         try:
             return await download.take(offer.digest, donors, limit)
-        except ProtocolError as e:  # all of them offered what cannot be
+        except ProtocolError as e:  # all donors offered an impossible copy
             for donor in donors:
                 self._ctx.refused(donor, str(e))
             raise
 
 
 def _best(offers: list[tuple[PeerId, Snapshot]]) -> tuple[Snapshot | None, list[PeerId]]:
-    """The copy to take, and the donors that offer it. A state counts before others if two donors have it in their
-    histories, since one alone could make up a later branch or step, and if no other copy of it has as many donors. Then
-    come the latest branch, the most donors, the newest copy, and the lowest donor's. So a newcomer may take an older
-    state than the newest, which costs it another transfer."""
+    """The copy to take, and its donors. A state comes first if two donors have the state in their histories, since a
+    single donor could make up a later branch or step, and if no rival copy of the state has as many donors. Then come
+    the latest branch, the most donors, the newest copy, and the lowest donor's. So a newcomer may take an older state
+    than the newest, at the cost of another transfer."""
     by_copy: dict[tuple[int, bytes, bytes], list[tuple[PeerId, Snapshot]]] = defaultdict(list)
     for donor, snapshot in sorted(offers, key=lambda o: o[0]):
         by_copy[snapshot.step, snapshot.lineage, snapshot.digest].append((donor, snapshot))

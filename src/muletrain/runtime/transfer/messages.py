@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_RUN = 8
-"""Blocks that one call may ask for."""
+"""Most blocks that one call may ask for."""
 
 
 class AskSnapshot(Message):
-    """A call that asks a peer of ``stage`` for a copy of its state before the current step. If the donor is busy, an
+    """A call that asks a peer of ``stage`` for a copy of the state before the current step. If the donor is busy, an
     existing copy of step ``after`` or later will do."""
 
     KIND: ClassVar[str] = "ask_snapshot"
@@ -52,7 +52,7 @@ class AskManifest(Message):
 
 
 class AskBlocks(Message):
-    """A call that asks for these blocks of the copy with that digest. They come as frames; the answer is empty."""
+    """A call that asks for ``blocks`` of the copy with that digest. The blocks come as frames; the answer is empty."""
 
     KIND: ClassVar[str] = "ask_blocks"
     digest: Digest
@@ -60,7 +60,7 @@ class AskBlocks(Message):
 
 
 class Block(Message):
-    """A frame with one block that its receiver asked for."""
+    """A frame with one requested block."""
 
     KIND: ClassVar[str] = "block"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -70,9 +70,9 @@ class Block(Message):
 
 
 class Shared(Message):
-    """The welcome of a run that shares its tokens names them by this. ``digest``: BLAKE3 of the manifest; ``size``: of
-    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared:
-    it and the tokens give ``Genesis.data``."""
+    """Names the tokens in the welcome of a run that shares its tokens. ``digest``: BLAKE3 of the manifest; ``size``: of
+    all tokens [bytes]; ``width``: of one token [bytes]. ``heldout``: SHA-256 of the held-out side, which is not shared,
+    but gives ``Genesis.data`` together with the tokens."""
 
     KIND: ClassVar[str] = "shared"
     digest: Digest
@@ -82,5 +82,5 @@ class Shared(Message):
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[npt.NBitBase]]:
-        """Of the file's numbers."""
+        """Dtype of the file's numbers."""
         return np.dtype(f"<u{self.width}")

@@ -1,10 +1,10 @@
-"""The run's tokens reach peers without the data, if the founder shares them (``data.share``), so that a run outlives its
+"""The run's tokens reach peers without the data, if the founder agrees (``data.share``), so that a run outlives its
 only data owner.
 
-They travel as states do (``blocks``): the welcome names a manifest, and blocks yield to all other traffic. While fewer
-than ``WANTED`` peers can build microbatches, peers that may take the tokens do so, ``TAKERS`` at a time. Each becomes a
-trainer once its copy is whole, and gives the copy to others. A joiner keeps the tokens in its own cache, within its own
-bound.
+Tokens travel as states do (``blocks``): the welcome names a manifest, and blocks yield to all other traffic. While
+fewer than ``WANTED`` peers can build microbatches, peers that may take the tokens do so, ``TAKERS`` at a time. Each
+taker becomes a trainer once its copy is whole, and gives the copy on. A joiner keeps the tokens in its own cache,
+within its own bound.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from muletrain.runtime.transfer.blocks import Downloader, Manifest
 
 WANTED = 4
-"""Peers that can build microbatches, after which no more take the tokens."""
+"""Peers that can build microbatches, after which no more peers take the tokens."""
 TAKERS = 2
-"""Takers that a giver serves at once; the others ask again."""
+"""Takers that a giver serves at once; further takers ask again."""
 TAKING_S = 30.0
-"""Seconds after its last request, when a taker counts as gone."""
+"""Seconds after the last request, when a taker counts as gone."""
 LOOK_S, LOOK_MAX_S = 5.0, 60.0
 """Seconds between two checks whether more peers should have the tokens, and between two tries; doubles."""
 PIECE = 64 << 20
@@ -75,7 +75,7 @@ class FileCopy(StateImage):
 
 @dataclass
 class FilePartial(PartialDownload):
-    """The blocks that arrived, in a file. ``problem``: why they cannot be written."""
+    """The blocks that arrived, in a file. ``problem``: why blocks cannot be written."""
 
     file: int
     disk: Disk
@@ -112,8 +112,8 @@ class Store:
     limit: int
 
     def open(self, shared: Shared) -> int | None:
-        """Open the file of these tokens, with all blocks that arrived before. It is locked until it is closed; None
-        while another process has it. Raises OSError; CapacityError where there is no room."""
+        """Open the file of ``shared`` tokens, with all blocks that arrived before. The file is locked until closed;
+        None while another process has it. Raises OSError; CapacityError where there is no room."""
         if shared.size > self.limit:
             raise CapacityError(
                 f"the tokens need {format_memory(shared.size)}, but only {format_memory(self.limit)} may be used (join --tokens GIB)"
@@ -135,7 +135,7 @@ class Store:
         return None
 
     def path(self, shared: Shared) -> Path:
-        """The file of these tokens."""
+        """The file of ``shared`` tokens."""
         return self.folder / f"{shared.digest.hex()[:32]}.tokens"
 
     def _make_room(self, own: Path, size: int) -> None:
@@ -156,11 +156,11 @@ class Store:
 
 @dataclass
 class Sharing:
-    """One process' part in sharing the tokens. It outlives the peers that the process becomes, one after the other.
+    """One process' part in sharing the tokens, across the peers that the process becomes in turn.
 
-    ``data``: ``Genesis.data``; ``tokenizer``: its JSON; ``vocab``: of the model. ``source_of`` makes a source of
-    microbatches from tokens. ``store``: where they go; None: this process takes none. ``wanted``: enough trainers.
-    ``source``, ``copy``: set in a process that has the data."""
+    ``data``: ``Genesis.data``; ``tokenizer``: as JSON; ``vocab``: of the model. ``source_of`` makes a source of
+    microbatches from tokens. ``store``: place for the tokens; None: this process takes none. ``wanted``: enough
+    trainers. ``source``, ``copy``: set in a process that has the data."""
 
     shared: Shared
     data: bytes
@@ -185,7 +185,7 @@ class Sharing:
     # The giver --------------------------------------------------------------------------------------------------------
 
     def given(self, ctx: Context, taker: PeerId) -> StateImage:
-        """The copy, for a member. Raises MuletrainError when there is none, or enough others take it."""
+        """The copy, for a member. Raises MuletrainError when there is none, or enough other peers take it."""
         ctx.roster.member(taker)
         now = ctx.clock.now()
         self._takers = {p: asked for p, asked in self._takers.items() if now - asked < TAKING_S}
@@ -225,7 +225,7 @@ class Sharing:
         try:
             if self._file is None:
                 self._file = await self.disk.call(self.store.open, self.shared)
-            if self._file is None:  # another process of this machine downloads them
+            if self._file is None:  # another process of this machine downloads the tokens
                 return False
             await self._fetch(ctx, taker, self._file)
             tokens = await self._checked()
@@ -240,13 +240,13 @@ class Sharing:
         return True
 
     async def _fetch(self, ctx: Context, taker: Downloader, file: int) -> None:
-        """Download what is missing. Raises NetworkError when nobody gives it, DataError and OSError."""
+        """Download missing blocks. Raises NetworkError when no peer gives blocks, DataError and OSError."""
         me = ctx.net.peer_id
         givers = [p for p in ctx.roster.trainers() if p != me][:WANTED]
         if self._partial is None:
             try:
                 manifest = await taker.manifest(self.shared.digest, givers, self.shared.size)
-            except ProtocolError as e:  # no other giver has another one
+            except ProtocolError as e:  # no other giver has a different manifest
                 raise DataError(f"the welcome names tokens that cannot be: {e}") from None
             self._partial = await self._begin(manifest, file)
         try:
@@ -267,7 +267,7 @@ class Sharing:
         return partial
 
     async def _checked(self) -> npt.NDArray[np.integer]:
-        """The tokens, checked against ``Genesis.data``. From now on we give them to others. Raises DataError."""
+        """The tokens, checked against ``Genesis.data``, which we give on from now on. Raises DataError."""
         assert self.store is not None
         assert self._partial is not None
         tokens = np.memmap(self.store.path(self.shared), self.shared.dtype, "r")
@@ -291,8 +291,8 @@ class Sharing:
 
 
 def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:
-    """Prepare the file ``path``, of tokens of ``width`` bytes, for sharing. Reads both files, so call it in a thread.
-    Raises OSError."""
+    """Prepare the file ``path``, of tokens of ``width`` bytes, for sharing. Reads both files, so use a thread. Raises
+    OSError."""
     copy = FileCopy(path, disk)
     copy.named(copy.hashes())
     with heldout.open("rb") as file:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 POINTS = 400
 """Points of each curve."""
 SAMPLES = 50
-"""Samples of who sends to whom per play; traffic between two samples counts as sent the same ways."""
+"""Samples of the traffic pattern per play; all traffic since the last sample follows the sampled pattern."""
 RECOVERED = 0.95
-"""A fleet has recovered at this part of its share of the optimum before a machine left."""
+"""A fleet has recovered at this fraction of its share of the optimum before the departure."""
 GoesOn = Callable[[float, float], bool]
 """Called now and then with the virtual time played [s] and the steps done; False ends the play."""
 CAUSES = (
@@ -43,7 +43,7 @@ def always(now_s: float, steps: float) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve: means since the point before. ``peers``: by stage, at its end; ``events``: counts by
+    """One point of a curve: means since the previous point; at its time, ``peers`` by stage; ``events``: counts by
     name."""
 
     time_s: float
@@ -55,7 +55,7 @@ class Point:
 
 @dataclass(frozen=True)
 class GaveUp:
-    """A peer that failed: it was not killed, did not leave in order and was not expelled."""
+    """A peer that failed, and was not killed, not expelled and not leaving in order."""
 
     time_s: float
     peer: str
@@ -77,11 +77,11 @@ class Outcome:
     repeated_microbatches: float
     events: dict[str, int]
     recoveries_s: tuple[float, ...]
-    """Seconds until the fleet uses its machines about as well as before one left (``RECOVERED``)."""
+    """Seconds from a departure until the fleet uses its machines about as well as before (``RECOVERED``)."""
     not_recovered: bool
     curve: tuple[Point, ...]
     partial: bool = False
-    """The play ended early; ``hours`` is what was played."""
+    """The play ended early; ``hours`` is the played time."""
     gave_up: tuple[GaveUp, ...] = ()
     """Failed peers in order of time (fidelity 'protocol')."""
 
@@ -131,8 +131,8 @@ class Accounts:
         return sum(n * v for n, v in zip(present, self._rates.whole_per_s, strict=True))
 
     def change(self, counts: Sequence[Counts], present: Sequence[int], rate: Rate) -> None:
-        """Others serve (``counts``) or are present from now on. Until a machine has left, there is nothing to recover
-        from: moves between stages take their time, too."""
+        """The serving peers (``counts``) or the present machines change now. Recovery is measured only after a first
+        departure, because moves between stages take time, too."""
         before = self._share
         self._counts, self._optimum = counts, self._whole(present)
         self._share = self._rates.flowing / self._optimum if self._optimum and rate.throughput else 0.0
@@ -228,7 +228,7 @@ class Accounts:
             self._sent(*way, "averaging", nbytes * microbatches / cost.microbatches)
 
     def fetched(self, kind: int, donors: Sequence[int], nbytes: float) -> None:
-        """A machine copied the state of a stage from all peers that serve it."""
+        """A machine copied a stage's state from all peers of the stage."""
         for donor, n in enumerate(donors):
             if n:
                 self._sent(donor, kind, "state", nbytes * n / sum(donors))

@@ -1,4 +1,4 @@
-"""How far a fleet that is played as rates has come: its rate from change to change, and work that is repeated."""
+"""Progress of a fleet that is played as rates: the rate between two changes, and repeated work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from muletrain.sim.fleet.serving import Membership
 
 LASTING = 0.02
-"""Share of a play for which a membership must last to be worth a play of its own steps."""
+"""Share of a play for which a membership must last before its own steps are played."""
 
 
 class Progress:
@@ -21,15 +21,15 @@ class Progress:
 
     def __init__(self, rates: Rates, fleet: Membership, horizon_s: float) -> None:
         self.lost: set[int] = set()
-        """Stages without peers that nobody has adopted yet."""
+        """Stages without peers that no peer has adopted yet."""
         self._rates, self._fleet, self._horizon_s = rates, fleet, horizon_s
         self._microbatches = rates.setting.cost.microbatches
         self._rate = self._rated()
         self._now_s = self._since_s = 0.0
         self._lasting = False
-        """Everyone has been in place since ``_since_s``, which was found to last."""
+        """The membership has not changed since ``_since_s`` and counts as lasting."""
         self._again_s = 0.0
-        """Seconds for which the run only repeats what died with a peer."""
+        """Seconds for which the run only repeats work that died with a peer."""
         self.accounts = Accounts(rates, horizon_s, fleet.serving, fleet.present)
 
     def until(self, time_s: float) -> None:
@@ -44,13 +44,13 @@ class Progress:
         self._now_s = time_s
 
     def changed(self) -> None:
-        """Others serve from now on."""
+        """The serving peers have changed."""
         self._since_s, self._lasting = self._now_s, False
         self._rate = self._rated()
         self.noted()
 
     def noted(self) -> None:
-        """Tell the accounts who serves and who is present."""
+        """Tell the accounts the serving and the present peers."""
         self.accounts.change(self._fleet.serving, self._fleet.present, self._rate)
 
     def _rated(self) -> Rate:
@@ -68,12 +68,12 @@ class Progress:
         return (1.0 - self.accounts.steps % 1.0) * self._microbatches / self._rate.throughput
 
     def held(self, share: float) -> float:
-        """Microbatches of the present step that a peer has accumulated which does ``share`` of a stage's work."""
+        """Microbatches of the present step accumulated by a peer that does ``share`` of a stage's work."""
         return (self.accounts.steps % 1.0) * self._microbatches * share
 
     def repeat(self, stage: int, share: float, held: float) -> None:
-        """A peer died with ``held`` microbatches and some under way: its stage computes them again beside the rest of
-        the step, as far as it has time to spare."""
+        """A peer died with ``held`` accumulated microbatches and some in flight. Its stage repeats them in the spare
+        time of the rest of the step; the remainder stalls the run."""
         microbatches = held + min(capacity(len(self._fleet.serving)) // 2, self._microbatches * share)
         self.accounts.repeated += microbatches
         if self._rate.throughput <= 0:

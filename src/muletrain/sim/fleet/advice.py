@@ -1,5 +1,5 @@
-"""Suggest single changes of a run's configuration that make it faster. Rates choose what is tried first; what is
-suggested has been played like the run itself, and the gain is what came of it."""
+"""Suggest single changes of a run's configuration that make the run faster. Rates choose the candidates; each
+suggestion has been played like the run itself, and its gain comes from the play."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ WORTH = 0.05
 """Smallest gain that is suggested: predictions err by as much."""
 MOST = 3
 HOURS, MACHINE_HOURS = 8.0, 1000.0
-"""Hours for which each change is played, less for large fleets (machine-hours), but at least one."""
+"""Hours for which each change is played; fewer for large fleets (machine-hours), but at least 1."""
 SEEDS, MANY = 3, 100
-"""Seeds of churn that are averaged; of more machines than ``MANY`` one play is enough."""
+"""Number of churn seeds to average; a fleet of more than ``MANY`` machines needs only one play."""
 COUNTLESS = 1000
-"""Above this many machines churn is ignored: it would take minutes, and no stage loses its last peer."""
+"""Above this many machines churn is ignored: a play would take minutes, and no stage loses its last peer."""
 BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8}
 
 
 @dataclass(frozen=True)
 class Change:
-    """A changed setting. ``training``: what changes in the training itself; empty: nothing."""
+    """A changed setting. ``training``: effect on the training itself; empty: none."""
 
     field: str
     value: str
@@ -61,9 +61,9 @@ def suggestions(
     weather: Weather,
     played: Callable[[Setting, RunConfig], float],
 ) -> list[Suggestion]:
-    """Return the best changes, at most one for each field. ``changed``: the run with a change, or (None) as it is;
-    raises MuletrainError for an impossible change, such as more stages than machines. ``played``: tokens/s of a play
-    as thorough as that of the run."""
+    """Return the best changes, at most one for each field. ``changed`` applies a change (None: no change); raises
+    MuletrainError for an impossible change, such as more stages than machines. ``played``: tokens/s of a play as
+    thorough as the run's."""
     setting, run = changed(None)
     before, best = _tokens_per_s(setting, run, weather), dict[str, Suggestion]()
     for change in changes(run, paced=any(kind.declared for kind in setting.kinds)):
@@ -84,8 +84,8 @@ def suggestions(
 
 
 def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfig]], weather: Weather) -> float | None:
-    """How many times as fast the run is because machines may swap stages that are too large for them; infinite: without,
-    a stage gets no machine; None: none swaps."""
+    """Speedup of the run from swapping stages that exceed a machine's memory; infinite: without swapping, a stage gets
+    no machine; None: no machine swaps."""
     setting, run = changed(None)
     if not any(kind.swaps for kind in setting.kinds):
         return None
@@ -97,8 +97,8 @@ def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfi
 
 
 def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
-    """List the changes to try, not all of which fit. ``paced``: the fleet file declares a stage's times whatever its
-    size, so other sizes cannot be predicted."""
+    """List the changes to try, some impossible. ``paced``: the fleet file declares stage times for any stage size, so
+    other sizes cannot be predicted."""
     batch, microbatch, stages = run.train.batch, run.train.microbatch, run.fleet.stages
     yield Change("train.batch", str(2 * batch), f"each step has {2 * batch} sequences instead of {batch}")
     if not run.optimizer.delayed:
@@ -126,7 +126,7 @@ def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
 
 
 def applied(run: RunConfig, change: Change) -> RunConfig:
-    """The run with the change. Raises MuletrainError for what the configuration refuses."""
+    """Returns the changed run. Raises MuletrainError if the configuration rejects the change."""
     name, _, field = change.field.partition(".")
     section = getattr(run, name)
     own = {known: getattr(section, known) for known in section.model_fields_set}

@@ -1,16 +1,15 @@
-"""What real runs take beside what a fleet file says, from their events: the few constants of ``config.costs.Costs``.
+"""Fit the constants of ``config.costs.Costs`` to the events of real runs: costs that a fleet file does not declare.
 
-Each is a median of what was measured by itself (of calls, which add up, the mean), and goes into the model where it
-belongs; none is chosen so that a run's throughput comes out right. So the throughput of the very runs they were
-measured in is a first check (``Sample.predicted``).
+Each constant is the median of direct measurements (for calls, which add up, the mean) and enters the model at its own
+place. No constant is tuned to reproduce a run's throughput, so the throughput of the measured runs is a first check
+(``Sample.predicted``).
 
-- ``call``: what a forward or a backward took beyond the declared time (paced fleets).
-- ``devices``: the operations of the microbatches that a peer did, over the time that it was busy with them.
-- ``hop``: from the end of a forward until the next stage had it decoded, but for delay and bytes of the link. Both
-  ends' clocks must be one, so it is taken from the traces of peers that wrote into one folder.
-- ``ending``: from the last gradient of a step to the first forward of the next one, but for what the model has of it:
-  messages one after the other, and the averaged bytes. Without traces: what averaging and applying took, but for the
-  same.
+- ``call``: time of a forward or a backward beyond the declared time (paced fleets).
+- ``devices``: operations of a peer's microbatches, divided by the peer's busy time.
+- ``hop``: time from the end of a forward until the next stage has decoded the activations, minus delay and transfer
+  time of the link. Both clocks must agree, so hops come from traces of peers that wrote into one folder.
+- ``ending``: time from the last gradient of a step to the first forward of the next step, minus the modelled part:
+  sequential messages and averaged bytes. Without traces: time of averaging and applying, minus the same part.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 LEAST = 3
-"""Fewest steps of a sample: the first one has no measurements yet, and the rest give a median."""
+"""Fewest steps of a sample: the first step has no measurements yet, and the rest give a median."""
 COMPUTED = ("forward", "backward", "forward and backward")
 AMPLE_GIB = 1e6
-"""Memory of machines whose size is unknown [GiB]: the run fitted."""
+"""Assumed memory of machines of unknown size [GiB]: the run did fit."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Measurements of one run, over the longest stretch of steps in which the same peers served the same stages."""
+    """Measurements of one run, over the longest stretch of steps with constant membership."""
 
     folder: Path
     config: RunConfig
@@ -67,9 +66,9 @@ class Sample:
     pauses_s: list[float]
     """Seconds between steps, if there are traces."""
     averaging_s: list[float]
-    """And applying."""
+    """Seconds of averaging and applying."""
     flops: dict[str, list[float]]
-    """By device that no fleet file paces."""
+    """Operations/s by device that no fleet file paces."""
 
     def rates(self, costs: Costs) -> Rates:
         trainers = self.config.fleet.trainers or TRAINERS
@@ -130,7 +129,7 @@ def calibrated(setting: Setting, costs: Costs) -> Setting:
     """Add measured constants to a setting: calls to the kinds' times, messages to the links' delays, the end of a
     step to every stage."""
     call_s, hop_s, ending_s = costs.call_ms / 1000, costs.hop_ms / 1000, costs.ending_ms / 1000
-    halves = [call_s] * (len(setting.cut) - 1) + [call_s / 2]  # the last stage does both in one call
+    halves = [call_s] * (len(setting.cut) - 1) + [call_s / 2]  # the last stage runs forward and backward in one call
     kinds = tuple(
         replace(
             kind,
@@ -147,7 +146,7 @@ def calibrated(setting: Setting, costs: Costs) -> Setting:
 
 
 def with_speeds(fleet: Fleet, costs: Costs) -> Fleet:
-    """Give devices their measured speed, unless the file declares another."""
+    """Set the measured speed of devices whose speed the fleet file does not declare."""
     known = {_device(d.device): d.tflops for d in costs.devices}
     if not known:
         return fleet
@@ -211,8 +210,8 @@ def observe(folder: Path) -> Sample:
 
 
 def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
-    """First and last step of the longest stretch without changes of membership, except the run's first step; and its
-    duration [s]."""
+    """Returns first step, last step and duration [s] of the longest stretch with constant membership. The run's first
+    step does not count."""
     took_s = {e.step: e.duration_s for e in events if isinstance(e, ev.StepDone)}
     who: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for e in events:
@@ -233,7 +232,7 @@ def _steady(folder: Path, events: Sequence[ev.Event]) -> tuple[int, int, float]:
 
 
 def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str, int]]:
-    """The machines and the machine of each peer: the emulated profile's, or one for each device."""
+    """Returns the fleet (the emulated profile, or an entry for each device), and each peer's entry."""
     if config.fleet.profile is not None:
         fleet = load_fleet(config.fleet.profile)
         machine_of = [k for k, machine in enumerate(fleet.machines) for _ in range(machine.count)]
@@ -245,7 +244,7 @@ def _fleet(config: RunConfig, chips: Mapping[str, str]) -> tuple[Fleet, dict[str
 
 
 def _able(machine: Machine, flops: Sequence[float] | None) -> Machine:
-    """The setting as it ran. A machine that served nobody could have any speed."""
+    """Returns the machine with ample memory and measured speed. An unused machine's speed is arbitrary."""
     return machine.model_copy(
         update={
             "memory_gib": AMPLE_GIB,
@@ -277,7 +276,7 @@ def _serving(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scen
 
 
 def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[float]:
-    """Seconds of each peer and step without repeated work."""
+    """Seconds beyond the declared time, by peer and step without repeated work."""
     found = []
     for e in applied:
         kind = scene.kinds[kind_of[e.peer]]
@@ -290,7 +289,7 @@ def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene:
 def _hops(
     traced: Iterable[ev.SlotWorked], applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting
 ) -> list[float]:
-    """Seconds of each microbatch that went from one stage to the next once."""
+    """Seconds of each unrepeated hop between two stages, beyond the link's time."""
     stage_of = {(e.peer, e.step - 1): e.stage for e in applied}
     computed: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)
     decoded: dict[tuple[int, int, int], list[ev.SlotWorked]] = defaultdict(list)

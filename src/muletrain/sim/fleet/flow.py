@@ -1,8 +1,9 @@
-"""Flow fidelity: a run under churn on rates instead of messages, so that days with thousands of machines take seconds.
+"""Flow fidelity plays a run under churn on rates instead of messages, so that days with thousands of machines take
+seconds.
 
-Machines of a kind are alike, and everything flows at a constant rate (``rates``) between two events: a machine leaves,
-comes or moves. The policies that decide in production decide here too: where newcomers go (``setting.seat``), who
-moves, and who fills a stage that lost all its peers (``strategies.swarm``).
+Machines of a kind are alike, and everything flows at a constant rate (``rates``) between two events: a departure, an
+arrival or a move. Production policies decide here, too: on seats of newcomers (``setting.seat``), on moves, and on the
+adopter of a stage that lost all its peers (``strategies.swarm``).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Weather:
     away_s: float = 1800.0
 
     def on(self, exposed: float) -> Weather:
-        """The weather of a part of the fleet. ``exposed``: see ``Setting``; of a trace's changes it gets its share."""
+        """Returns the weather of a part of the fleet, with its share of the trace's changes. ``exposed``: see
+        ``Setting``."""
         if exposed in (0.0, 1.0):
             return self if exposed else Weather()
         counted, here, changes = 0, 0, list[Change]()
@@ -71,7 +73,7 @@ class Rules:
 
 
 class Agenda:
-    """Actions and when they are due [s]; actions of one moment run in the order in which they were entered."""
+    """Actions by due time [s]. Actions of the same time run in the order of entry."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -96,7 +98,7 @@ class Agenda:
 
 
 class _Comings(Protocol):
-    """Carries out what the weather decides."""
+    """Carries out the decisions of the weather."""
 
     def lose(self) -> int | None: ...
 
@@ -104,7 +106,7 @@ class _Comings(Protocol):
 
 
 class _Churn:
-    """When machines leave and come back, by one ``weather``."""
+    """Departures and returns of machines under one ``weather``."""
 
     def __init__(
         self, weather: Weather, agenda: Agenda, draw: random.Random, members: Membership, fleet: _Comings
@@ -114,7 +116,7 @@ class _Churn:
         self._gone: deque[int] = deque()
         """Kinds of machines that a trace may bring back."""
         self._version = 0
-        """Counts redrawn times of departure: older ones are void."""
+        """Number of redraws of the next departure; earlier draws are void."""
 
     def begin(self) -> None:
         for change in self._weather.trace:
@@ -167,7 +169,7 @@ class Flow:
         seed: int,
         serving: Sequence[Counts] | None = None,
     ) -> None:
-        """``serving``: who serves at the start, by stage and kind; default: machines are seated as newcomers."""
+        """``serving``: initial peers by stage and kind; default: machines are seated as newcomers."""
         self._setting, self._rules, self._horizon_s = rates.setting, rules, horizon_s
         self._draw = random.Random(f"flow/{seed}")
         self._agenda = Agenda()
@@ -176,7 +178,7 @@ class Flow:
         self._churn = _Churn(weather.on(self._setting.exposed), self._agenda, self._draw, self._members, self)
         self._confirmed = Confirmed()
         self._restless = True
-        """Somebody came, went or moved since nobody wanted to move."""
+        """The membership has changed since the policy last wanted no move."""
         self._work = tuple(s.forward_flops for s in self._setting.cost.stages)
 
     @property
@@ -206,7 +208,7 @@ class Flow:
     # Machines leave and come ------------------------------------------------------------------------------------------
 
     def lose(self) -> int | None:
-        """A machine leaves; return its kind. None: none may leave."""
+        """Remove a random machine and return its kind; None: no machine may leave."""
         drawn = self._members.drawn(self._draw)
         if drawn is None:
             return None
@@ -221,7 +223,7 @@ class Flow:
         return kind
 
     def _lose(self, kind: int, stage: int) -> None:
-        """A machine that serves leaves, and its part of the step is lost."""
+        """A serving machine leaves, and its part of the step is lost."""
         share, accounts = self._members.share(stage, kind), self._progress.accounts
         held = self._progress.held(share)
         self._members.add(stage, kind, -1)
@@ -243,7 +245,7 @@ class Flow:
     # Peers on their way -----------------------------------------------------------------------------------------------
 
     def _fetch(self, moving: Moving, what: str) -> None:
-        """A peer fetches the state of its new stage, which it serves from the end of the present step on."""
+        """A peer fetches the state of its new stage and serves there from the end of the present step on."""
         kind, target = moving.kind, moving.target
         self._members.fetches(moving)
         self._progress.accounts.happened(what)
@@ -264,7 +266,7 @@ class Flow:
             self._changed()
 
     def _departs(self, moving: Moving) -> None:
-        """A peer leaves its stage between two steps, and never as the last one."""
+        """A peer leaves its stage between two steps; the last peer of a stage stays."""
         if moving not in self._members.moving or moving.source is None:
             return
         here = self._members.serving[moving.source]
@@ -295,8 +297,8 @@ class Flow:
         self._agenda.after(self._rules.period_s, self._tick)
 
     def _adopt(self, stage: int) -> None:
-        """The run rolls back to its newest checkpoint. If nobody came to the lost stage meanwhile, a peer of the stage
-        with most peers serves it."""
+        """The run rolls back to its newest checkpoint. If no peer came to the lost stage meanwhile, a peer of the most
+        populated stage serves there."""
         if stage not in self._progress.lost:
             return
         members, accounts = self._members, self._progress.accounts

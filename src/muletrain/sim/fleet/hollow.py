@@ -1,5 +1,5 @@
-"""A ``Compute`` that computes nothing: in a virtual fleet all tensors are tiny, equal and ready at once. Weights are the
-number of updates, so that those of two steps differ."""
+"""A ``Compute`` without computation: in a virtual fleet all tensors are tiny, equal and ready at once. Weights are the
+number of updates, so that weights of different steps differ."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HollowCompute:
         self._sums: defaultdict[int, float] = defaultdict(float)
         """Microbatches in the accumulator of each step."""
         self._uncounted: dict[Microbatch, float] = {}
-        """Parts that are not, and which share of a microbatch each is."""
+        """Shares of parts of microbatches that are not counted yet."""
         self._updates = 0
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
@@ -145,7 +145,7 @@ class HollowCompute:
         return _RESULTS[key][1]
 
     async def end(self, *, over: bool) -> None:
-        """No other machine is told."""
+        """Do nothing: no other machine is told."""
 
     def close(self) -> None:
         pass
@@ -154,12 +154,12 @@ class HollowCompute:
 _SAME: dict[int, object] = {}
 """Activations, encoded and decoded, by identity."""
 _RESULTS: dict[tuple[object, ...], tuple[object, Any]] = {}
-"""Results by function and identity of its arguments, which are kept so that no other object gets the same identity."""
+"""Results by function and argument identities; arguments are kept so that no new object gets the same identity."""
 
 
 @cache
 def activations(sequences: int) -> Tensor:
-    """Returns the activations of so many ``sequences``, and their gradients: always the same tensor, fp32 [B, T, D]."""
+    """Returns the activations of ``sequences`` sequences, or the gradients: always the same tensor, fp32 [B, T, D]."""
     values = torch.ones(sequences, TOKENS, WIDTH)
     _SAME[id(values)] = values
     return values

@@ -1,4 +1,4 @@
-"""The links of a virtual fleet: frames carry tiny tensors, and take the time of the run's own."""
+"""The links of a virtual fleet: frames carry tiny tensors, but take the time of the run's real frames."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class FleetLinks(Conditions):
-    """The setting's paths, and frames that weigh what the run's own would. ``kind_of``, ``stage_of``: of each peer and
-    client by id; who fills them may change them."""
+    """The setting's paths, with frames as heavy as the run's real frames. ``kind_of``, ``stage_of``: of each peer and
+    client by id, as filled by the caller."""
 
     def __init__(self, setting: Setting, kind_of: Mapping[str, int], stage_of: Mapping[str, int]) -> None:
         self._setting, self._kind_of, self._stage_of = setting, kind_of, stage_of

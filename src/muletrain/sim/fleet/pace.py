@@ -1,9 +1,9 @@
-"""Predict how fast a fleet goes: ``rates``, corrected by played ``steps``. ``plan`` and ``simulate`` use it.
+"""Predict the speed of a fleet by ``rates``, corrected by played ``steps``, for ``plan`` and ``simulate``.
 
-Rates treat a stage as one queue that all its peers take work from. In fact each sender chooses by its own requests, so
-some requests queue at one peer while another is idle: with 40 T4 and four A100 in three stages a step takes 13 to 60 %
+Rates treat a stage as one queue shared by all its peers. In fact each sender chooses by its own requests, so some
+requests queue at one peer while another is idle: with 40 T4 and four A100 in three stages a step takes 13 to 60 %
 longer than by rates, and as long as played (both compared with the production code: tests/test_fidelities.py). Under
-churn memberships change too often to play each, so a membership gets the correction of the nearest one that was played.
+churn memberships change too often to play each, so a membership gets the correction of the nearest played membership.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
-"""Core seconds: the longest play; and all plays of one run after the first, and again as much for lasting
+"""Core seconds of the longest play; and of all plays of one run after the first, and as many for lasting
 memberships."""
 MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
-"""Core seconds that a play takes per microbatch and stage, per receiver that its sender considers, and per shard."""
+"""Core seconds of a play per microbatch and stage, per receiver that a sender considers, and per shard."""
 NEAR = 0.05
-"""Two memberships share a correction if they place at most this part of all compute elsewhere."""
+"""Two memberships share a correction if at most this part of all compute is placed differently."""
 
 
 class Slower(NamedTuple):
@@ -71,7 +71,7 @@ class Pace(Rates):
         return self.of(serving)
 
     def step(self, serving: Sequence[Counts]) -> Took:
-        """Play a step; use rates if a play would take too long, or steps so short that they end beside each other."""
+        """Play a step. Use rates if a play would take too long, or if steps are so short that several end at once."""
         if effort_of(self.setting, serving) <= PLAYABLE_S:
             took = play(self.setting, cast(self.setting, serving, self._trainers), delayed=self._delayed)
             if took.step_s > 0:
@@ -99,8 +99,7 @@ class Pace(Rates):
         return self._found.setdefault(serving, left)
 
     def _apart(self, one: Sequence[Counts], other: Sequence[Counts]) -> float:
-        """Microbatches/s of the machines that one membership has at a stage and the other has not; a move counts
-        once."""
+        """Microbatches/s of the machines that the two memberships place differently; a move counts once."""
         more = less = 0.0
         for here, there in zip(one, other, strict=True):
             for a, b, each in zip(here, there, self.whole_per_s, strict=True):

@@ -1,4 +1,4 @@
-"""Which machine serves which stage, where a strategy knows that before the run begins."""
+"""Membership that a strategy plans before the run begins."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Planned:
 
 
 def as_hub(setting: Setting, strategy: Strategy) -> Planned:
-    """Returns the hub that a fleet founds without a plan: reliable machines are its servers, and the others its clients,
-    each of the stage that it helps most (``runs.join.seating``). Raises CapacityError."""
+    """Returns the hub that a fleet founds without a plan: reliable machines are servers, and each unreliable machine is
+    a client of the stage that gains most (``runs.join.seating``). Raises CapacityError."""
     kinds, stages, clients = dict[str, int](), dict[str, int](), dict[str, int]()
 
     def named(kind: int) -> str:

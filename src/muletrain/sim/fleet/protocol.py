@@ -1,8 +1,7 @@
 """Protocol fidelity: production peers with all their messages, on a virtual clock.
 
-Only compute and the size of tensors are not real: computing takes the cost model's time, tensors are tiny, and links
-take the time of real ones. Wiring, admission, windows, sealing, averaging, records, joining and moving are production
-code.
+Only compute and tensor sizes are simulated: computing takes the cost model's time, tensors are tiny, and links take the
+time of real tensors. Wiring, admission, windows, sealing, averaging, records, joining and moving are production code.
 """
 
 from __future__ import annotations
@@ -87,19 +86,19 @@ class Actors(VirtualHost):
         watch: Callable[[Event], None] | None = None,
         planned: Planned | None = None,
     ) -> None:
-        """``watch`` hears every event. ``planned``: default: machines are seated as newcomers."""
+        """``watch`` receives every event. ``planned``: default: machines are seated as newcomers."""
         self._watch, self._strategy = watch, SWARM if planned is None else planned.strategy
         self._setting, self._config, self._weather = setting, config, weather.on(setting.exposed)
         self._tally = Tally(setting)
         self._draw, self._horizon_s = random.Random(f"actors/{seed}"), horizon_s
         self._mortal = mortal(setting)
         self._rosters: dict[str, Roster] = {}
-        """Of those that are there."""
+        """Rosters of the present peers."""
         self._clients: dict[str, int] = {}
-        """Stages of the clients that are there."""
+        """Stages of the present clients."""
         self._kind_of: dict[str, int] = {}
         self._served: dict[str, int] = {}
-        """Stages of peers and clients, the last ones of those that are gone."""
+        """Present or last stage of each peer and client, departed ones included."""
         super().__init__(MemoryHub(FleetLinks(setting, self._kind_of, self._served), hands_over=True), [])
         stage_of = (
             {
@@ -204,7 +203,7 @@ class Actors(VirtualHost):
 
     @property
     def _most(self) -> int:
-        """Machines come only in place of ones that left."""
+        """Most machines that may leave: newcomers only replace departed machines."""
         return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
             max(0, c.peers) for c in self._weather.trace
         )
@@ -219,7 +218,7 @@ class Actors(VirtualHost):
         return [name for name in (*self._rosters, *self._clients) if self._kind_of[name] in self._mortal]
 
     def _take_any(self) -> int | None:
-        """Kill a random peer as SIGKILL does; return its kind."""
+        """Kill a random peer or client as SIGKILL does; return its kind."""
         able = self._those_that_may_go()
         if not able:
             return None
@@ -296,17 +295,17 @@ class Actors(VirtualHost):
         there = self._remove(name)
         if isinstance(error, Expelled):
             self._tally.happened("expelled")
-        elif there:  # else it was killed
+        elif there:  # a killed peer was removed before
             self._tally.gave_up(self.clock.now(), name, str(error))
 
     def _remove(self, name: str) -> bool:
-        """Returns whether it was there."""
+        """Returns whether the machine was present."""
         return (self._rosters.pop(name, None), self._clients.pop(name, None)) != (None, None)
 
     # Clients of a hub -------------------------------------------------------------------------------------------------
 
     def _help(self, name: str, stage: int | None = None) -> None:
-        """A client begins; it chooses its stage unless that is planned."""
+        """Start a client, which chooses its stage unless ``stage`` is planned."""
         if stage is not None:
             self._clients[name] = self._served[name] = stage
         self.begin(name, self._client(name, stage, self.arrive(name)))

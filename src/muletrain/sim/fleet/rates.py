@@ -1,13 +1,14 @@
-"""Predict how fast a pipeline of stages goes from the peers that serve them: the closed form behind fidelity 'flow'.
+"""Predict the speed of a pipeline from the peers of its stages: the closed form behind fidelity 'flow'.
 
-A stage is as fast as its peers together, each limited by its compute and its links. The pipeline is as fast as its
-slowest stage, and has no more microbatches in flight than the trainers' window allows (Little's law). The computing
-part of a step lasts as long as the slowest stage needs for all microbatches, plus the way there. At its end gradients
-are averaged and the record is agreed on. With few microbatches in flight, the slowest stage is idle while all of them
-are elsewhere (``circulating``). No constant is fitted; measured overheads come with the setting (``calibration``).
+A stage is as fast as its peers together, each limited by compute and links. The pipeline is as fast as its slowest
+stage, and has no more microbatches in flight than the trainers' window allows (Little's law). The computing part of a
+step lasts as long as the slowest stage needs for all microbatches, plus the way there. At the end of a step gradients
+are averaged and the record is agreed on. With few microbatches in flight, the slowest stage is idle while all
+microbatches are elsewhere (``circulating``). No constant is fitted; measured overheads come with the setting
+(``calibration``).
 
 A stage counts as one queue here, and averaging does not slow links down, so on 44 unequal machines rates are 13 to 60 %
-too high. ``pace`` corrects them by played steps; uncorrected rates only seat machines and choose what is played.
+too high. ``pace`` corrects rates by played steps; uncorrected rates only seat machines and choose candidates to play.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 Counts = tuple[int, ...]
-"""Peers of each kind that serve one stage."""
+"""Number of peers of each kind in one stage."""
 TRAINERS = 2
 FEW = 4
 """Microbatches in flight per stage; with more, the slowest stage is rarely idle."""
 AGREEMENT_HOPS = 2
-"""Messages one after another before averaging: a trainer's last word, seals."""
+"""Sequential messages before averaging: a trainer's last message, seals."""
 
 
 class Rate(NamedTuple):
@@ -47,8 +48,8 @@ class Rate(NamedTuple):
 
 
 class Rates:
-    """Rates of one setting. ``delayed``: a step is averaged while the next one computes. The stages of the last
-    fleet are remembered, because few of them change from one call to the next."""
+    """Rates of one setting. ``delayed``: a step is averaged during the computation of the next step. The stages of the
+    last fleet are cached, because few stages change between two calls."""
 
     def __init__(self, setting: Setting, *, trainers: int = TRAINERS, delayed: bool = False) -> None:
         self.setting = setting
@@ -76,7 +77,7 @@ class Rates:
         microbatches = self._cost.microbatches
         stages = self._looked_at(serving)
         before_s = busiest_s = 0.0
-        way_s = stages[0].path_s / 2  # a step begins with what trainers give themselves
+        way_s = stages[0].path_s / 2  # a step begins with microbatches that trainers give themselves
         for stage in stages:
             before_s += stage.path_s
             busiest_s = max(busiest_s, before_s - way_s + stage.makespan_s)
@@ -103,7 +104,7 @@ class Rates:
         return self.of(serving)
 
     def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
-        """Update the stages that changed since the last call, and their neighbours."""
+        """Update the stages that changed since the last call, with neighbours."""
         last = len(serving) - 1
         changed = [s for s, counts in enumerate(serving) if counts is not self._serving[s]]
         for s in sorted({n for c in changed for n in (c - 1, c, c + 1) if 0 <= n <= last}):
@@ -130,15 +131,15 @@ class Rates:
         )
 
     def _unless_known(self, what: str, find: Callable[..., float], stage: int, *peers: Counts) -> float:
-        """Look up a value of one stage that depends on these peers only."""
+        """Look up a cached value of one stage that depends on ``peers`` only."""
         known = self._known.get((what, stage))
         if known is None or known[0] != peers:
             known = self._known[what, stage] = peers, find(stage, *peers)
         return known[1]
 
     def _carried_s(self, stage: int, k: int, before: Counts | None, behind: Counts | None) -> float:
-        """Seconds that the links of a peer of kind ``k`` are busy with a microbatch: its own links, and all paths to
-        a neighbouring stage together."""
+        """Seconds per microbatch that the busiest link of a peer of kind ``k`` is busy: upload, download, or all paths
+        to a neighbouring stage together."""
         cost, own = self._cost, self._kinds[k]
         on, back = (cost.forward_bytes[stage + 1], cost.backward_bytes[stage + 1]) if behind else (0, 0)
         longest_s = max(
@@ -156,8 +157,8 @@ class Rates:
         return [[link.bandwidth_bytes_per_s for link in row] for row in self._links]
 
     def _path_s(self, stage: int, senders: Counts, receivers: Counts) -> float:
-        """Seconds from the stage before and back, averaged over the pairs that talk. Trainers send to the first
-        stage; they belong to it and prefer themselves."""
+        """Seconds from the previous stage and back, averaged over communicating pairs. Trainers send to the first
+        stage, belong to the first stage and prefer themselves."""
         ways = self._ways_s[stage]
         path_s = sum(
             share * way_s
@@ -182,9 +183,8 @@ class Rates:
         return there.delay_s + back.delay_s + sent_s + self._cost.backward_bytes[stage] / back.bandwidth_bytes_per_s
 
     def shares(self, stage: int, senders: Counts, receivers: Counts) -> list[list[float]]:
-        """Shares of the microbatches between ``stage - 1`` and ``stage``, by sender's and receiver's place; the sum
-        is 1. Senders prefer receivers that answer soon, but no receiver gets more than its share of the stage's
-        speed."""
+        """Shares of the microbatches between ``stage - 1`` and ``stage``, by sender's and receiver's place; the sum is
+        1. Senders prefer receivers that answer soon, but no receiver gets more than its share of the stage's speed."""
         if len(self.places) == 1:
             return [[1.0]]
         there, takes = self._by_place(receivers, self.service_s[stage])
@@ -216,8 +216,8 @@ class Rates:
         return peers, [sum(counts[k] / service_s[k] for k in place) for place in self.places]
 
     def _ending_s(self, stage: int, here: Counts) -> float:
-        """Seconds from the last microbatch to the applied step. The stage's longest delay counts for messages. A
-        peer sends the mean of its shard when all parts have arrived, so fast links wait for slow ones."""
+        """Seconds from the last microbatch to the applied step. Messages take the stage's longest delay. A peer sends
+        its shard's mean when all parts have arrived, so fast links wait for slow links."""
         kinds, links, cost = self._kinds, self._links, self._cost.stages[stage]
         there, peers = [k for k, n in enumerate(here) if n], sum(here)
         ending_s = self.setting.ending_s(stage, there)
@@ -236,7 +236,7 @@ class Rates:
             delay_s = max(delay_s, *[p.delay_s for p in paths])
         slowest_s, other_s = sorted(halves)[-1:-3:-1]
         averaging_s = max(slowest_s, other_s + delay_s) + slowest_s + delay_s
-        hops = AGREEMENT_HOPS + (stage > 0)  # the next step begins at stage 0, which hears of the others' entries
+        hops = AGREEMENT_HOPS + (stage > 0)  # the next step begins at stage 0, when all stages' entries have arrived
         return averaging_s + hops * delay_s + ending_s
 
     def ending_s(self, serving: Sequence[Counts]) -> float:
@@ -244,14 +244,14 @@ class Rates:
         return ended_s(self.setting, [self._ending_s(stage, here) for stage, here in enumerate(serving)], serving)
 
     def pause_s(self, serving: Sequence[Counts]) -> float:
-        """Seconds from the last gradient of a step to the first forward of the next one."""
+        """Seconds from a step's last gradient to the next step's first forward."""
         return self.ending_s(serving) + self._path_s(0, serving[0], serving[0]) / 2
 
 
 class _Stage(NamedTuple):
-    """One stage between its neighbours. ``computes``, ``carries``: microbatches/s; ``path_s``: to it from the stage
-    before and back; ``service_s``: one microbatch; ``makespan_s``: all microbatches of a step; ``ending_s``: the end
-    of a step."""
+    """One stage between its neighbours. ``computes``, ``carries``: microbatches/s; ``path_s``: from the previous stage
+    and back; ``service_s``: one microbatch; ``makespan_s``: all microbatches of a step; ``ending_s``: the end of a
+    step."""
 
     peers: int
     computes: float

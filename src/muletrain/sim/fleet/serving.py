@@ -1,4 +1,4 @@
-"""Who is in a fleet that is played as rates: peers that serve a stage, and peers on their way to one."""
+"""Membership of a fleet that is played as rates: serving peers, and peers on the way to a stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Moving:
-    """A peer on its way to ``target``; until its step ends, it still serves ``source``."""
+    """A peer on the way to ``target``; until the step ends, the peer still serves ``source``."""
 
     kind: int
     source: int | None
@@ -26,7 +26,7 @@ class Moving:
 
 
 class Membership:
-    """Peers of each kind, by the stage that they serve or go to."""
+    """Peers of each kind, by present or next stage."""
 
     def __init__(self, rates: Rates, serving: Sequence[Counts] | None = None) -> None:
         """``serving``: at the start; default: machines are seated as newcomers. Raises CapacityError."""
@@ -52,8 +52,8 @@ class Membership:
         self.serving[stage] = tuple(counts)
 
     def drawn(self, draw: random.Random) -> tuple[int, int | Moving] | None:
-        """Draw one of the machines that may leave, all with the same chance: its kind, and the stage that it serves or
-        its way to one. None: there is none."""
+        """Draw one of the machines that may leave, all with the same chance. Returns the machine's kind, and its stage
+        or its move; None: no machine may leave."""
         number = self.may_leave
         if not number:
             return None
@@ -83,7 +83,7 @@ class Membership:
         return sum(n / s for n, s in zip(self.serving[stage], self._service_s[stage], strict=True))
 
     def share(self, stage: int, kind: int) -> float:
-        """The part of a stage's work that one peer of a kind does."""
+        """One peer's part of a stage's work, by kind."""
         return 1 / self._service_s[stage][kind] / self.does(stage)
 
     def loads(self) -> dict[str, Load]:
@@ -103,7 +103,7 @@ class Membership:
         return loads
 
     def each(self) -> dict[str, Load]:
-        """Every peer that serves, by itself, and the other stages that it has room for."""
+        """Loads of single serving peers, with the other stages that have room there."""
         return {
             f"{s:04}.{k:03}.{i:06}": Load(s, targets=self.setting.kinds[k].fits - {s})
             for s, counts in enumerate(self.serving)

@@ -53,13 +53,13 @@ def simulate_fleet(
     budget_s: float = BUDGET_S,
     goes_on: GoesOn = always,
 ) -> Outcome:
-    """Play strategy ``swarm`` for ``hours``, or another one with ``planned`` membership (fidelity 'protocol').
-    ``serving``: who serves at the start, by stage and kind (fidelity 'flow'); default: machines are seated as newcomers.
-    ``budget_s``: core seconds for steps that are played beside the first one; see ``pace``.
+    """Play strategy ``swarm`` for ``hours``, or another strategy with ``planned`` membership (fidelity 'protocol').
+    ``serving``: initial peers by stage and kind (fidelity 'flow'); default: machines are seated as newcomers.
+    ``budget_s``: core seconds for played steps after the first; see ``pace``.
 
-    The same seed gives the same outcome. ``watch`` hears every event of the peers and their slots (fidelity
-    'protocol'). ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError
-    if a stage gets no machine."""
+    The same seed gives the same outcome. ``watch`` receives every event of the peers and slots (fidelity 'protocol').
+    ``goes_on`` is called at least every tenth of a real second, and may end the play. Raises CapacityError if a stage
+    gets no machine."""
     horizon_s, trainers = HOUR_S * hours, config.fleet.trainers or TRAINERS
     if fidelity == "protocol":
         from muletrain.sim.fleet.protocol import Actors

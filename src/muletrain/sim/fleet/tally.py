@@ -1,4 +1,4 @@
-"""Tally what a fleet of production peers did from their events, into the ``Outcome`` that the flow fidelity has too."""
+"""Build an ``Outcome``, as in fidelity 'flow', from the events of production peers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 CLASSES: dict[str, str] = {"activation": "activations", "gradient": "gradients", "averaging": "averaging"}
-"""Other frames are control; states take their time, but not frames of their true size."""
+"""Other frames are control; state transfers take time, but their frames are not of true size."""
 USUAL_STEPS = 5
-"""Steps whose median share of the optimum is the fleet's undisturbed one."""
+"""Number of steps whose median share of the optimum counts as undisturbed."""
 
 
 class Tally:
-    """Adds up events of all peers, and who is present. ``idle`` has the parts that a peer's own clock can tell
-    apart: averaging with agreement, and waiting for work."""
+    """Adds up events of all peers, and present machines. ``idle`` has the parts that a peer's clock can tell apart:
+    averaging with agreement, and waiting for work."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -48,7 +48,7 @@ class Tally:
         self._peers: tuple[int, ...] = ()
 
     def present(self, now: float, serving: Sequence[Sequence[int]]) -> None:
-        """These are present from now on, by stage and kind."""
+        """``serving``: peers present from now on, by stage and kind."""
         self._pass_time(now)
         kinds = self._setting.kinds
         self._optimum = sum(n * kinds[k].whole_per_s for counts in serving for k, n in enumerate(counts))
@@ -69,7 +69,7 @@ class Tally:
         self.happened("gave up")
 
     def done(self, now: float, step: int) -> None:
-        """``step`` steps are done; several peers may report it."""
+        """``step`` steps are done; several peers may report the same step."""
         if step <= self.steps:
             return
         took_s = now - self._ends[-1]
@@ -101,7 +101,7 @@ class Tally:
             self._shares.append(share)
 
     def step_back(self, step: int, to: int) -> None:
-        """Count a rollback once, though all peers report it."""
+        """Count each rollback once, though all peers report it."""
         if (step, to) in self._back:
             return
         self._back.add((step, to))
@@ -110,7 +110,7 @@ class Tally:
         self.happened("stepped back")
 
     def applied(self, kind: int, event: StepApplied, sent: Sequence[tuple[int, Mapping[TrafficClass, int]]]) -> None:
-        """One peer's bytes; ``sent``: by the receiver's kind."""
+        """Add one peer's step; ``sent``: bytes by the receiver's kind."""
         kinds = self._setting.kinds
         self._repeated += event.recomputed
         self._averaging += (event.averaging_s + event.apply_s) * kinds[kind].whole_per_s
@@ -119,8 +119,8 @@ class Tally:
                 self._bytes[kinds[kind].region, kinds[receiver].region][CLASSES.get(name, "control")] += nbytes
 
     def outcome(self, end_s: float, *, partial: bool) -> Outcome:
-        """After ``end_s``. Of the step under way as much counts as has passed of the time that the one before took;
-        nothing where there was none, or where peers gave up."""
+        """Returns the outcome at ``end_s``. The unfinished step counts in proportion to the previous step's time, or
+        not at all without a previous step, or if peers gave up."""
         steps = float(self.steps)
         if len(self._ends) > 1 and not self._gave_up:
             steps += min(0.99, (end_s - self._ends[-1]) / (self._ends[-1] - self._ends[-2]))

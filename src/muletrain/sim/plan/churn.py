@@ -1,7 +1,7 @@
-"""What churn leaves of a prediction: lost stages, rollbacks, states that newcomers fetch, machines that are away.
+"""Predict losses from churn: lost stages, rollbacks, states that newcomers fetch, absent machines.
 
-A layout of stages is played as rates under the fleet file's churn (``sim.fleet.flow``), from where the plan puts its
-machines. Of a hub only clients leave, so it has their part of the time that they are there."""
+A layout of stages is played as rates under the fleet file's churn (``sim.fleet.flow``), from the planned membership. In
+a hub only clients leave, so a hub loses the clients' part of the work in the time of their absence."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from muletrain.sim.plan.question import Question, Scene
 
 EVENTS, HOURS = 240.0, (6.0, 240.0)
-"""Departures that a play has about, and the least and most hours of one."""
+"""Approximate departures in a play, and the least and most hours of a play."""
 
 
 def rate_per_s(weather: Weather) -> float:
-    """How often each machine leaves, by itself or in a burst."""
+    """Departures per second of each machine, single or in bursts."""
     return weather.leave_per_s + weather.bursts_per_s * weather.burst_share
 
 
 def kept(question: Question, scene: Scene, serving: Sequence[Sequence[int]]) -> float:
-    """The part of a layout's tokens/s that is left under churn, at most 1. ``serving``: by stage and kind."""
+    """The part of a layout's tokens/s that remains under churn, at most 1. ``serving``: by stage and kind."""
     leaves = [n for n, kind in enumerate(scene.setting.kinds) if kind.leaves]
     exposed = sum(counts[k] for counts in serving for k in leaves)
     if question.weather == Weather() or not exposed:
@@ -52,7 +52,7 @@ def _kept(weather: Weather, scene: Scene, serving: Sequence[Counts], exposed: in
 
 
 def present(weather: Weather, machines: int) -> float:
-    """The mean part of ``machines`` that churn leaves there."""
+    """The mean part of ``machines`` that is present under churn."""
     if weather.trace and machines:
         there, since_s, total = machines, 0.0, 0.0
         for change in weather.trace:

@@ -1,5 +1,5 @@
-"""Plan with fewer machines than the fleet has. Where averaging or links take longer than more machines save, or churn
-takes more than they bring, some machines do more without the others, down to a single one."""
+"""Plan with fewer machines than the fleet has. Where averaging, links or churn cost more than additional machines
+bring, a subset of the machines is faster, down to a single machine."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
     from muletrain.sim.plan.question import Question
 
 STEADY = 0.9
-"""Share of its speed that a layout keeps under churn if machines that leave cost it little."""
+"""A layout that keeps this share of its speed under churn loses little by departures."""
 SMALL = 12
-"""Machines up to which a subset is rated with every size of a microbatch; of more, with the whole fleet's."""
+"""Up to this many machines, a subset is rated with every microbatch size; above, with the whole fleet's size."""
 PLANNED = 1.25
-"""A planned pipeline is at most so many times as fast as swarm is rated on the same machines; else it is not searched.
-In a large fleet: as it is on all of them."""
+"""Assumed most speed of a planned pipeline, as a multiple of swarm's rate on the same machines; in a large fleet, the
+multiple on all machines counts."""
 HURRY = 8
 """Each subset's searches get this part of the time limit."""
 SEARCH_S = 5.0
 """Time to search pipelines that do not swap, to compare with."""
 ONLY_FEWER = "with all of them no strategy is possible"
-"""Why machines are left out that leave nothing to compare with."""
+"""Reason for leaving machines out if no layout on all machines exists."""
 BEHIND = 0.5
-"""Predictions are improved if they then do at least this part of the best one's tokens/s."""
+"""Improved predictions have at least this part of the best prediction's tokens/s."""
 LARGER = (4, 16)
-"""Multiples of the batch for which others may be planned; more is no advice."""
+"""Multiples of the batch to plan alternative layouts for; larger multiples are no advice."""
 
 Predictions = Mapping[str, Sequence[Prediction]]
 """By strategy."""
@@ -72,12 +72,12 @@ def improved(
     time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = unwatched,
 ) -> Improved:
-    """Replace each prediction by one on fewer machines, where that is faster under churn.
+    """Replace each prediction by a prediction on fewer machines, where that is faster under churn.
 
-    Of a subset that could do more than the best one (``subsets``), layouts are rated; in the order of that, strategies are
-    predicted. Around the best subset of a large fleet the search goes on."""
+    Layouts are rated for each subset that might beat the best (``subsets``), and strategies predicted in the order of
+    the rates. In a large fleet the search goes on around the best subset."""
     if question.paced and question.stages is None:
-        return Improved(predicted, complete=True)  # one machine would do the work of many, whatever its layers
+        return Improved(predicted, complete=True)  # one machine would do the work of many, for any number of layers
     search = _Search(question, predicted, seed, time_limit_s, watch)
     complete = search.run()
     own = {name: tuple(search.found[p.strategy, p.schedule] for p in ps) for name, ps in predicted.items()}
@@ -100,7 +100,7 @@ class _Search:
         self.found: dict[Key, Prediction] = {(p.strategy, p.schedule): p for own in predicted.values() for p in own}
         self._ends_s = time.monotonic() + time_limit_s
         self._pooled = ("hub", "") in self.found and self.found["hub", ""].expected_per_s >= BEHIND * self.best_per_s
-        """A hub is tried on fewer machines if on all of them it is not far behind."""
+        """A hub is tried on fewer machines if the hub of all machines is not far behind."""
         self._planned = PLANNED
         if not self._small and (rate := self._rate(question)):
             self._planned = self.best_per_s / rate
@@ -130,11 +130,12 @@ class _Search:
 
     @property
     def best_per_s(self) -> float:
-        """Tokens/s of what would be recommended now."""
+        """Tokens/s of the layout that would be recommended now."""
         return max((p.expected_per_s for p in self.found.values() if p.runnable and not p.problem), default=0.0)
 
     def _least(self, *strategies: str) -> float:
-        """Tokens/s of the slowest prediction of these, which is to be improved; but what is far behind is no news."""
+        """Tokens/s of the slowest prediction of ``strategies``, at least ``BEHIND`` of the best: slower results are no
+        news."""
         own = (p.expected_per_s for (name, _), p in self.found.items() if name in strategies)
         return max(min(own, default=math.inf), BEHIND * self.best_per_s)
 
@@ -154,7 +155,7 @@ class _Search:
         return max((s.roughly_per_s for s in rated), default=0.0)
 
     def _try(self, counts: Counts, rate: float) -> None:
-        """Predict what a subset's strategies do, as far as they may do more than is known."""
+        """Predict the strategies on a subset, as far as they may exceed known predictions."""
         part, limit_s = self._subsets.of(counts), self._limit_s / HURRY
         blank = [
             Prediction(
@@ -191,13 +192,13 @@ class _Search:
 
 
 def _off(question: Question) -> Question:
-    """The same question where no machine swaps its stage."""
+    """Returns the same question without swapping."""
     run = question.run
     return replace(question, run=run.model_copy(update={"swap": run.swap.model_copy(update={"backing": "off"})}))
 
 
 def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]:
-    """Machines that swap their stage in ``p``, with the stage and what they hold."""
+    """Machines that swap their stage in ``p``, with the stage and the machine's memory."""
     if p.problem or find(p.strategy).pooled or not find(p.strategy).runs:
         return {}
     scene, found = question.scene_of(p), {}
@@ -211,8 +212,8 @@ def swappers(question: Question, p: Prediction) -> dict[str, tuple[int, Memory]]
 
 
 def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction]) -> str:
-    """Tell which machines swap their stage in ``chosen``, and how much faster that is than the fastest layout where none
-    does (swap.backing = 'off'); empty: none does. ``pipelines``: those that were found on all machines."""
+    """Tell which machines swap their stage in ``chosen``, and the speedup over the fastest layout without swapping
+    (swap.backing = 'off'); empty: no machine swaps. ``pipelines``: the layouts found on all machines."""
     part = question.without(chosen.left_out)
     if not (found := swappers(part, chosen)):
         return ""
@@ -236,7 +237,8 @@ def worth(question: Question, chosen: Prediction, pipelines: Sequence[Prediction
 
 
 def compared(question: Question, chosen: Prediction, whole: Prediction) -> str:
-    """Tell how much ``chosen``, which leaves machines out, does under churn against ``whole``, and when that changes."""
+    """Compare ``chosen``, which leaves machines out, with ``whole`` under churn, and name the batch that turns the
+    result."""
     few, many = (len({name for s in p.stages for name in s.machines}) for p in (chosen, whole))
     who = f"{few} machines" if few > 1 else f"{chosen.stages[0].machines[0]} alone"
     stays = ""
@@ -266,8 +268,8 @@ def _of_larger_steps(question: Question) -> Iterator[Prediction]:
 
 
 def _pays_from(question: Question, chosen: Prediction, other: Prediction) -> int | None:
-    """Sequences per step from which ``other`` is as fast: it averages for as long however large a step is. None: it
-    never is, or that cannot be told."""
+    """Sequences per step from which ``other`` is as fast as ``chosen``, since averaging takes the same time for any
+    step size. None: never, or unknown."""
     if chosen.split is None or other.split is None or question.run.optimizer.delayed:
         return None
     batch = question.run.train.batch

@@ -55,7 +55,7 @@ PLAYED = 8
 
 @dataclass(frozen=True)
 class Allocated:
-    """A hub on a ``scene``. ``stages``: names of the servers and the clients of each."""
+    """A hub on a ``scene``. ``stages``: names of the servers and the clients of each stage."""
 
     question: Question
     scene: Scene
@@ -63,7 +63,7 @@ class Allocated:
 
     @cached_property
     def step(self) -> HubStep:
-        """A step of it."""
+        """A step of the hub."""
         kind_of = self.kinds()
         stages = (StageMachines(*(tuple(kind_of[name] for name in names) for names in both)) for both in self.stages)
         run = self.scene.run
@@ -71,7 +71,7 @@ class Allocated:
 
     @property
     def helped(self) -> bool:
-        """Whether it has clients."""
+        """Whether the hub has clients."""
         return any(clients for _, clients in self.stages)
 
     @property
@@ -82,8 +82,8 @@ class Allocated:
 
     @cached_property
     def kept(self) -> float:
-        """The part of its tokens/s that is left under churn: of what clients add, the part of the time that they are
-        there."""
+        """The part of the tokens/s that remains under churn: the clients' contribution counts for the time of their
+        presence."""
         clients = sum(len(names) for _, names in self.stages)
         if not clients or self.question.weather == Weather():
             return 1.0
@@ -120,7 +120,7 @@ def predict(
     least: float = 0.0,
 ) -> Prediction:
     """Predict the hub with the best number of stages and microbatch, or why none is possible. ``least``: tokens/s of
-    interest: what cannot do as many is not played."""
+    interest; layouts with a lower estimate are not played."""
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
@@ -142,8 +142,8 @@ def predict(
 def _found(
     question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None]
 ) -> tuple[list[Allocated], bool, str]:
-    """Find the fastest hubs by estimate, of each number of stages one without clients and one with them; whether the time
-    was too short; why there is none."""
+    """Find the fastest hubs by estimate, for each number of stages one without clients and one with clients. Also
+    returned: whether the time was too short, and the reason if there is no hub."""
     asked, reliable = question.asking(find("hub")), sum(peer.reliable for peer in question.fleet.peers())
     counts = [n for n in question.stage_counts() if n <= max(1, reliable)] or [question.stages or 1]
     sizes, deadline, problem = asked.microbatches(), time.monotonic() + time_limit_s, ""
@@ -168,7 +168,7 @@ def _found(
 
 
 def _servers(question: Question) -> str:
-    """What bounds the stages of a hub, for those that are told to take more of them."""
+    """Explain the bound on a hub's stages, for users who are advised to take more stages."""
     peers = question.fleet.peers()
     return f" (of a hub, each stage needs a reliable machine, and {sum(p.reliable for p in peers)} of {len(peers)} are)"
 
@@ -201,7 +201,7 @@ class _Search:
         return alone + [min(helped, key=lambda c: (c.cost_s, c.serving)) for helped in every if helped]
 
     def descended(self, choice: Choice) -> Choice:
-        """Continue the search; a hub without clients stays one."""
+        """Continue the search; a hub without clients gets none."""
         servers = all(n == 0 or has for row in choice.serving for n, has in zip(row, self._servers, strict=True))
         return self._search.descended(choice, self._servers if servers else self._all)
 
@@ -310,7 +310,7 @@ def _memory(a: Allocated) -> tuple[Memory, ...]:
 
 
 def as_told(question: Question, scene: Scene, chosen: Prediction) -> Allocated:
-    """The hub that ``chosen`` tells of, on ``scene``."""
+    """The hub described by ``chosen``, on ``scene``."""
     names = tuple((tuple(m for m in s.machines if m not in s.clients), s.clients) for s in chosen.stages)
     return Allocated(question, scene, names)
 

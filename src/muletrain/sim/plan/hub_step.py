@@ -1,9 +1,9 @@
-"""How long a step of a hub takes, as our servers and clients do it (``runtime.pool``).
+"""Predict the time of a hub's step with our servers and clients (``runtime.pool``).
 
-A server and its clients are a *crew*: to the rest of the run it is one peer of its stage, as fast as all of them
-together, so the step's microbatches are played as those of strategy ``swarm`` (``sim.steps``) with a crew for each peer.
-To that comes what only a hub has: clients take the weights before they compute, every part goes to a client and back,
-and servers collect what clients accumulated.
+A server and its clients are a *crew*: for the rest of the run a crew is one peer of its stage, as fast as its machines
+together, so the step's microbatches are played as microbatches of strategy ``swarm`` (``sim.steps``) with a crew for
+each peer. Three costs exist only in a hub: clients take the weights before they compute, every part goes to a client
+and back, and servers collect the clients' accumulators.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from muletrain.sim.steps.steps import Took
 
 BUBBLE = "waiting for the first and the last microbatches of a step (less with a larger batch or fewer stages)"
-"""What limits a step whose machines wait at its begin and its end."""
+"""Limit of a step whose machines wait at the start and at the end."""
 ROOM = 2
 """Parts that a client takes at once (``runtime.pool.client``)."""
 
@@ -53,8 +53,8 @@ class Crew(NamedTuple):
 
 @dataclass(frozen=True)
 class HubStep:
-    """A step of the hub with these ``stages`` in a setting. ``trainers``: servers that build microbatches. ``delayed``:
-    accumulators are collected and averaged beside the next step (delayed parameter updates)."""
+    """A step of the hub with ``stages`` in a setting. ``trainers``: servers that build microbatches. ``delayed``:
+    accumulators are collected and averaged during the next step (delayed parameter updates)."""
 
     setting: Setting
     stages: tuple[StageMachines, ...]
@@ -63,7 +63,7 @@ class HubStep:
 
     @cached_property
     def crews(self) -> tuple[Crew, ...]:
-        """Each client is where clients are slowest together."""
+        """Crews; each client, fastest first, joins the slowest group of clients."""
         found = []
         for s, (servers, clients) in enumerate(self.stages):
             crews: list[list[int]] = [[] for _ in servers]
@@ -75,12 +75,12 @@ class HubStep:
     # Parts of a step --------------------------------------------------------------------------------------------------
 
     def servers_of(self, stage: int) -> list[int]:
-        """By kind."""
+        """Number of servers, by kind."""
         return [self.stages[stage].servers.count(k) for k in range(len(self.setting.kinds))]
 
     @cached_property
     def roughly_s(self) -> float:
-        """The step, by rates."""
+        """Estimate of a step by rates [s]."""
         of_crews = self._of_crews(linked=True)
         serving = [tuple(int(crew.stage == s) for crew in self.crews) for s in range(len(self.stages))]
         step_s = (
@@ -108,8 +108,8 @@ class HubStep:
 
     @property
     def _waited_s(self) -> float:
-        """By how much longer the slowest stage computes because its clients have to take the weights first. With delayed
-        updates they take them as soon as servers have updated, beside the step before."""
+        """Additional time of the slowest stage because clients first take the weights [s]; with delayed updates,
+        clients take the weights during the previous step, right after the servers' update."""
         later_s, computed_s = [], self._computed_s(range(len(self.stages)))
         for s in range(len(self.stages)):
             rates = self._rates_at(s)
@@ -126,8 +126,8 @@ class HubStep:
         return [self._rates(crew, linked=linked) for crew in self.crews if crew.stage == stage]
 
     def _rates(self, crew: Crew, *, linked: bool = True) -> tuple[float, float]:
-        """Microbatches/s of a server, and of its clients together. A client computes one part while the next one is on
-        its way, and waits where that takes longer; not unless ``linked``."""
+        """Microbatches/s of a server, and of its clients together. A client computes one part during the transfer of
+        the next, and waits if the transfer takes longer; transfers take no time unless ``linked``."""
         s, kinds = crew.stage, self.setting.kinds
         server, clients = 1 / kinds[crew.server].service_s(s), [1 / kinds[k].service_s(s) for k in crew.clients]
         if server < SLOWEST * sum(clients) / max(1, len(clients)):
@@ -139,7 +139,7 @@ class HubStep:
         return server, sum(rate / wait for rate, wait in zip(clients, waits, strict=True))
 
     def _way_s(self, crew: Crew, client: int) -> float:
-        """What one client's parts of a microbatch spend on links."""
+        """Seconds on links of one client's parts of a microbatch."""
         s, kinds, links = crew.stage, self.setting.kinds, self.setting.links
         passes = 1 if s == len(self.stages) - 1 else 2
         share = 1 / (len(crew.clients) + 1)
@@ -150,7 +150,7 @@ class HubStep:
         return passes * (there.delay_s + home.delay_s) + sent_s + back_s
 
     def inner_bytes(self, s: int) -> tuple[float, float]:
-        """Bytes of a microbatch that clients compute from servers to them, and back."""
+        """Bytes of a client-computed microbatch from servers to clients, and back."""
         cost, last = self.setting.cost, len(self.stages) - 1
         inputs = cost.backward_bytes[s] if s else cost.ids_bytes
         outputs = cost.ids_bytes if s == last else cost.backward_bytes[s + 1]
@@ -169,8 +169,8 @@ class HubStep:
         return replace(self.setting, kinds=tuple(kinds), links=tuple(map(tuple, links)))
 
     def _as_kind(self, crew: Crew, *, linked: bool) -> Kind:
-        """A crew as one machine, which is no faster than the links of its server are for its own parts and for what goes
-        to other stages."""
+        """Returns a crew as one machine, limited by the server's links for the crew's own parts and for the traffic
+        with other stages."""
         own, s, cost = self.setting.kinds[crew.server], crew.stage, self.setting.cost
         server, clients = self._rates(crew, linked=linked)
         rate, last = server + clients, s == len(self.stages) - 1
@@ -186,8 +186,8 @@ class HubStep:
         return replace(own, forward_s=next(times_s), backward_s=next(times_s))
 
     def _link(self, a: Crew, b: Crew, *, linked: bool) -> Link:
-        """From a crew to another. A pass through a crew takes longer than its share of the crew's time: parts travel, and
-        a microbatch with fewer sequences than the crew has workers is computed by some of them."""
+        """The link between two crews. A pass through a crew takes longer than its share of the crew's time: parts
+        travel, and a microbatch with fewer sequences than the crew has workers occupies only some of the workers."""
         path = self.setting.links[a.server][b.server] if linked else FREE
         if a.stage == b.stage or not b.clients:
             return path
@@ -200,11 +200,11 @@ class HubStep:
     # Weights and gradients ----------------------------------------------------------------------------------------------
 
     def _weights_s(self, s: int) -> float:
-        """Until the clients have the weights."""
+        """Seconds until the clients have the weights."""
         return self._moved_s(s, self.setting.cost.stages[s].weight_bytes, to_clients=True)
 
     def _gathered_s(self, s: int) -> float:
-        """Until the servers have the clients' accumulators."""
+        """Seconds until the servers have the clients' accumulators."""
         return self._moved_s(s, self.setting.cost.stages[s].averaged_bytes, to_clients=False)
 
     def _moved_s(self, s: int, nbytes: float, *, to_clients: bool) -> float:
@@ -220,7 +220,7 @@ class HubStep:
         return max(server_s, client_s) + 2 * max(links[a][b].delay_s for a in servers for b in clients)
 
     def _averaged_s(self, s: int) -> float:
-        """Until the servers have averaged, agreed and updated."""
+        """Seconds until the servers have averaged, agreed and updated."""
         cost, kinds, links = self.setting.cost.stages[s], self.setting.kinds, self.setting.links
         servers, every = self.stages[s].servers, [k for stage in self.stages for k in stage.servers]
         agreed_s = ENDING_DELAYS * max(links[a][b].delay_s for a in every for b in every)
@@ -232,7 +232,7 @@ class HubStep:
     # In words -----------------------------------------------------------------------------------------------------------
 
     def limit(self) -> str:
-        """What takes the largest part of the step."""
+        """Name the largest part of the step."""
         split, every, kinds = self.split, range(len(self.stages)), self.setting.kinds
         most_s = max(split.compute_s, split.pipeline_s, split.data_parallel_s, split.bubble_s)
 
@@ -276,7 +276,7 @@ def sent(step: HubStep) -> Bytes:
 
 
 def _pairs(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
-    """Kinds of two machines, and their share if all do as much."""
+    """Kinds of a sender and a receiver, and their share of evenly spread work."""
     for a in senders:
         for b in receivers:
             yield a, b, 1 / (len(senders) * len(receivers))

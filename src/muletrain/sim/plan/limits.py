@@ -1,4 +1,4 @@
-"""Say of a prediction what limits it, which changes of the run would help, and why machines have no work."""
+"""Explain a prediction: its limit, changes of the run that would help, and reasons for machines without work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def limited(question: Question, p: Prediction) -> Prediction:
-    """Add to a prediction what limits it, if it can run today."""
+    """Add its limit to a prediction that can run today."""
     if p.problem or not p.runnable or p.split is None:
         return p
     part = question.without(p.left_out)
@@ -63,7 +63,7 @@ def _computing(question: Question, scene: Scene, p: Prediction) -> str:
 
 
 def _ways(scene: Scene, senders: Sequence[str], receivers: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """Bandwidths [bytes/s] that may limit these machines, with their names."""
+    """Bandwidths [bytes/s] that may limit transfers between machines, with names."""
     index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
     for m in dict.fromkeys(senders):
         yield scene.setting.kinds[index[m]].up_bytes_per_s, f"the upload of {m}"
@@ -104,7 +104,7 @@ def _links(question: Question, scene: Scene, p: Prediction) -> str:
 
 
 def _averaging(question: Question, scene: Scene, p: Prediction) -> str:
-    """The slowest of the stages' averaging, of what the CPU updates, and of delays."""
+    """The slowest of averaging in each stage, updates on the CPU, and delays."""
     worst_s, told = 0.0, "agreement at the end of a step"
     for stage, here in zip(scene.setting.cost.stages, _averaging_entries(question, scene, p), strict=True):
         causes = [(stage.ending_s, "updating the weights on the CPU")]
@@ -129,7 +129,7 @@ def _averaging_entries(question: Question, scene: Scene, p: Prediction) -> list[
 
 
 def improvements(question: Question, chosen: Prediction, others: Sequence[Prediction]) -> tuple[Improvement, ...]:
-    """List the changes that give most on the layout of ``chosen`` or one of ``others``, at most one for each field.
+    """List the changes with the largest gains on the layout of ``chosen`` or of ``others``, at most one for each field.
     The numbers of stages and microbatches are the planner's own choice."""
     best = dict[str, Improvement]()
     for change in changes(question.run, paced=True):
@@ -151,7 +151,7 @@ def improvements(question: Question, chosen: Prediction, others: Sequence[Predic
 
 
 def _again(question: Question, layout: Prediction, change: Change) -> float:
-    """Tokens/s of a layout in the changed run. Raises MuletrainError if it is not possible there."""
+    """Tokens/s of a layout in the changed run. Raises MuletrainError for an impossible layout."""
     changed = replace(question.without(layout.left_out), run=applied(question.run, change))
     cut = tuple(stage.layers for stage in layout.stages)
     if find(layout.strategy).pooled:

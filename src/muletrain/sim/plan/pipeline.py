@@ -1,9 +1,9 @@
 """Plan strategy ``pipeline`` on a fleet: planned membership (DT-FM), schedules GPipe and 1F1B.
 
-For each number of stages two searches run once: one for equal stages on machines that hold any of them
-(``planning.place``), and one for unequal stages (``unequal``), in layers, machines, and pipelines per machine. Both
-schedules are tried on the results with every microbatch that fits, and ranked by an estimate. The best few of each
-schedule are played (``steps``) with averaging and trainers; these times are the prediction.
+For each number of stages two searches run once: for equal stages on machines that hold any stage (``planning.place``),
+and for unequal stages (``unequal``), in layers, machines, and pipelines per machine. Both schedules are tried on the
+results with every microbatch that fits, and ranked by an estimate. The best few layouts of each schedule are played
+(``steps``) with averaging and trainers; the played times are the prediction.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from muletrain.strategies.pipeline import Schedule
 
 SHORTLIST, NEARLY = 3, 0.9
-"""Layouts of a schedule that are played at most, and their least expected part of the best one's speed."""
+"""Most layouts of a schedule to play, and their least estimated part of the best layout's speed."""
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe")
 STAND_IN = "nobody leaves: where a machine is lost, a spare or the others of its stage stand in"
 
@@ -53,7 +53,7 @@ def predict(
     watch: Callable[[float], None] = lambda share: None,
     least: float = 0.0,
 ) -> list[Prediction]:
-    """Predict each schedule. ``least``: tokens/s of interest: what is estimated to do fewer is not played."""
+    """Predict each schedule. ``least``: tokens/s of interest; layouts with a lower estimate are not played."""
     counts, tokens = question.stage_counts(), question.run.train.batch * question.spec.context
     best: dict[Schedule, list[tuple[float, Placed]]] = {schedule: [] for schedule in SCHEDULES}
     problem = ""
@@ -97,7 +97,7 @@ def predict(
 
 
 def tried_on(question: Question, swarm: Prediction, pipelines: Sequence[Prediction]) -> list[Prediction]:
-    """Improve each of ``pipelines`` by its schedule on ``swarm``'s machines and layers, if that is faster."""
+    """Replace each of ``pipelines`` by its schedule on ``swarm``'s machines and layers, if that is faster."""
     if swarm.problem:
         return list(pipelines)
     placed = laid_out(question, swarm)
@@ -126,15 +126,15 @@ def alike(question: Question, stages: int, microbatch: int, seed: int, time_limi
 def _fastest(
     question: Question, first: Placed, microbatches: Iterable[int]
 ) -> dict[Schedule, tuple[float, Placed] | str]:
-    """For each schedule, estimate a step with the fastest of the ``microbatches`` and return it with the layout, or
-    which machine lacks room. If stages of ``first`` mix devices, the CPU updates the weights."""
+    """For each schedule, estimate a step with the fastest of the ``microbatches``, with its layout, or name a machine
+    that lacks room. If stages of ``first`` mix devices, the CPU updates the weights."""
     best: dict[Schedule, tuple[float, Placed] | str] = {}
     cut, asked = first.scene.setting.cut, question.once_mixed(first.scene.setting, first.serving)
     for microbatch in microbatches:
         try:
             scene = asked.scene(len(cut), microbatch, cut)
         except CapacityError:
-            break  # larger ones do not fit either
+            break  # larger microbatches do not fit either
         for schedule in SCHEDULES:
             placed = first.on(scheduled(question, scene, schedule, len(first.assignment[0])))
             if placed is None:
@@ -150,7 +150,7 @@ def _fastest(
 
 
 def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: int) -> Scene:
-    """Let machines recompute that have no room for GPipe's activations of a whole step (but not in the last stage)."""
+    """Let machines recompute if GPipe's activations of a whole step do not fit (but not in the last stage)."""
     if schedule != "gpipe" or question.run.compute.checkpointing != "auto":
         return scene
     needs, setting = question.needs(scene), scene.setting
@@ -273,14 +273,14 @@ def _split(placed: Placed, schedule: Schedule) -> Split:
 
 
 def _played_s(placed: Placed, schedule: Schedule) -> float:
-    """Seconds of a step as it is played."""
+    """Seconds of a played step."""
     setting, delayed = placed.scene.setting, placed.scene.run.optimizer.delayed
     step_s = play(setting, placed.cast(schedule), delayed=delayed).step_s
-    return step_s if step_s > 0 else placed.roughly_s(schedule)  # so short that steps end beside each other
+    return step_s if step_s > 0 else placed.roughly_s(schedule)  # steps so short that several end at once
 
 
 def _expected_s(question: Question, placed: Placed, schedule: Schedule) -> float:
-    """Seconds of a step as it is played, longer by what churn costs."""
+    """Seconds of a played step, with losses from churn."""
     left = churn.kept(question, placed.scene, placed.serving)
     return _played_s(placed, schedule) / left if left else math.inf
 
@@ -306,7 +306,7 @@ def uneven(question: Question, predictions: Iterable[Prediction]) -> list[Cut]:
 
 
 def cuts(question: Question, time_limit_s: float) -> list[Cut]:
-    """Uneven cuts that suit the memory and the speed of the machines, whatever the strategy."""
+    """Uneven cuts that suit the machines' memory and speed, for any strategy."""
     counts = question.stage_counts()
     every = [
         placed
@@ -318,7 +318,7 @@ def cuts(question: Question, time_limit_s: float) -> list[Cut]:
 
 
 def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
-    """The membership that the virtual world plays: as in ``chosen``, with spares where a live run seats them."""
+    """The membership for a play in the virtual world: as in ``chosen``, with spares seated as in a live run."""
     schedule = chosen.schedule
     assert schedule
     placed = as_told(question, scene, chosen)
@@ -331,7 +331,7 @@ def membership(question: Question, scene: Scene, chosen: Prediction) -> Planned:
 
 
 def as_told(question: Question, scene: Scene, chosen: Prediction) -> Placed:
-    """The layout that ``chosen`` tells of, on ``scene``. Raises CapacityError if a machine lacks room there."""
+    """The layout described by ``chosen``, on ``scene``. Raises CapacityError if a machine lacks room there."""
     kinds = scene.setting.kinds
     every = [(k, name) for k, kind in enumerate(kinds) for name in question.names[kind.name]]
     index = {name: d for d, (_, name) in enumerate(every)}

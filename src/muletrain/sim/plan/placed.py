@@ -41,8 +41,8 @@ class Placed:
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
-        """(stage, kind) in the order of stages and pipelines, then spares where a live run seats them, because they
-        average too."""
+        """(stage, kind) of all averaging machines: in the order of stages and pipelines, then spares, seated as in a
+        live run."""
         peers = [(s, self.kinds[d]) for s, devices in enumerate(self.assignment) for d in dict.fromkeys(devices)]
         serving = [[0] * len(self.scene.setting.kinds) for _ in self.assignment]
         for s, k in peers:
@@ -75,11 +75,11 @@ class Placed:
         return self.kinds[self.assignment[stage][pipeline]]
 
     def link(self, a: int, b: int) -> Link:
-        """Between two machines."""
+        """The link between two machines."""
         return self.scene.setting.links[self.kinds[a]][self.kinds[b]]
 
     def on(self, scene: Scene) -> Placed | None:
-        """The same layout with another microbatch, or state on another device; None: a machine lacks room."""
+        """The same layout with another microbatch size, or state on another device; None: a machine lacks room."""
         index = {kind.name: k for k, kind in enumerate(scene.setting.kinds)}
         own = [index.get(kind.name) for kind in self.scene.setting.kinds]
         kinds = [own[k] for k in self.kinds]
@@ -96,8 +96,8 @@ class Placed:
 
     @cached_property
     def given(self) -> list[tuple[tuple[Station, ...], int]]:
-        """Stations and share of each pipeline that gets microbatches. A machine of several pipelines seems slower to
-        each by the work of the others."""
+        """Stations and share of each pipeline that gets microbatches. The work of its other pipelines makes a shared
+        machine appear slower."""
         served = [Counter[int]() for _ in self.assignment]  # microbatches, by stage and machine
         for devices, every in zip(self.assignment, served, strict=True):
             for d, share in zip(devices, self.shares, strict=True):
@@ -145,7 +145,7 @@ class Placed:
         return found
 
     def roughly_s(self, schedule: Schedule) -> float:
-        """Estimate a step [s] from its slowest pipeline and its end, without playing it."""
+        """Estimate a step [s] from the slowest pipeline and the end of the step, without a play."""
         pipeline_s = max(roughly_s(schedule, *given) for given in self.given)
         return pipeline_s + ending_s(self.scene.setting, self.serving)
 

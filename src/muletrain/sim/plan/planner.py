@@ -1,4 +1,4 @@
-"""``muletrain plan``: every strategy on a fleet, and which one to take."""
+"""``muletrain plan``: predict every strategy on a fleet, and recommend the best."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def confirmed(question: Question, plan: Plan) -> Plan:
-    """Play the recommended layout with every message of the production code, and add its step time to the plan;
-    swarm begins with seated machines, pipeline as planned. If hardly any step ends, a note tells it."""
+    """Play the recommended layout with every message of the production code, and add its step time to the plan. Swarm
+    begins with seated machines, pipeline as planned. A note reports if hardly any step ends."""
     if plan.recommended is None:
         return plan
     chosen = plan.strategies[plan.recommended]
@@ -66,7 +66,7 @@ def predict(
     }
 
 
-@seldom_collected()  # a third of the time would go into looking at what lasts
+@seldom_collected()  # otherwise the collector scans lasting objects for a third of the time
 def plan(
     question: Question,
     *,
@@ -74,8 +74,8 @@ def plan(
     time_limit_s: float = 30.0,
     watch: Callable[[str, float], None] = fewer.unwatched,
 ) -> Plan:
-    """Predict every strategy, on fewer machines where that is faster, and recommend one. ``time_limit_s``: of the
-    searches for placements and allocations; ``watch`` hears which search runs and its share done.
+    """Predict every strategy, on fewer machines where that is faster, and recommend the best. ``time_limit_s``: of the
+    searches for placements and allocations; ``watch`` receives the running search and its share done.
 
     Raises ConfigError, and CapacityError if no strategy is possible."""
     predicted = predict(question, seed=seed, time_limit_s=time_limit_s, watch=watch)
@@ -112,8 +112,8 @@ def plan(
 
 
 def laid_out(question: Question, strategies: Sequence[str], *, time_limit_s: float = 30.0) -> Prediction:
-    """Lay out the fastest of ``strategies`` ('swarm', 'swap') under churn, as ``plan`` does, without planned pipelines
-    beside it. Raises ConfigError, and CapacityError if none is possible."""
+    """Lay out the fastest of ``strategies`` ('swarm', 'swap') under churn, as ``plan`` does, but without planned
+    pipelines. Raises ConfigError, and CapacityError if no strategy is possible."""
     cuts = plan_pipeline.cuts(question, time_limit_s / 2) if "swarm" in strategies else []
     predicted: fewer.Predictions = {
         name: [plan_swarm.predict(question, cuts=cuts) if name == "swarm" else plan_swap.predict(question)]
@@ -128,8 +128,8 @@ def laid_out(question: Question, strategies: Sequence[str], *, time_limit_s: flo
 
 
 def in_order(predicted: Mapping[str, Sequence[Prediction]]) -> list[Prediction]:
-    """Returns the predictions, given by strategy, in the order of ``STRATEGIES``; for a strategy without any, one that
-    names the missing predictor as its problem."""
+    """Returns the predictions, given by strategy, in the order of ``STRATEGIES``. A strategy without a predictor gets a
+    prediction with that problem."""
     found = list[Prediction]()
     for s in STRATEGIES:
         missing = (

@@ -1,5 +1,5 @@
-"""The question that ``muletrain plan`` answers, and what all answers share: settings by stages and microbatch,
-memory, traffic, price."""
+"""The question of ``muletrain plan``, and tools for its answers: settings by stages and microbatch, memory, traffic,
+price."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HASTE = "the time limit ended its search: the next call may find another layout,
 
 @dataclass(frozen=True)
 class Scene:
-    """The fleet with the model in so many stages and microbatches of one size."""
+    """The fleet and the model, with fixed numbers of stages and microbatches."""
 
     run: RunConfig
     setting: Setting
@@ -53,8 +53,8 @@ class Scene:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given. ``whole``: the fleet that ``fleet`` is
-    the first machines of (``subsets``). ``weather``: of the whole fleet."""
+    """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given. ``whole``: the full fleet if ``fleet``
+    is a subset (``subsets``). ``weather``: of the whole fleet."""
 
     fleet: Fleet
     run: RunConfig
@@ -66,16 +66,16 @@ class Question:
     weather: Weather = field(default_factory=Weather)
     _cuts: dict[int, Cut] = field(default_factory=dict)
     churned: dict[object, float] = field(default_factory=dict)
-    """What churn leaves of layouts that were played (``churn``)."""
+    """Remaining speed of played layouts under churn (``churn``)."""
 
     @property
     def paced(self) -> bool:
-        """True: the file declares a stage's times, whatever its layers."""
+        """True: the file declares stage times for any number of layers."""
         return any(peer.forward_s for peer in self.firsts)
 
     @cached_property
     def firsts(self) -> list[FleetPeer]:
-        """One machine of each entry."""
+        """The first machine of each entry."""
         return first_of_each(self.fleet)
 
     @cached_property
@@ -97,13 +97,13 @@ class Question:
         return tuple(p.name for p in (self.whole or self.fleet).peers() if p.name not in asked)
 
     def of_first(self, counts: Mapping[str, int]) -> Question:
-        """The same question about the first machines of each entry: as many as ``counts`` says."""
+        """The same question about the first machines of each entry; ``counts``: machines by entry."""
         machines = [m.model_copy(update={"count": n}) for m in self.fleet.machines if (n := counts.get(m.name, 0))]
-        part = Fleet.model_construct(**{**dict(self.fleet), "machines": tuple(machines)})  # links may name others
+        part = Fleet.model_construct(**{**dict(self.fleet), "machines": tuple(machines)})  # links may name absent ones
         return replace(self, fleet=part, whole=self.whole or self.fleet)
 
     def without(self, left_out: Iterable[str]) -> Question:
-        """The same question about all other machines."""
+        """The same question without the machines ``left_out``."""
         gone = set(left_out)
         return (
             self.of_first({m: sum(n not in gone for n in names) for m, names in self.names.items()}) if gone else self
@@ -128,7 +128,7 @@ class Question:
         return [m for m in MICROBATCHES if batch % m == 0] or [own]
 
     def scene(self, stages: int, microbatch: int, cut: Cut | None = None) -> Scene:
-        """Build the setting. ``cut``: default: the most even one. Raises ConfigError and CapacityError."""
+        """Build the setting. ``cut``: default: the most even cut. Raises ConfigError and CapacityError."""
         run = self.with_microbatch(microbatch)
         if cut is None and stages not in self._cuts:
             self._cuts[stages] = self.spec.cut(stages)
@@ -147,7 +147,7 @@ class Question:
         )
 
     def asking(self, strategy: Listed) -> Question:
-        """The same question about a run that asks for this strategy; unreliable machines are clients if it has any."""
+        """The same question about a run with ``strategy``, whose clients, if any, are the unreliable machines."""
         if strategy.ask is None:
             return self
         return replace(self, run=strategy.ask(self.run, sum(not peer.reliable for peer in self.fleet.peers())))
@@ -174,8 +174,7 @@ class Question:
         return offer_of(self.peer(entry))
 
     def memory(self, entry: str, stage: int, need: StageMemory, *, inputs: float = 0.0) -> Memory:
-        """Memory of a machine at a stage. ``inputs``: bytes of microbatches whose backward is owed, beyond the
-        estimate."""
+        """Memory of a machine at a stage. ``inputs``: bytes of inputs kept until backward, beyond the estimate."""
         offer, kept = self.offer(entry), int(inputs)
         if not need.resident(offer) and need.swapped is not None:
             return _swapped(entry, stage, need, need.swapped, offer)
@@ -194,7 +193,7 @@ class Question:
         )
 
     def price(self, used: Iterable[str], step_s: float) -> float | None:
-        """Price of a billion tokens on these machines; None: one of them has no price."""
+        """Price of a billion tokens on the machines ``used``; None: a price is unknown."""
         prices = {name: self.peer(m).price_per_hour for m, names in self.names.items() for name in names}
         each = [prices[name] for name in used]
         known = [p for p in each if p is not None]
@@ -202,7 +201,7 @@ class Question:
         return sum(known) / 3600 * step_s / tokens * 1e9 if len(known) == len(each) else None
 
     def assumed(self) -> tuple[str, ...]:
-        """What was estimated."""
+        """Names the used estimates."""
         unpaced = [(n, peer) for n, peer in enumerate(self.firsts) if not peer.forward_s]
         return tuple(sorted({assumed for _, assumed in (flops_of(n, peer) for n, peer in unpaced) if assumed}))
 
@@ -226,8 +225,8 @@ def with_haste(found: Prediction, *, hurried: bool) -> Prediction:
 
 
 def matrices(links: Sequence[Sequence[Link]], kinds: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Delay [ms] and bandwidth [Gbit/s] between every two machines, (N, N). ``kinds``: of the machines, by which
-    ``links`` are."""
+    """Delay [ms] and bandwidth [Gbit/s] between every two machines, (N, N). ``kinds``: kind of each machine; ``links``:
+    by kinds."""
     delay_ms = np.array([[1000 * link.delay_s for link in row] for row in links])
     gbps = np.array([[min(UNLIMITED_GBPS, 8e-9 * link.bandwidth_bytes_per_s) for link in row] for row in links])
     pairs = np.ix_(kinds, kinds)
@@ -241,7 +240,7 @@ class Bytes(defaultdict[tuple[int, int, str], float]):
         super().__init__(float)
 
     def ending(self, cost: RunCost, serving: Sequence[Sequence[int]]) -> None:
-        """Add what the end of a step sends (``sim.setting.ending_bytes``). ``serving``: by stage and kind."""
+        """Add the traffic at the end of a step (``sim.setting.ending_bytes``). ``serving``: by stage and kind."""
         for (a, b), nbytes in ending_bytes(cost, serving):
             self[a, b, "averaging"] += nbytes
 
@@ -284,7 +283,7 @@ def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes
 
 
 def _swapped(entry: str, stage: int, need: StageMemory, swapped: SwapMemory, offer: Offer) -> Memory:
-    """Memory of a machine that swaps its stage. Of a disk nothing is counted."""
+    """Memory of a machine that swaps its stage; a disk's memory does not count."""
     disk = swapped.on_disk(offer)
     return Memory(
         machine=entry,

@@ -1,8 +1,8 @@
-"""Which of a fleet's machines to plan for: every subset that could be the fastest.
+"""Find the machines of a fleet to plan for: every subset that could be the fastest.
 
-Machines of one entry of the file are alike, so a subset is a number of each. Of small fleets all are looked at, of large
-ones those that stand to reason, and then their neighbours. Most are discarded without a prediction, since they cannot do
-what another one does: no machine adds more than it computes, nor more than its links carry and its memory holds.
+Machines of one entry of the file are alike, so a subset is a number of each. All subsets of a small fleet are examined;
+of a large fleet, plausible subsets, and then their neighbours. Most subsets are discarded unpredicted by an upper
+bound: a machine adds at most its computing speed, limited by its links and its memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from muletrain.sim.plan.question import Question
 
 EVERY = 64
-"""Subsets all of which are looked at; a fleet of six machines has no more."""
+"""Largest number of subsets that are all examined; six machines have no more."""
 Counts = tuple[int, ...]
 """Machines of each entry of the file."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What a machine adds at most. ``per_s``: sequences/s through the whole model, if it never waits; ``share``: of the
-    model's work, the most that it has room for as one of several stages; ``up``, ``down``: bytes/s."""
+    """Upper bounds of a machine's contribution. ``per_s``: sequences/s through the whole model, without waiting;
+    ``share``: the largest part of the model's work that fits as one of several stages; ``up``, ``down``: bytes/s."""
 
     per_s: float
     share: float
@@ -74,19 +74,19 @@ class Bounds:
                     low = some
                 else:
                     high = some - 1
-            some = low + 1  # a stage between has neither embedding nor head, so it may have room for a layer more
+            some = low + 1  # a middle stage has neither embedding nor head, so one more layer may fit
             most = max(most, some / layers if stage == 0 else self._work(min(layers - 1, some)))
         return min(1.0, most)
 
     def _work(self, layers: int) -> float:
-        """The part of the work that the last ``layers`` and the head are."""
+        """The part of the work in the last ``layers`` and the head."""
         spec = self._question.spec
         cut = spec.cut(2, [spec.layers - layers, layers])
         first, last = (spec.stage_flops(cut, s) for s in (0, 1))
         return last / (first + last)
 
     def of(self, counts: Counts, *, pooled: bool = False) -> float:
-        """Tokens/s that these machines do at most. ``pooled``: as a hub, whose clients need less memory."""
+        """Most tokens/s of the machines ``counts``. ``pooled``: as a hub, whose clients need less memory."""
         there = [
             (n, replace(reach, share=1.0) if pooled else reach)
             for n, reach in zip(counts, self.reaches, strict=True)
@@ -98,14 +98,16 @@ class Bounds:
         return max(self._one_stage(there, whole), self._several(there, whole)) * self._tokens
 
     def _one_stage(self, there: Sequence[tuple[int, Reach]], whole: float) -> float:
-        """Sequences/s if each has the whole model: the slowest link carries a gradient at the end of each step."""
+        """Sequences/s if each machine has the whole model: the slowest link carries a gradient at the end of each
+        step."""
         ends_s = self._averaged / min(min(r.up, r.down) for _, r in there)
         computes_s = self._batch / whole
         step_s = max(computes_s, ends_s) if self._delayed else computes_s + ends_s
         return self._batch / step_s if step_s else math.inf
 
     def _several(self, there: Sequence[tuple[int, Reach]], whole: float) -> float:
-        """Sequences/s in several stages: each machine passes on what it computes of at most ``share`` of the model."""
+        """Sequences/s in several stages: each machine computes at most ``share`` of the model and passes on the
+        results."""
         reached, before = whole, math.inf
         while reached < before * (1 - 1e-6):
             before = reached
@@ -128,25 +130,25 @@ class Subsets:
         return Bounds(self.question)
 
     def of(self, counts: Counts) -> Question:
-        """The question about these machines."""
+        """The question about a subset."""
         return self.question.of_first(self._named(counts))
 
     def _named(self, counts: Counts) -> Mapping[str, int]:
         return {m.name: n for m, n in zip(self.question.fleet.machines, counts, strict=True)}
 
     def pooled(self, counts: Counts) -> bool:
-        """Could they be a hub: some that stay, as servers, and some that may leave, as clients?"""
+        """Can the subset be a hub, with reliable machines as servers and unreliable machines as clients?"""
         return len({peer.reliable for n, peer in zip(counts, self.question.firsts, strict=True) if n}) > 1
 
     def first(self) -> list[Counts]:
-        """Those to look at: all of a small fleet, else those that stand to reason."""
+        """Subsets to examine first: all of a small fleet, else the plausible subsets."""
         small = math.prod(n + 1 for n in self.whole) <= EVERY + 1
         every = product(*(range(n + 1) for n in self.whole)) if small else self._usual()
         return [counts for counts in dict.fromkeys(every) if any(counts) and counts != self.whole]
 
     def _usual(self) -> Iterator[Counts]:
-        """Each entry alone, one machine or all; all without one entry, or one region; the fastest, the best linked and
-        the reliable ones; and of equal ones fewer and fewer."""
+        """Each entry, halved down to one machine; all without one entry, or one region, and each region; the reliable
+        machines; and growing numbers of the fastest and of the best linked machines."""
         entries, whole = range(len(self.whole)), self.whole
         peers, reaches = self.question.firsts, self.bounds.reaches
 
@@ -171,7 +173,7 @@ class Subsets:
                 yield tuple(taken[n] for n in entries)
 
     def near(self, counts: Counts) -> Iterator[Counts]:
-        """One machine of an entry more or fewer, or all of them, or none."""
+        """One machine of an entry more or fewer, or all machines of an entry, or none."""
         for n, (here, most) in enumerate(zip(counts, self.whole, strict=True)):
             for other in {max(0, here - 1), min(most, here + 1), most, 0} - {here}:
                 if any(found := (*counts[:n], other, *islice(counts, n + 1, None))):
@@ -179,5 +181,5 @@ class Subsets:
 
 
 def _halves(count: int) -> list[int]:
-    """``count``, and each half of the one before."""
+    """``count``, halved again and again down to 1."""
     return [count >> n for n in range(count.bit_length())]

@@ -1,6 +1,6 @@
-"""Plan strategy ``swap`` on a fleet (ATOM): every machine with room for it computes the whole model, whose blocks pass
-through its device. The one stage that there is runs as a stage of ``swarm`` does, so it is predicted as one; how a machine
-swaps it follows from the executor's own rules (``compute.swap.fit``)."""
+"""Plan strategy ``swap`` on a fleet (ATOM): every machine with enough room computes the whole model, whose blocks pass
+through the machine's device. The single stage runs as a stage of ``swarm`` does, and is predicted likewise; the
+swapping follows the executor's own rules (``compute.swap.fit``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Plan strategy ``swarm`` on a fleet: the number of stages and the microbatch with the most tokens/s.
 
-Rates (``flow``, ``rates``) find where machines settle, for every number of stages and every microbatch, on even cuts
-and on those that suit pipelines. The best by rates are played (``steps``); these times are the prediction.
+Rates (``flow``, ``rates``) settle the machines for every number of stages and every microbatch, on even cuts and on
+cuts that suit pipelines. The best layouts by rates are played (``steps``); the played times are the prediction.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from muletrain.sim.steps.steps import Took
 
 SETTLING_PERIODS = 240
-"""Periods of rebalancing after which nobody moves any more (four hours at the default period)."""
+"""Periods of rebalancing after which no peer moves any more (four hours at the default period)."""
 PLAYED, ENOUGH = 10, 4
-"""Steps that are played, and step ends that suffice for a mean."""
+"""Steps to play, and step ends that suffice for a mean."""
 MOVING_PERIODS = (3, 9)
-"""Periods of rebalancing that are played too: after the first number hardly any peer moves."""
+"""Periods of rebalancing to play first: after the first number hardly any peer moves."""
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
-"""Layouts that are played at most, their least part of the best one's rate, and the least for the best layout of
-each cut: between cuts rates err most."""
+"""Most layouts to play; least part of the best layout's rate; and the same for the best layout of each cut, lower
+because rates err most between cuts."""
 FASTER = 1.1
-"""A play is at most so many times as fast as rates say; with a few microbatches a step it may be more."""
+"""A play is at most so many times as fast as its rate; with few microbatches a step, the factor may be larger."""
 ALIKE = 0.01
-"""Relative difference below which the layout with fewer stages wins, and then the one with larger microbatches."""
+"""Relative difference below which the layout with fewer stages wins, and then the layout with larger microbatches."""
 
 
 class NoSteps(MuletrainError):
@@ -62,11 +62,11 @@ class Settled:
     roughly_s: float
     """Seconds of a step by rates."""
     kept: float = 1.0
-    """The part of its tokens/s that is left under churn."""
+    """The part of the layout's tokens/s that remains under churn."""
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         cost = self.scene.setting.cost
         return cost.microbatches * cost.tokens
 
@@ -76,7 +76,7 @@ class Settled:
         return self.kept * self.tokens / self.roughly_s
 
     def may_reach(self, tokens_per_s: float) -> bool:
-        """Is a play worth its time, where another layout does so many under churn?"""
+        """Is a play worthwhile, if another layout reaches ``tokens_per_s`` under churn?"""
         return FASTER * self.roughly_per_s >= tokens_per_s
 
     @cached_property
@@ -104,8 +104,8 @@ def predict(
     cuts: Iterable[Cut] = (),
     least: float = 0.0,
 ) -> Prediction:
-    """Find the best layout under churn, or why there is none. ``cuts``: to try beside the most even one of each number
-    of stages; ``least``: tokens/s of interest: without a layout that may reach them, none is played."""
+    """Find the best layout under churn, or the reason why there is none. ``cuts``: to try beside the most even cut of
+    each number of stages; ``least``: tokens/s of interest; no layout is played if none may reach ``least``."""
     return best_of(question, *rated(question, watch, cuts, least), least)
 
 
@@ -130,8 +130,8 @@ def rated(
     cuts: Iterable[Cut] = (),
     least: float = 0.0,
 ) -> tuple[list[Settled], str]:
-    """Rate every layout; what churn leaves of one follows from its cut. Without any, say why. Of what cannot do
-    ``least`` tokens/s churn is not played."""
+    """Rate every layout, with churn's losses found once for each cut, or return the reason why there is none. Churn is
+    not played for cuts that cannot reach ``least`` tokens/s."""
     found, problems = list[Settled](), []
     ways = [(stages, None) for stages in question.stage_counts()] + [(len(cut), cut) for cut in cuts]
     for n, (stages, cut) in enumerate(ways):
@@ -141,7 +141,7 @@ def rated(
                 own.append(settled_on(question, stages, microbatch, cut))
             except CapacityError as e:
                 problems.append(str(e))
-                break  # larger ones do not fit either
+                break  # larger microbatches do not fit either
         if own and (best := min(own, key=lambda s: s.roughly_s / s.tokens)).may_reach(least):
             left = churn.kept(question, best.scene, best.serving)
             own = [replace(s, kept=left) for s in own]
@@ -161,7 +161,7 @@ def promising(found: Sequence[Settled]) -> list[Settled]:
 
 
 def chosen(found: Sequence[Settled]) -> Settled:
-    """Choose the fastest layout, or one as fast with fewer stages."""
+    """Choose the fastest layout, or a layout with fewer stages at the same speed."""
     played, best = list[Settled](), 0.0
     for s in sorted(found, key=lambda s: -s.roughly_per_s):
         if s.may_reach((1 - ALIKE) * best):
@@ -190,9 +190,9 @@ def settled(scene: Scene) -> Settled:
 
 
 def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned: Planned | None = None) -> float:
-    """Seconds of a step with every message of the production code: the mean over the second half of ``steps`` and a
-    few periods of rebalancing, in which peers measure each other. If a peer moves late, the play is longer.
-    ``planned`` membership needs no such periods. Raises NoSteps."""
+    """Seconds of a step with every message of the production code: the mean over the second half of ``steps`` and a few
+    periods of rebalancing, in which peers measure each other. If a peer moves late, the play is extended. ``planned``
+    membership needs no such periods. Raises NoSteps."""
     horizon_s, ends_s = 0.0, list[float]()
     for periods in MOVING_PERIODS if planned is None else (0,):
         horizon_s = steps * expected_s + periods * scene.run.fleet.rebalance_period
@@ -228,7 +228,7 @@ def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> To
 
 @lru_cache(maxsize=1024)
 def _step(setting: Setting, serving: tuple[Counts, ...], trainers: int, delayed: bool) -> Took:
-    """The same layout comes up again where swapping is off, and where other strategies ask for it."""
+    """Cached, because the same layout recurs if swapping is off, and in other strategies."""
     return Pace(setting, trainers=trainers, delayed=delayed).step(serving)
 
 

@@ -1,4 +1,4 @@
-"""Strategy ``pipeline`` with stages of unequal size on a fleet: what ``planning.groups`` finds, as ``Placed``."""
+"""Strategy ``pipeline`` with stages of unequal size on a fleet: results of ``planning.groups`` as ``Placed``."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Fleet:
         return self._scenes[cut]
 
     def roughly_s(self, serving: Serving, cut: Cut, slowest_s: float) -> float:
-        """Estimate a step [s]: the busiest stage, or the links to it, all the time; each other one once; averaging."""
+        """Estimate a step [s]: the busiest stage or its links all the time, each other stage once, and averaging."""
         if (scene := self.scene(cut)) is None:
             return math.inf
         cost, here = scene.setting.cost, np.array(serving, dtype=float)
@@ -107,7 +107,7 @@ class _Fleet:
     def fastest(self, choice: Choice) -> Placed:
         """Lay out ``choice`` with the best number of pipelines."""
         scene = self.scene(choice.cut)
-        assert scene is not None  # what has no room is not chosen
+        assert scene is not None  # only cuts with enough room are chosen
         sizes = list(map(sum, choice.serving))
         every = [
             self._placed(scene, choice.serving, n) for n in counts_of_pipelines(sizes, scene.setting.cost.microbatches)

@@ -1,6 +1,6 @@
-"""Ends of steps: in a play without messages (``steps``), as ``runtime.step`` makes them (trainers' last words, seals,
-shards, means, word of who has them, what two stages exchange that share parameters; then a peer applies the step), and as
-rates."""
+"""Ends of steps, in a play without messages (``steps``) and as rates. A play follows ``runtime.step``: trainers' last
+words, seals, shards, means, announcements of means, the exchange between two stages that share parameters; then a peer
+applies the step."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ if TYPE_CHECKING:
 
 
 TIED_HOPS = 5
-"""Messages one after another while two stages exchange gradients: for what is on offer, for the numbers, and word of
-their product."""
+"""Sequential messages of a gradient exchange between two stages: for the offers, for the numbers, and word of the
+product."""
 
 
 class End:
-    """One step: what each peer has heard."""
+    """Progress of one step's end, by peer."""
 
     def __init__(self, peers: int) -> None:
         self.words, self.seals, self.parts, self.means, self.tied = ([0] * peers for _ in range(5))
         self.held: list[set[int]] = [set() for _ in range(peers)]
-        """Stages of which some peer has the whole mean, by hearer."""
+        """Stages with a peer that has the whole mean, as known to each peer."""
         self.told = set[tuple[int, int]]()
         """(stage, kind) whose first peer has announced its mean."""
         self.asked, self.multiplied = set[int](), set[int]()
-        """Peers that asked for the other stage's part of what both share, and kinds whose first peer has it."""
+        """Peers that asked for the other stage's part of the shared gradient, and kinds with a peer that has this
+        part."""
         self.settled, self.agreed, self.applied = set[int](), set[int](), set[int]()
-        """Peers that heard the product of these parts; that have all they need; that applied the step."""
+        """Peers that heard the product of both parts; that are complete; that applied the step."""
         self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
-        """Times at which the first trainer began, the last one had all answers, and the last peer had applied the
+        """Times at which the first trainer began, the last trainer had all answers, and the last peer had applied the
         step [s]."""
 
 
 class Endings:
-    """Ends of all steps. ``stages``: of each peer, in the order in which they reduce shards."""
+    """Ends of all steps. ``stages``: stage of each peer, in the order of shard reduction."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Endings:
         *,
         delayed: bool,
     ) -> None:
-        """``opened`` is called with a peer and the step that it computes from now on."""
+        """``opened`` is called with a peer and the next step that the peer computes."""
         self._wires, self._cost, self._stages, self._trainers = wires, cost, stages, trainers
         self._opened, self._delayed = opened, delayed
         self._here = [[p for p, s in enumerate(stages) if s == stage] for stage in range(len(cost.stages))]
@@ -80,7 +81,7 @@ class Endings:
         self._perhaps_seal(p, step)
 
     def _perhaps_seal(self, p: int, step: int) -> None:
-        """Seal when all trainers are through and the step before is applied."""
+        """Seal when all trainers are through and the previous step is applied."""
         if self.of[step].words[p] < self._trainers or (step and p not in self.of[step - 1].applied):
             return
         if self._delayed:
@@ -105,7 +106,7 @@ class Endings:
             self._wires.send(p, other, nbytes, partial(then, other), bulk=True)
 
     def _sum(self, p: int, step: int) -> None:
-        """One more part of the shard that ``p`` reduces has arrived."""
+        """Another part of the shard that ``p`` reduces has arrived."""
         end = self.of[step]
         end.parts[p] += 1
         if end.parts[p] == len(self._replicas(p)):
@@ -117,21 +118,21 @@ class Endings:
         if end.means[p] == len(self._replicas(p)):
             stage, alike = self._stages[p], (self._stages[p], self._wires.kinds[p])
             self._hear_held(p, stage, step)
-            if alike not in end.told:  # those that are linked alike hear nothing new from the others
+            if alike not in end.told:  # a later announcement from an equally linked peer brings nothing new
                 end.told.add(alike)
                 for other in range(len(self._stages)):
                     self._wires.tell(p, other, partial(self._hear_held, other, stage, step))
 
     def _hear_held(self, p: int, stage: int, step: int) -> None:
-        """Some peer has the whole mean of ``stage``. A record needs all stages; applying it also needs one's own
-        mean."""
+        """A peer has the whole mean of ``stage``. A record needs the means of all stages; a peer also needs its own to
+        apply it."""
         self.of[step].held[p].add(stage)
         self._perhaps_exchange(p, step)
         self._perhaps_agree(p, step)
 
     def _perhaps_exchange(self, p: int, step: int) -> None:
-        """Once both stages that share parameters have their means, ask the other one's peers what they offer, and then
-        for parts of it: one after another, since they have other takers, too."""
+        """Once both stages that share parameters have means, ask the other stage's peers for offers, and then for
+        parts, one after another, because the givers have other takers, too."""
         end = self.of[step]
         if p in end.asked or self._stages[p] not in self._cost.tied or not end.held[p].issuperset(self._cost.tied):
             return
@@ -141,11 +142,11 @@ class Endings:
         self._wires.tell(p, first, partial(self._wires.tell, first, p, asks))
 
     def _others(self, p: int) -> list[int]:
-        """The peers of the stage that shares parameters with that of ``p``."""
+        """The peers of the stage that shares parameters with the stage of ``p``."""
         return self._here[sum(self._cost.tied) - self._stages[p]]
 
     def _giver(self, p: int, taken: int) -> int:
-        """Who gives the next part. Each taker begins with another one."""
+        """The giver of the next part. Each taker begins with a different giver."""
         return self._others(p)[(self._replicas(p).index(p) + taken) % len(self._others(p))]
 
     def _give(self, p: int, step: int) -> None:
@@ -189,8 +190,8 @@ class Endings:
 
 
 def ending_bytes(cost: RunCost, serving: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, int], float]]:
-    """Bytes that go at the end of a step, by sender's and receiver's kind: each replica sends every other one two
-    shards; peers of two stages that share parameters take the other's gradient of them."""
+    """Bytes sent at the end of a step, by sender's and receiver's kind: each replica sends two shards to each other
+    replica; peers of two stages that share parameters take the other stage's shared gradient."""
     ways = [(here, here, 2 * stage.averaged_bytes) for stage, here in zip(cost.stages, serving, strict=True)]
     if cost.tied:
         one, other = (serving[s] for s in cost.tied)
@@ -203,15 +204,15 @@ def ending_bytes(cost: RunCost, serving: Sequence[Sequence[int]]) -> Iterator[tu
 
 
 def ended_s(setting: Setting, ends_s: Sequence[float], serving: Sequence[Sequence[int]]) -> float:
-    """Seconds until all stages have ended a step, from when each has (``ends_s``) if it shares no parameters. Two that
-    do exchange gradients of them after both have averaged. ``serving``: by stage and kind."""
+    """Seconds until all stages have ended a step, given the times of each stage alone (``ends_s``). Two stages that
+    share parameters exchange gradients after both have averaged. ``serving``: by stage and kind."""
     tied = setting.cost.tied
     return max([*ends_s, *(max(ends_s[s] for s in tied) + exchange_s(setting, serving, stage) for stage in tied)])
 
 
 def exchange_s(setting: Setting, serving: Sequence[Sequence[int]], stage: int) -> float:
-    """Seconds in which each peer of ``stage`` takes the other stage's gradient of what both share, if it shares anything:
-    from all peers of that stage together."""
+    """Seconds in which each peer of ``stage`` takes the shared gradient from all peers of the other stage together; 0
+    if the stage shares no parameters."""
     tied, kinds, nbytes = setting.cost.tied, setting.kinds, setting.cost.stages[stage].tied_bytes
     if stage not in tied or not all(any(serving[s]) for s in tied):
         return 0.0

@@ -1,8 +1,8 @@
 """Play steps of a settled fleet microbatch by microbatch without messages: the prediction of ``muletrain plan``.
 
-The policies of production choose receivers (``policy.wiring``, ``strategies``), links are shared as
-in production (``wires``), and steps end the same way (``endings``). Nobody fails, joins, leaves or moves, so deadlines,
-probes and records are left out, and a step takes milliseconds.
+Production policies choose receivers (``policy.wiring``, ``strategies``), links are shared as in production (``wires``),
+and steps end the same way (``endings``). No peer fails, joins, leaves or moves, so deadlines, probes and records are
+left out, and a step takes milliseconds.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from muletrain.strategies.base import Strategy
 
 ENOUGH, DRAWN = 240, 960
-"""Microbatches that are played at least, in whole steps: each trainer's number is drawn anew for each step.
-``DRAWN``: for strategies that also draw receivers, because a step waits for a slow machine that got one more (fleet
-104 of benchmarks/plan: steps of 13 to 18 s)."""
+"""Fewest microbatches to play, in whole steps: each trainer's number is drawn anew for each step. ``DRAWN``: for
+strategies that also draw receivers, because a step waits for a slow machine with one microbatch more (fleet 104 of
+benchmarks/plan: steps of 13 to 18 s)."""
 RETRY_S = 0.05
-"""Seconds until a sender whose receivers are all full tries again (``runtime.microbatch.dispatcher``)."""
+"""Seconds after which a sender whose receivers are all full tries again (``runtime.microbatch.dispatcher``)."""
 NOBODY = -1
 
 
@@ -48,7 +48,7 @@ class Cast:
 
 def cast(setting: Setting, serving: Sequence[Sequence[int]], trainers: int) -> Cast:
     """Cast strategy swarm. ``serving``: by stage and kind. Trainers are machines that stay, of as many kinds as
-    possible, in the first stage if it has one of their kind."""
+    possible, and in the first stage if the kind is there."""
     peers = tuple((s, k) for s, counts in enumerate(serving) for k, n in enumerate(counts) for _ in range(n))
     turns = defaultdict[int, int](int)
     ranked = []
@@ -71,8 +71,8 @@ def steps_of(setting: Setting, strategy: Strategy) -> int:
 
 
 def play(setting: Setting, who: Cast, *, delayed: bool = False) -> Took:
-    """Play steps after senders have measured all receivers. ``delayed``: each is averaged during the next one, and
-    the first has nothing beside it."""
+    """Play steps after senders have measured all receivers. ``delayed``: each step is averaged during the next step;
+    the first step has no such overlap."""
     steps, first = steps_of(setting, who.strategy), 1 + delayed
     played = _Play(setting, who, delayed=delayed).run(first + steps)
     ends = played[first:]
@@ -100,15 +100,15 @@ class _Peer:
     forward_s: float
     backward_s: float
     room: float
-    """Microbatches whose forward may begin before the backward of another one ends (1F1B)."""
+    """Most microbatches with a forward begun and a backward pending, minus the present ones (1F1B)."""
     backward_first: bool
     step: int = 0
-    """The step that it computes."""
+    """The step that the peer computes."""
     held: int = 0
-    """Microbatches at the peer or on their way to it."""
+    """Microbatches at the peer or on the way there."""
     computing: bool = False
     waiting: tuple[deque[_Work], deque[_Work]] = field(default_factory=lambda: (deque(), deque()))
-    """Work for the device: urgent, and other."""
+    """Work for the device: urgent, and not urgent."""
     blocked: deque[_Request] = field(default_factory=deque)
     """Requests that wait for room."""
     early: list[_Request] = field(default_factory=list)
@@ -116,7 +116,7 @@ class _Peer:
 
 
 _Work = tuple[float, "Callable[[], None]"]
-"""Seconds of work, and what follows."""
+"""Seconds of work, and the continuation."""
 
 
 class _Play:
@@ -150,7 +150,7 @@ class _Play:
         """By sender and stage, then receiver."""
 
     def run(self, steps: int) -> list[End]:
-        """Play ``steps``; return how each ended."""
+        """Play ``steps``; return the end of each step."""
         for p in range(len(self._peers)):
             self._open(p, 0)
         last = self._endings.of[steps - 1]

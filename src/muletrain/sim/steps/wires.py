@@ -1,4 +1,4 @@
-"""Time and links of a play without messages (``steps``): what happens next, and when sent data arrive."""
+"""Time and links of a play without messages (``steps``): the next event, and arrivals of sent data."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 FREE = Link(0.0, math.inf)
 BULK_SHARE = 0.35
-"""Share of a busy link that averaging gets beside activations. Fitted to fleets 0 to 39 of benchmarks/sim_grid: with
-0.2 averaging starved (fleet 23 was predicted 42 % too slow), without a bound the two took turns, and steps of one
-fleet took 331 to 1,266 s."""
+"""Share of a busy link for averaging beside activations. Fitted to fleets 0 to 39 of benchmarks/sim_grid: with 0.2
+averaging starved (fleet 23 was predicted 42 % too slow); without a bound averaging and activations took turns, and
+steps of one fleet took 331 to 1,266 s."""
 MOMENT_S = 1e-9
 """Tolerance for rounding [s]."""
 
 
 class Wires:
-    """Links between machines, each of one of the ``setting``'s kinds, shared as in production: a slow path leaves
-    the uplink to others, a downlink adds no time to a single transfer, and bulk data (averaged gradients) get a
-    small share beside activations."""
+    """Links between machines of the ``setting``'s kinds, shared as in production: a slow path leaves the uplink to
+    other paths, a downlink adds no time to a single transfer, and bulk data (averaged gradients) get a small share
+    beside activations."""
 
     def __init__(self, setting: Setting, kinds: Sequence[int], *, coupled: bool = False) -> None:
-        """``coupled``: between equal links nothing is sent that the receiver's downlink cannot take at once, because
+        """``coupled``: between equal links, data wait at the sender until the receiver's downlink is free, because
         queues are short."""
         self.now_s = 0.0
         self._setting, self.kinds, self._coupled = setting, kinds, coupled
@@ -42,9 +42,9 @@ class Wires:
         self._up, self._down = [_Lane() for _ in kinds], [_Lane() for _ in kinds]
         self._paths = defaultdict[tuple[int, int], _Lane](_Lane)
         self._waiting: list[list[tuple[int, float, Callable[[], None]]]] = [[] for _ in kinds]
-        """What each machine has to send: to whom, for how long, and what follows."""
+        """Data to send, by machine: receiver, duration [s], and continuation."""
         self._looks_s = [-math.inf] * len(kinds)
-        """When each machine checks its waiting data again [s]."""
+        """Times at which each machine checks its waiting data again [s]."""
 
     def run(self, done: Callable[[], bool]) -> None:
         """Run events in order until ``done``."""
@@ -56,11 +56,11 @@ class Wires:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._order), then))
 
     def ends(self, a: int) -> Kind:
-        """The machine with its up- and downlink."""
+        """The machine's kind, with both links' rates."""
         return self._setting.kinds[self.kinds[a]]
 
     def tell(self, a: int, b: int, then: Callable[[], None]) -> None:
-        """Send something so small that only the delay counts."""
+        """Send a small message, for which only the delay counts."""
         self.after(0.0 if a == b else self._link(a, b).delay_s, then)
 
     def send(self, a: int, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool = False) -> None:
@@ -82,7 +82,7 @@ class Wires:
         return 1 / ALIKE < up / down < ALIKE and self._link(a, b).bandwidth_bytes_per_s >= min(up, down)
 
     def _begin(self, a: int) -> None:
-        """Send the first waiting data whose receiver is free."""
+        """Send the first waiting data with a free receiver."""
         waiting, now_s = self._waiting[a], self.now_s
         for k, (b, seconds, then) in enumerate(waiting):
             if max(self._up[a].free_s, self._down[b].free_s) <= now_s + MOMENT_S:
@@ -103,14 +103,14 @@ class Wires:
         self._begin(a)
 
     def _take(self, b: int, nbytes: float, then: Callable[[], None], *, bulk: bool) -> None:
-        """Arriving data have used the downlink while they came."""
+        """Arriving data have used the downlink during the transfer."""
         duration_s = nbytes / self._setting.kinds[self.kinds[b]].down_bytes_per_s
         self._through(((self._down[b], duration_s),), self.now_s - duration_s, then, bulk=bulk)
 
     def _through(
         self, lanes: Sequence[tuple[_Lane, float]], begin_s: float, then: Callable[[], None], *, bulk: bool
     ) -> None:
-        """Call ``then`` once all ``lanes`` have carried the data, each for its seconds."""
+        """Call ``then`` once all ``lanes`` have carried the data, each for its own duration."""
         if bulk:
             self._once_carried([(lane, lane.carry_bulk(begin_s, seconds)) for lane, seconds in lanes], then)
         elif (left_s := max([lane.carry(begin_s, seconds) for lane, seconds in lanes]) - self.now_s) > 0:
@@ -121,7 +121,7 @@ class Wires:
     def _once_carried(self, marks: Sequence[tuple[_Lane, float]], then: Callable[[], None]) -> None:
         left_s = max([lane.left_s(self.now_s, mark_s) for lane, mark_s in marks])
         if left_s > MOMENT_S:
-            self.after(left_s, partial(self._once_carried, marks, then))  # what is urgent may come meanwhile
+            self.after(left_s, partial(self._once_carried, marks, then))  # urgent data may come meanwhile
         else:
             then()
 
@@ -145,24 +145,24 @@ class Wires:
 
 
 class _Lane:
-    """A link that carries one thing after another. Bulk data have their own clock, which is slow beside other data
+    """A link that carries data in order. Bulk data have a separate clock, which is slow beside other data
     (``BULK_SHARE``)."""
 
     def __init__(self) -> None:
         self.free_s = self._bulk_free_s = -math.inf
-        """When everything is carried [s]."""
+        """Times at which all data are carried [s]."""
         self._urgent_s = 0.0
-        """Seconds of urgent data."""
+        """Seconds of urgent data so far."""
 
     def carry(self, now_s: float, seconds: float) -> float:
-        """Carry data; return when they are through."""
+        """Carry data; return the time of completion."""
         shared = self._bulk_free_s > self._bulk_clock_s(now_s)
         self.free_s = max(now_s, self.free_s) + seconds / (1.0 - BULK_SHARE if shared else 1.0)
         self._urgent_s += seconds
         return self.free_s
 
     def carry_bulk(self, now_s: float, seconds: float) -> float:
-        """Carry bulk data; return when they are through, on the bulk clock."""
+        """Carry bulk data; return the time of completion, on the bulk clock."""
         self._bulk_free_s = max(self._bulk_clock_s(now_s), self._bulk_free_s) + seconds
         return self._bulk_free_s
 
