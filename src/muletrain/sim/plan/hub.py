@@ -146,6 +146,8 @@ def _found(
     returned: whether the time was too short, and the reason if there is no hub."""
     asked, reliable = question.asking(find("hub")), sum(peer.reliable for peer in question.fleet.peers())
     counts = [n for n in question.stage_counts() if n <= max(1, reliable)] or [question.stages or 1]
+    if question.stages is None and 0 < reliable <= question.spec.most_stages:
+        counts = sorted({*counts, reliable})  # stages of unequal length, the shortest that a hub may have
     sizes, deadline, problem = asked.microbatches(), time.monotonic() + time_limit_s, ""
     tries = list(product(counts, sizes[:SEARCHED]))
     found: list[tuple[Choice, _Search]] = []
