@@ -33,13 +33,15 @@ reliable = {}
 up_mbps = {}
 down_mbps = 1000
 """
-MODEL = ("model.layers=4", "model.width=256", "model.heads=4", "model.context=512", "train.batch=512")
+MODEL = ("model.width=256", "model.heads=4", "model.context=512", "train.batch=512")
 
 
-def asked(tmp_path: Path, *machines: tuple[str, int, float, float, str, int], stages: int | None = None) -> Question:
+def asked(
+    tmp_path: Path, *machines: tuple[str, int, float, float, str, int], stages: int | None = None, layers: int = 4
+) -> Question:
     text = "".join(MACHINE.format(*machine) for machine in machines)
     (tmp_path / "fleet.toml").write_text(f"{text}[defaults]\nlocal_rtt_ms = 2\n")
-    run = load_config(None, MODEL)
+    run = load_config(None, [*MODEL, f"model.layers={layers}"])
     return Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), stages, 8)
 
 
@@ -69,6 +71,13 @@ def test_servers_without_room_for_a_stage_are_left_out(tmp_path: Path) -> None:
     assert found.spares == ("tiny",)
     nowhere = plan_hub.predict(asked(tmp_path, ("tiny", 2, 9, 0.01, "true", 1000)), 0, 1e4)
     assert "of a hub, each stage needs a reliable machine, and 2 of 2 are" in nowhere.problem
+
+
+def test_as_many_stages_as_reliable_machines_are_tried_where_no_machine_holds_an_even_part(tmp_path: Path) -> None:
+    """Seven layers in even parts make 1, 2, 3, 4 or 7 stages: 4 are too few for these machines, 7 more than there are."""
+    small = ("server", 5, 2, 0.134, "true", 1000)
+    assert plan_hub.predict(asked(tmp_path, small, stages=4, layers=7), 0, 1e4).problem
+    assert len(plan_hub.predict(asked(tmp_path, small, layers=7), 0, 1e4).stages) == 5
 
 
 def test_the_same_seed_finds_the_same(tmp_path: Path) -> None:
