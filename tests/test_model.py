@@ -113,16 +113,6 @@ def test_a_large_vocabulary_relieves_the_last_stage_of_layers() -> None:
     assert [end - first for first, end in tiny(layers=12, vocab=2).cut(4)] == [3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_the_chain_of_a_model_counts_what_its_stages_count(share: bool) -> None:
-    spec = tiny(share_layers=share)
-    chain = spec.chain(2, 8, parameter_bytes=16.0, token_bytes=3.0)
-    cut = spec.cut(3)
-    for stage, (first, end) in enumerate(cut):
-        assert sum(chain.work[first:end]) == pytest.approx(3 * 16 * spec.stage_flops(cut, stage, 8))
-        assert chain.memory_bytes(first, end) == 16 * spec.stage_params(cut, stage) + (end - first) * 3 * 16
-
-
 # Stages -------------------------------------------------------------------------------------------------------------
 
 

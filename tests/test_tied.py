@@ -61,14 +61,6 @@ def test_both_stages_have_the_parameter_and_both_count_it() -> None:
     assert tied_between(chain, chain.cut(1)) is tied_between(alone, alone.cut(3)) is None
 
 
-def test_a_planner_counts_it_once_in_a_stage_that_has_both_ends() -> None:
-    chain, alone = (TracedModel(json.dumps(config_of("qwen2", tie_word_embeddings=t)), CONTEXT) for t in (True, False))
-    costs, untied = (c.chain(2, 16, parameter_bytes=16, token_bytes=64) for c in (chain, alone))
-    assert costs.memory_bytes(0, 1) == pytest.approx(untied.memory_bytes(0, 1))
-    assert costs.memory_bytes(2, 3) == pytest.approx(untied.memory_bytes(2, 3))
-    assert costs.memory_bytes(0, 3) == pytest.approx(untied.memory_bytes(0, 3) - 16 * chain.vocab * chain.width)
-
-
 def test_the_exchange_costs_time_bytes_and_memory_in_both_stages() -> None:
     chain, alone = (TracedModel(json.dumps(config_of("qwen2", tie_word_embeddings=t)), CONTEXT) for t in (True, False))
     cut, numbers, run = chain.cut(3), chain.vocab * chain.width, load_config(None, ["wire.gradients=fp16"])

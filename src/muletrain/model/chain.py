@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from muletrain.errors import ConfigError
-from muletrain.planning.partition import Chain, Cut, Shared, partition
+from muletrain.planning.partition import Cut, partition
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -276,25 +276,3 @@ class Model(ABC):
             )
         costs = [self.flops_of(layer) for layer in range(self.layers)]
         return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
-
-    def chain(self, sequences: int, tokens: int, *, parameter_bytes: float, token_bytes: float) -> Chain:
-        """For ``planning.partition_chain`` and the hub: one microbatch of ``sequences`` of ``tokens``, forward and
-        backward [FLOP].
-
-        ``parameter_bytes``: of a parameter with its gradient and its part of the optimizer; ``token_bytes``: kept by
-        a layer for a token until its backward. Embedding and head belong to the first and the last layer;
-        shared layers are held once a stage."""
-        layers = range(self.layers)
-        work = [3.0 * sequences * tokens * self.flops_of(layer, tokens) for layer in layers]
-        work[0] += 3.0 * sequences * tokens * self.embedding_flops
-        work[-1] += 3.0 * sequences * tokens * self.head_flops
-        blocks = [self.params_of(layer) * parameter_bytes for layer in layers]
-        state = [0.0 if self.share_layers else block for block in blocks]
-        state[0] += self.embedding_params * parameter_bytes
-        state[-1] += self.head_params * parameter_bytes
-        shared = [Shared(blocks[0], tuple(layers))] if self.share_layers else []
-        for found in self.tied.values():
-            users = tuple(min(max(0, part - 1), self.layers - 1) for part in found.parts)
-            state[users[0]] -= found.size * parameter_bytes  # where its costs count it
-            shared.append(Shared(found.size * parameter_bytes, users))
-        return Chain(tuple(work), tuple(state), (token_bytes * sequences * tokens,) * self.layers, tuple(shared))

@@ -68,51 +68,69 @@ class Choice:
     cut: Cut
 
 
-def search(
-    work: Work, cost_s: Callable[[Serving, Cut, float], float], *, seed: int, time_limit_s: float
-) -> tuple[list[Choice], bool]:
-    """Return the best choice from each of a few beginnings, the best first (none without room for all layers), and
-    whether the search ended by itself. ``cost_s``: of machines by stage, a cut, and the slowest stage's time."""
-    known: dict[Serving, Choice | None] = {}
+class Search:
+    """A local search, from a few beginnings, until ``deadline`` by the monotonic clock. ``cost_s``: of machines by stage,
+    a cut, and the slowest stage's time for a microbatch; never less than the slowest stage takes for all
+    ``microbatches``."""
 
-    def choice(serving: Serving) -> Choice | None:
-        if serving not in known:
-            found = work.cut(serving)
-            known[serving] = None if found is None else Choice(cost_s(serving, found[1], found[0]), serving, found[1])
-        return known[serving]
+    def __init__(
+        self,
+        work: Work,
+        cost_s: Callable[[Serving, Cut, float], float],
+        microbatches: int,
+        *,
+        seed: int,
+        deadline: float,
+    ) -> None:
+        self._work, self._cost_s, self._microbatches = work, cost_s, microbatches
+        self._draw, self._deadline = random.Random(seed), deadline
+        self._cuts: dict[Serving, tuple[float, Cut] | None] = {}
+        self._known: dict[Serving, Choice] = {}
 
-    deadline, draw = time.monotonic() + time_limit_s, random.Random(seed)
-    begun = set[Choice]()
-    for serving in beginnings(work):
-        if (found := choice(serving)) is not None:
-            begun.add(found)
-        if begun and time.monotonic() > deadline:
-            break
-    first = sorted(begun, key=lambda c: (c.cost_s, c.serving))[:BEGUN]
-    ends = [_descended(c, choice, work.counts, draw, deadline) for c in first]
-    return sorted(set(ends), key=lambda c: (c.cost_s, c.serving)), time.monotonic() <= deadline
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._deadline
 
-
-def _descended(
-    best: Choice,
-    choice: Callable[[Serving], Choice | None],
-    counts: Sequence[int],
-    draw: random.Random,
-    deadline: float,
-) -> Choice:
-    """Move one machine or swap two, until nothing helps or time is over."""
-    improved = True
-    while improved:
-        improved = False
-        moves = list(_moves(best.serving, counts))
-        draw.shuffle(moves)
-        for serving in moves:
-            if time.monotonic() > deadline:
-                return best
-            if (found := choice(serving)) is not None and found.cost_s < best.cost_s * (1 - 1e-9):
-                best, improved = found, True
+    def begun(self) -> list[Choice]:
+        """Return the best beginnings, the best first; none without room for all layers."""
+        found: list[Choice] = []
+        for serving in sorted(set(beginnings(self._work)), key=lambda serving: (self._least_s(serving), serving)):
+            choice = self.choice(serving, found[-1].cost_s if len(found) == BEGUN else math.inf)
+            if choice is not None:
+                found = sorted([*found, choice], key=lambda c: (c.cost_s, c.serving))[:BEGUN]
+            if found and self.over:
                 break
-    return best
+        return found
+
+    def descended(self, best: Choice, counts: Sequence[int]) -> Choice:
+        """Move one of ``counts`` machines or swap two, until nothing helps or time is over."""
+        improved = True
+        while improved:
+            improved = False
+            moves = list(_moves(best.serving, counts))
+            self._draw.shuffle(moves)
+            for serving in moves:
+                if self.over:
+                    return best
+                if (found := self.choice(serving, best.cost_s * (1 - 1e-9))) is not None:
+                    best, improved = found, True
+                    break
+        return best
+
+    def choice(self, serving: Serving, below_s: float = math.inf) -> Choice | None:
+        """These machines with the best cut for them. None: their cost is at least ``below_s``."""
+        if serving not in self._known and self._least_s(serving) < below_s:
+            slowest_s, cut = self._cuts[serving] or (math.inf, ())
+            self._known[serving] = Choice(self._cost_s(serving, cut, slowest_s), serving, cut)
+        found = self._known.get(serving)
+        return found if found is not None and found.cost_s < below_s else None
+
+    def _least_s(self, serving: Serving) -> float:
+        """A lower bound of the cost."""
+        if serving not in self._cuts:
+            self._cuts[serving] = self._work.cut(serving)
+        found = self._cuts[serving]
+        return math.inf if found is None else self._microbatches * found[0]
 
 
 def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:

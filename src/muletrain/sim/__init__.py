@@ -11,7 +11,7 @@ a hundred times as much:
 - ``reproduction.churn`` has equal peers and no links: hundreds of runs of 32 hours for SWARM's table 5, figures 5 and
   7.
 - ``planning.splits.roughly_s`` estimates one pipeline, to rank thousands of placements before a few are played.
-- ``planning.swapping`` and ``planning.hub_task`` are the papers' closed forms of strategies that run differently.
+- ``planning.swapping`` is ATOM's closed form of swapping.
 - ``reproduction.baselines`` are other systems as described in their papers (blocking sends), and predict nothing of
   ours.
 """

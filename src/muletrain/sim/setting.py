@@ -350,8 +350,8 @@ def _kind(
 def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArray[np.float64]:
     """Seconds of a microbatch, forward and backward, by stage, entry of the file and number of layers, (S, K, L + 1);
     inf where the stage would have to be swapped. All layers cost the same, so besides their number only the embedding
-    and the head matter."""
-    machines, longest = first_of_each(fleet), spec.layers - stages + 1
+    and the head matter. Unreliable machines are clients if the strategy has any."""
+    machines, longest, pooled = first_of_each(fleet), spec.layers - stages + 1, strategy_of(config).pooled
     offers = [offer_of(peer) for peer in machines]
     found = np.full((stages, len(machines), spec.layers + 1), np.inf)
     ends = {(s == 0, s == stages - 1): s for s in range(stages)}
@@ -361,8 +361,10 @@ def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArra
             sizes = [layers if t == s else 1 for t in range(stages)]
             sizes[0 if s else -1] += spec.layers - sum(sizes)
             cut = spec.cut(stages, sizes)
-            need, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
+            own, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
+            of_client = _client_needs(config, spec, cut)[s] if pooled else own
             for n, (peer, offer) in enumerate(zip(machines, offers, strict=True)):
+                need = own if peer.reliable else of_client
                 if need.resident(offer):
                     found[alike, n, layers] = sum(resident_service_s(n, peer, config, stages, need, cost))
     return found

@@ -1,38 +1,39 @@
-"""Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, with unreliable machines
-as clients. ``planning.allocate`` allocates both by the paper's eq. 1 and 2; ``hub_step`` predicts the time of a step of
-our servers and clients, and chooses the number of stages and the microbatch."""
+"""Strategy ``hub`` on a fleet (HYBRID): reliable machines serve stages as parameter servers, unreliable ones are their
+clients. The search that unequal pipelines have (``planning.groups``) places both; ``hub_step`` says how long a step takes.
+HYBRID's own allocation is in ``reproduction``."""
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import client_memory, stash_bytes
+import numpy as np
+
+from muletrain.compute.estimate import client_memory
 from muletrain.config.plan_file import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
-from muletrain.planning.allocate import allocate
-from muletrain.planning.hub_task import Aggregated, HubTask
+from muletrain.planning.groups import Search, Work
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.planned import Planned
 from muletrain.sim.fleet.rates import TRAINERS
-from muletrain.sim.machine import flops_of, offer_of, precision_of
+from muletrain.sim.machine import precision_of
 from muletrain.sim.plan import churn
 from muletrain.sim.plan.hub_step import HubStep, StageMachines, sent
-from muletrain.sim.plan.question import fullest, matrices, mixing, traffic, with_haste
-from muletrain.sim.setting import run_cost, stage_needs
+from muletrain.sim.plan.question import fullest, mixing, traffic, with_haste
+from muletrain.sim.setting import takes_s
 from muletrain.strategies import find
-from muletrain.strategies.hub import Hub
-from muletrain.wire.codec import encoded_size
+from muletrain.strategies.hub import Hub, stage_to_help
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from muletrain.config.plan_file import Memory
-    from muletrain.config.schema import RunConfig
-    from muletrain.planning.allocate import Allocation
-    from muletrain.planning.partition import Chain
+    from muletrain.planning.groups import Choice, Serving
+    from muletrain.planning.partition import Cut
     from muletrain.sim.plan.question import Question, Scene
 
 NOTE = (
@@ -44,8 +45,12 @@ NO_CLIENTS = (
     "without clients, since moving weights and gradients takes longer than they save: that is 'swarm' on fewer machines, so it is not "
     "recommended"
 )
-PLAYED = 5
-"""Number of allocations to play: the fastest by an estimate without queueing."""
+SEARCHED = 2
+"""Sizes of microbatches, the smallest ones, with which machines and layers are searched for."""
+CONTINUED = 8
+"""Beginnings, the best ones, from which the search goes on."""
+PLAYED = 8
+"""Hubs that are played at most."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,11 @@ class Allocated:
         return HubStep(self.scene.setting, tuple(stages), run.fleet.trainers or TRAINERS, run.optimizer.delayed)
 
     @property
+    def helped(self) -> bool:
+        """Whether the hub has clients."""
+        return any(clients for _, clients in self.stages)
+
+    @property
     def roughly_per_s(self) -> float:
         """Tokens/s under churn."""
         cost = self.scene.setting.cost
@@ -80,6 +90,13 @@ class Allocated:
         there = churn.present(self.question.weather.on(self.scene.setting.exposed), clients)
         servers = replace(self.step, stages=tuple(stage._replace(clients=()) for stage in self.step.stages))
         return there + (1 - there) * min(1.0, self.step.roughly_s / servers.roughly_s)
+
+    def unmixed(self) -> Allocated:
+        """The same with weights that the CPU updates, if the servers of a stage differ. Raises CapacityError."""
+        setting, other = self.scene.setting, self.question.once_mixed(self.scene.setting, self.serving())
+        if other is self.question:
+            return self
+        return Allocated(other, other.scene(len(setting.cut), setting.cost.sequences, setting.cut), self.stages)
 
     def kinds(self) -> dict[str, int]:
         """The kind of each machine by name."""
@@ -107,39 +124,49 @@ def predict(
     if question.paced:
         paced = next(p.name for p in question.firsts if p.forward_s)
         return _problem(f"'{paced}' is paced (forward_ms): its speed is not known; give device or tflops instead")
-    reliable = sum(peer.reliable for peer in question.fleet.peers())
-    ways = [
-        (stages, size)
-        for stages in question.stage_counts()
-        if stages <= max(1, reliable)
-        for size in question.microbatches()
-    ] or [(question.stages or 1, question.run.train.microbatch)]
-    placed: list[Allocated] = []
-    problem, hurried = "", False
-    for n, (stages, size) in enumerate(ways):
-        try:
-            with_clients = question.asking(find("hub"))
-            task = task_of(with_clients, with_clients.with_microbatch(size))
-            allocation = allocate(task, seed=seed, stages=stages, time_limit_s=time_limit_s / len(ways))
-            placed.append(_placed(with_clients, size, allocation))
-            hurried |= not allocation.complete
-        except (CapacityError, ConfigError) as e:
-            problem = f"{e}{_servers(question) if isinstance(e, CapacityError) else ''}"
-        watch((n + 1) / len(ways))
-    found = []
-    for a in sorted(placed, key=lambda a: -a.roughly_per_s):
-        if a.roughly_per_s < least:
+    hubs, hurried, problem = _found(question, seed, time_limit_s, watch)
+    played = list[Prediction]()
+    for hub in sorted(hubs, key=lambda hub: -hub.roughly_per_s)[:PLAYED]:
+        if hub.roughly_per_s < least:
             problem = "others are faster by estimate"
             break
         try:
-            found.append(told(a))
+            played.append(told(hub))
         except CapacityError as e:
             problem = str(e)
-        if len(found) == PLAYED:
-            break
-    if not found:
+    if not played:
         return _problem(problem)
-    return with_haste(max(found, key=lambda p: p.expected_per_s), hurried=hurried)
+    return with_haste(max(played, key=lambda p: p.expected_per_s), hurried=hurried)
+
+
+def _found(
+    question: Question, seed: int, time_limit_s: float, watch: Callable[[float], None]
+) -> tuple[list[Allocated], bool, str]:
+    """Find the fastest hubs by estimate, for each number of stages one without clients and one with clients. Also
+    returned: whether the time was too short, and the reason if there is no hub."""
+    asked, reliable = question.asking(find("hub")), sum(peer.reliable for peer in question.fleet.peers())
+    counts = [n for n in question.stage_counts() if n <= max(1, reliable)] or [question.stages or 1]
+    if question.stages is None and 0 < reliable <= question.spec.most_stages:
+        counts = sorted({*counts, reliable})  # stages of unequal length, the shortest that a hub may have
+    sizes, deadline, problem = asked.microbatches(), time.monotonic() + time_limit_s, ""
+    tries = list(product(counts, sizes[:SEARCHED]))
+    found: list[tuple[Choice, _Search]] = []
+    for n, (stages, size) in enumerate(tries):
+        try:
+            search = _Search(asked, stages, size, seed, deadline)
+            found += [(choice, search) for choice in search.begun()]
+        except (CapacityError, ConfigError) as e:
+            problem = f"{e}{_servers(question)}"
+        watch(n / len(tries) / 2)
+    for n, (choice, search) in enumerate(sorted(found, key=lambda both: both[0].cost_s)[:CONTINUED]):
+        found.append((search.descended(choice), search))
+        watch((1 + n / CONTINUED) / 2)
+    hurried = time.monotonic() > deadline
+    best = dict[tuple[int, bool], Allocated]()
+    hubs = [hub for c, search in found for size in sizes if (hub := search.hub(size, c.serving, c.cut)) is not None]
+    for hub in sorted(hubs, key=lambda hub: -hub.roughly_per_s):
+        best.setdefault((len(hub.stages), hub.helped), hub)
+    return [hub.unmixed() for hub in best.values()], hurried, problem
 
 
 def _servers(question: Question) -> str:
@@ -152,60 +179,85 @@ def _problem(why: str) -> Prediction:
     return Prediction(strategy="hub", runnable=find("hub").runs, problem=why)
 
 
-def _placed(question: Question, microbatch: int, allocation: Allocation) -> Allocated:
-    """Place ``allocation`` on its scene; if servers of a stage differ, the CPU updates the weights. Raises
-    CapacityError."""
-    peers = question.fleet.peers()
-    names = tuple(
-        (tuple(peers[d].name for d in stage.servers), tuple(peers[d].name for d in stage.clients))
-        for stage in allocation.stages
-    )
-    cut = tuple(stage.layers for stage in allocation.stages)
-    first = Allocated(question, question.scene(len(cut), microbatch, cut), names)
-    if small := [name for servers, clients in names for name in (*servers, *clients) if name not in first.kinds()]:
-        raise CapacityError(f"'{small[0]}' has no room for a stage of {len(cut)}: more stages, or another strategy")
-    other = question.once_mixed(first.scene.setting, first.serving())
-    return first if other is question else Allocated(other, other.scene(len(cut), microbatch, cut), names)
+class _Search:
+    """The search for the hub of so many stages with microbatches of one size."""
 
+    def __init__(self, question: Question, stages: int, microbatch: int, seed: int, deadline: float) -> None:
+        self._question, self._stages, self._microbatch = question, stages, microbatch
+        run, machines = question.with_microbatch(microbatch), question.fleet.machines
+        self._takes_s = takes_s(question.fleet, run, question.spec, stages)
+        self._servers = tuple(m.count * m.reliable for m in machines)
+        self._all = tuple(m.count for m in machines)
+        work = Work(self._takes_s, self._servers)
+        self._search = Search(work, self._cost_s, run.microbatches, seed=seed, deadline=deadline)
+        self._scenes: dict[tuple[int, Cut], Scene | None] = {}
 
-def task_of(question: Question, run: RunConfig) -> HubTask:
-    """The task of the search. Raises ConfigError for a machine of unknown speed."""
-    fleet, spec = question.fleet, question.spec
-    peers, entries = fleet.peers(), [n for n, m in enumerate(fleet.machines) for _ in range(m.count)]
-    flops = [flops_of(n, peer)[0] for n, peer in enumerate(question.firsts)]
-    links = [[fleet.between_kinds(a.index, b.index) for b in question.firsts] for a in question.firsts]
-    delay_ms, gbps = matrices(links, entries)
-    sequences, tokens = run.train.microbatch, spec.context
-    (whole,), (whole_cost,) = stage_needs(run, spec, spec.cut(1)), run_cost(run, spec, spec.cut(1)).stages
-    client = client_memory(spec, spec.cut(1), 0, tokens=sequences * tokens, precision=precision_of(run))
-    memory = []
-    for peer in question.firsts:
-        offer = offer_of(peer)
-        room = offer.device * (whole.on_device / whole.total if offer.host is None else 1.0)  # part of shared memory
-        memory.append(room if peer.reliable else room * whole.on_device / client.on_device)
-    return HubTask(
-        delay_ms,
-        gbps,
-        tuple(flops[n] for n in entries),
-        tuple(peer.reliable for peer in peers),
-        _chain(question, run, (whole.on_device - whole.activations) / spec.stage_params(spec.cut(1), 0)),
-        encoded_size(run.wire.activations, (sequences, tokens, spec.width)),
-        run.microbatches,
-        tuple(memory[n] for n in entries),
-        Aggregated(whole_cost.weight_bytes, whole_cost.averaged_bytes),
-    )
+    def begun(self) -> list[Choice]:
+        """Return a few hubs without clients, and the same with the best number of clients. Raises CapacityError and
+        ConfigError if there is none."""
+        alone = self._search.begun()
+        if not alone:
+            self._question.scene(self._stages, self._microbatch)  # says why
+            raise CapacityError(f"the reliable machines have no room for {self._stages} stages")
+        every = [[c for serving in self._helped(a) if (c := self._search.choice(serving))] for a in alone]
+        return alone + [min(helped, key=lambda c: (c.cost_s, c.serving)) for helped in every if helped]
 
+    def descended(self, choice: Choice) -> Choice:
+        """Continue the search; a hub without clients gets none."""
+        servers = all(n == 0 or has for row in choice.serving for n, has in zip(row, self._servers, strict=True))
+        return self._search.descended(choice, self._servers if servers else self._all)
 
-def _chain(question: Question, run: RunConfig, parameter_bytes: float) -> Chain:
-    """The model's layers. ``parameter_bytes``: a server's bytes per parameter."""
-    spec, tokens, precision = question.spec, run.train.microbatch * question.spec.context, precision_of(run)
-    of_layer = stash_bytes(spec, ((0, 1), (1, 2)), 0, tokens, precision)
-    of_head = stash_bytes(spec, ((0, 1), (1, 1)), 1, tokens, precision)
-    chain = spec.chain(
-        run.train.microbatch, spec.context, parameter_bytes=parameter_bytes, token_bytes=of_layer / tokens
-    )
-    *before, last = chain.activation_bytes
-    return replace(chain, activation_bytes=(*before, last + of_head))
+    def _cost_s(self, serving: Serving, cut: Cut, slowest_s: float) -> float:
+        hub = self.hub(self._microbatch, serving, cut)
+        return math.inf if hub is None else hub.step.roughly_s / hub.kept
+
+    def hub(self, microbatch: int, serving: Serving, cut: Cut) -> Allocated | None:
+        """None: no room, or a stage without server."""
+        if (scene := self._scene(microbatch, cut)) is None:
+            return None
+        machines, kinds = self._question.fleet.machines, {kind.name: kind for kind in scene.setting.kinds}
+        stages, left = [], {m.name: iter(self._question.names[m.name]) for m in machines}
+        for s, row in enumerate(serving):
+            both: tuple[list[str], list[str]] = [], []
+            for machine, count in zip(machines, row, strict=True):
+                kind = kinds.get(machine.name)
+                if count and (kind is None or s not in kind.fits - kind.swaps):
+                    return None
+                both[not machine.reliable].extend(next(left[machine.name]) for _ in range(count))
+            if not both[0]:
+                return None
+            stages.append((tuple(both[0]), tuple(both[1])))
+        return Allocated(self._question, scene, tuple(stages))
+
+    def _scene(self, microbatch: int, cut: Cut) -> Scene | None:
+        if (microbatch, cut) not in self._scenes:
+            try:
+                self._scenes[microbatch, cut] = self._question.scene(self._stages, microbatch, cut)
+            except CapacityError:
+                self._scenes[microbatch, cut] = None
+        return self._scenes[microbatch, cut]
+
+    def _helped(self, choice: Choice) -> Iterator[Serving]:
+        """Add one client, two, four, ... and all, the fastest first, each at the stage that it helps most."""
+        takes = [self._takes_s[s, :, end - first] for s, (first, end) in enumerate(choice.cut)]
+        rows = [list(row) for row in choice.serving]
+        speeds = [float((np.array(row) / each).sum()) for row, each in zip(rows, takes, strict=True)]
+        quickest_s = self._takes_s.min((0, 2))
+        clients = [
+            k
+            for k in range(len(self._all))
+            for _ in range(self._all[k] - self._servers[k])
+            if math.isfinite(quickest_s[k])
+        ]
+        for count, k in enumerate(sorted(clients, key=lambda k: float(quickest_s[k])), 1):
+            stage = stage_to_help(
+                [1.0] * len(speeds), speeds, [s for s, each in enumerate(takes) if each[k] < math.inf]
+            )
+            if stage is not None:
+                rows[stage][k] += 1
+                speeds[stage] += 1 / float(takes[stage][k])
+            if count & (count - 1) == 0 or count == len(clients):
+                yield tuple(map(tuple, rows))
 
 
 def told(a: Allocated) -> Prediction:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from muletrain.config.fleet_file import Link
 from muletrain.planning.splits import ENDING_DELAYS, Member, averaging_s, parted
 from muletrain.policy.pool import SLOWEST
-from muletrain.sim.fleet.rates import TRAINERS
+from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.plan.question import Bytes
-from muletrain.sim.steps.endings import ended_s
 from muletrain.sim.steps.steps import Cast, play
 from muletrain.sim.steps.wires import FREE
 from muletrain.strategies.swarm import SWARM
@@ -79,13 +78,17 @@ class HubStep:
         """Number of servers, by kind."""
         return [self.stages[stage].servers.count(k) for k in range(len(self.setting.kinds))]
 
-    @property
+    @cached_property
     def roughly_s(self) -> float:
-        """Estimate of a step whose microbatches wait only for the slowest stage [s]."""
-        ends_s = [self._gathered_s(s) + self._averaged_s(s) for s in range(len(self.stages))]
-        ended = ended_s(self.setting, ends_s, [self.servers_of(s) for s in range(len(self.stages))])
-        computed_s = self._computed_s(range(len(self.stages)))
-        return self._waited_s + (max(computed_s, ended) if self.delayed else computed_s + ended)
+        """Estimate of a step by rates [s]."""
+        of_crews = self._of_crews(linked=True)
+        serving = [tuple(int(crew.stage == s) for crew in self.crews) for s in range(len(self.stages))]
+        step_s = (
+            of_crews.cost.microbatches
+            / Rates(of_crews, trainers=self.trainers, delayed=self.delayed).of(serving).throughput
+        )
+        gathered_s = max(self._gathered_s(s) for s in range(len(self.stages)))
+        return self._waited_s + (max(step_s, gathered_s) if self.delayed else step_s + gathered_s)
 
     @cached_property
     def split(self) -> Split:
@@ -155,13 +158,15 @@ class HubStep:
 
     def _played(self, *, linked: bool, delayed: bool = False) -> Took:
         """A step of crews."""
-        setting = self.setting
-        kinds = [self._as_kind(crew, linked=linked) for crew in self.crews]
-        cut = [[self._link(a, b, linked=linked) for b in self.crews] for a in self.crews]
         peers = tuple((crew.stage, n) for n, crew in enumerate(self.crews))
-        of_crews = replace(setting, kinds=tuple(kinds), links=tuple(map(tuple, cut)))
         trainers = range(min(self.trainers, len(self.crews)))
-        return play(of_crews, Cast(peers, tuple(trainers), SWARM), delayed=delayed)
+        return play(self._of_crews(linked=linked), Cast(peers, tuple(trainers), SWARM), delayed=delayed)
+
+    def _of_crews(self, *, linked: bool) -> Setting:
+        """The setting with a kind for each crew."""
+        kinds = [self._as_kind(crew, linked=linked) for crew in self.crews]
+        links = [[self._link(a, b, linked=linked) for b in self.crews] for a in self.crews]
+        return replace(self.setting, kinds=tuple(kinds), links=tuple(map(tuple, links)))
 
     def _as_kind(self, crew: Crew, *, linked: bool) -> Kind:
         """Returns a crew as one machine, limited by the server's links for the crew's own parts and for the traffic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import CapacityError
-from muletrain.planning.groups import Choice, Work, counts_of_pipelines, pipelines, search
+from muletrain.planning.groups import Choice, Search, Work, counts_of_pipelines, pipelines
 from muletrain.sim.plan.placed import Placed, ending_s
 from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
 from muletrain.sim.setting import takes_s
@@ -27,7 +28,12 @@ def unequal(question: Question, stages: int, microbatch: int, seed: int, time_li
     if question.paced or not 1 < stages <= min(question.spec.most_stages, len(question.fleet.peers())):
         return []
     fleet = _Fleet(question, stages, microbatch)
-    choices, complete = search(fleet.work, fleet.roughly_s, seed=seed, time_limit_s=time_limit_s)
+    rounds = question.with_microbatch(microbatch).microbatches
+    search = Search(fleet.work, fleet.roughly_s, rounds, seed=seed, deadline=time.monotonic() + time_limit_s)
+    choices = sorted(
+        {search.descended(begun, fleet.work.counts) for begun in search.begun()}, key=lambda c: (c.cost_s, c.serving)
+    )
+    complete = not search.over
     return [replace(fleet.fastest(choice), complete=complete) for choice in choices]
 
 

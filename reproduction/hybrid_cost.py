@@ -20,35 +20,21 @@ it too. Times are in seconds; a transfer of b bytes takes delay + b * 8 / bandwi
 
 Readings of the paper, where it leaves something open: work is that of forward and backward together, and the transfers
 of eq. 1 are counted once; averaging costs nothing, as it overlaps (sec. 3.3.1), and so one stage of everything is hard
-to beat where each machine holds the whole model. Beyond the paper: memory, layers of unequal work, machines that are
-not used, and aggregation that does not overlap (``Aggregated``).
+to beat where each machine holds the whole model. Beyond the paper: memory, layers of unequal work, and machines that
+are not used.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from muletrain.planning.partition import Chain
-
-
-class Aggregated(NamedTuple):
-    """Bytes of the whole model that go from servers to each client (``weights``) and from each client and server to the
-    servers (``gradient``) in a step; of a stage as large a part as of the work. 0: aggregation overlaps, as in the
-    paper."""
-
-    weights: float = 0.0
-    gradient: float = 0.0
-
-
-OVERLAPPED = Aggregated()
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +49,16 @@ class HubTask:
     """By device [FLOP/s]."""
     reliable: tuple[bool, ...]
     """By device: whether it may be a server."""
-    chain: Chain
-    """The layers; ``work`` is forward and backward of one microbatch [FLOP]. Each device of a stage needs the memory
-    for all its layers, and for their activations of one whole microbatch."""
+    work: tuple[float, ...]
+    """By layer: forward and backward of one microbatch [FLOP]."""
     activation_bytes: float
     """Bytes of one microbatch from a stage to the next; its gradient is as large."""
     microbatches: int = 1
     """Microbatches in a step."""
     memory_bytes: tuple[float, ...] = ()
     """By device; (): no limits."""
-    aggregated: Aggregated = OVERLAPPED
+    layer_bytes: tuple[float, ...] = ()
+    """By layer, with its activations of one whole microbatch: each device of a stage holds all the stage's layers."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +93,10 @@ class StageTime:
     inside_s: float
     """The dearest transfer inside the stage."""
     compute_s: float
-    aggregation_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.activations_s + self.gradients_s + self.inside_s + self.compute_s + self.aggregation_s
+        return self.activations_s + self.gradients_s + self.inside_s + self.compute_s
 
 
 @dataclass(frozen=True)
@@ -128,45 +113,17 @@ class HubCost:
 
 
 def evaluate(task: HubTask, stages: Sequence[HubStage]) -> HubCost:
-    """Evaluate an allocation by eq. 1 and 2, from their definitions. Every solution passes through here, and no
-    search uses it for its own sums. Times are inf if a link is missing. Raises ValueError for an invalid allocation."""
+    """Evaluate an allocation by eq. 1 and 2. Times are inf if a link is missing. Raises ValueError for an invalid
+    allocation."""
     _check(task, stages)
     times = []
     for k, stage in enumerate(stages):
         activations_s = _between_s(task, stages[k - 1].backward, stage.frontal) if k else 0.0
         gradients_s = _between_s(task, stages[k + 1].frontal, stage.backward) if k + 1 < len(stages) else 0.0
         speed = sum(task.flops[d] for d in stage.devices)
-        work = sum(task.chain.work[slice(*stage.layers)])
-        part = work / sum(task.chain.work) / task.microbatches
-        ends_s = part * aggregation_s(task, stage.servers, stage.clients) if any(task.aggregated) else 0.0
-        times.append(StageTime(activations_s, gradients_s, _inside_s(task, stage, speed), work / speed, ends_s))
+        work = sum(task.work[slice(*stage.layers)])
+        times.append(StageTime(activations_s, gradients_s, _inside_s(task, stage, speed), work / speed))
     return HubCost(tuple(times), task.microbatches)
-
-
-def aggregation_s(task: HubTask, servers: Sequence[int], clients: Sequence[int]) -> float:
-    """Seconds of a step in which a stage that has the whole model aggregates. All servers send weights at once, and
-    until a client has them the others compute without it. Then clients send what they accumulated to all servers, and
-    these reduce it among themselves."""
-    weights, gradient = task.aggregated
-    gbps = task.bandwidth_gbps
-    found = 0.0
-    if clients:
-        up = [max(float(gbps[s][c]) for c in clients) for s in servers]
-        down = [max(float(gbps[c][s]) for c in clients) for s in servers]
-        most = min(max(float(gbps[s][c]) for s in servers) for c in clients)
-        least = min(max(float(gbps[c][s]) for s in servers) for c in clients)
-        share = sum(task.flops[c] for c in clients) / sum(task.flops[d] for d in (*servers, *clients))
-        found += share * weights * _inverse(min(sum(up) / len(clients), most))
-        found += gradient * _inverse(min(sum(down) / len(clients), least))
-    if len(servers) > 1:
-        narrowest = min(float(gbps[a][b]) for a in servers for b in servers if a != b)
-        found += 2 * (len(servers) - 1) / len(servers) * gradient * _inverse(narrowest)
-    return found
-
-
-def _inverse(gbps: float) -> float:
-    """Seconds a byte."""
-    return 8e-9 / gbps if gbps > 0 else math.inf
 
 
 def _inside_s(task: HubTask, stage: HubStage, speed: float) -> float:
@@ -204,7 +161,7 @@ def _link_s(task: HubTask, sender: int, receiver: int, nbytes: float) -> float:
 
 
 def _check(task: HubTask, stages: Sequence[HubStage]) -> None:
-    count, layers = len(task.flops), len(task.chain.work)
+    count, layers = len(task.flops), len(task.work)
     if (
         not stages
         or [s.layers[0] for s in stages] != [0, *(s.layers[1] for s in stages[:-1])]
@@ -224,6 +181,6 @@ def _check(task: HubTask, stages: Sequence[HubStage]) -> None:
         if not all(task.reliable[d] for d in stage.servers) or any(task.reliable[d] for d in stage.clients):
             raise ValueError("servers are reliable devices, and clients are not")
         if task.memory_bytes:
-            needs = task.chain.memory_bytes(*stage.layers)
+            needs = sum(task.layer_bytes[slice(*stage.layers)])
             if any(task.memory_bytes[d] < needs * (1 - 1e-12) for d in stage.devices):  # but for rounding
                 raise ValueError(f"a stage needs {needs:.3g} bytes, and one of its devices has less")

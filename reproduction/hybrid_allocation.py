@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from muletrain.errors import CapacityError
-from muletrain.planning.hub_task import HubStage, HubTask
-from muletrain.planning.partition import Capacity, partition_chain
+from muletrain.planning.partition import cheapest_cut
+from reproduction.hybrid_cost import HubStage, HubTask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,8 +54,7 @@ def allocate(task: HubTask, *, seed: int, stages: int | None = None) -> list[Hub
             best, best_s = ordered, time_s
     if not best:
         raise CapacityError(
-            "at no level of the paper's clustering do all machines hold the layers of their stage; leave out those with the least memory, "
-            "or use the muletrain search, which does that"
+            "at no level of the paper's clustering do all machines hold the layers of their stage; leave out those with the least memory"
         )
     return assemble(task, best, edges)
 
@@ -64,7 +63,7 @@ def orders(task: HubTask, edges: Floats, seed: int) -> Iterator[list[Cluster]]:
     """The ordered clusters of each level that fits into memory."""
     rng = np.random.default_rng(seed)
     for clusters in levels(task, edges):
-        if len(clusters) > len(task.chain.work):
+        if len(clusters) > len(task.work):
             return
         ordered = in_order(clusters, edges, rng)
         with suppress(CapacityError):
@@ -146,20 +145,29 @@ def pipeline_s(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> floa
     speed = sum(task.flops[d] for cluster in ordered for d in cluster)
     weights = coarse(ordered, edges)
     hops = [0.0, *(float(weights[k, k + 1]) for k in range(len(ordered) - 1)), 0.0]
-    return max(a + b for a, b in pairwise(hops)) + sum(task.chain.work) / (len(ordered) * speed)
+    return max(a + b for a, b in pairwise(hops)) + sum(task.work) / (len(ordered) * speed)
 
 
 def cut_by_speed(task: HubTask, groups: Sequence[Sequence[int]], servers: Sequence[Cluster] = ()) -> Cut:
     """Share out layers in proportion to each group's total speed. ``servers``: the devices that must hold them
-    (default: the whole group)."""
-    stages = [
-        Capacity(
-            sum(task.flops[d] for d in group),
-            min(task.memory_bytes[d] for d in holders) if task.memory_bytes else math.inf,
+    (default: the whole group). Raises CapacityError."""
+    work, needs = (np.cumsum((0.0, *each)) for each in (task.work, task.layer_bytes or (0.0,) * len(task.work)))
+    costs = np.array(
+        [
+            np.where(
+                needs[None] - needs[:, None]
+                <= min((task.memory_bytes[d] for d in holders if task.memory_bytes), default=math.inf),
+                (work[None] - work[:, None]) / sum(task.flops[d] for d in group),
+                math.inf,
+            )
+            for group, holders in zip(groups, servers or groups, strict=True)
+        ]
+    )
+    if (found := cheapest_cut(costs)) is None:
+        raise CapacityError(
+            f"no cut of {len(task.work)} layers into {len(groups)} stages fits into their machines' memory"
         )
-        for group, holders in zip(groups, servers or groups, strict=True)
-    ]
-    return partition_chain(task.chain, stages).cut
+    return found[1]
 
 
 def assemble(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> list[HubStage]:
@@ -172,7 +180,7 @@ def assemble(task: HubTask, ordered: Sequence[Cluster], edges: Floats) -> list[H
     clients = [[d for d, stages in near.items() if stages[:1] == [k]] for k in range(len(ordered))]
     cut = cut_by_speed(task, [(*s, *c) for s, c in zip(ordered, clients, strict=True)], ordered)
     if task.memory_bytes:
-        holds = {d: [k for k in near[d] if task.chain.memory_bytes(*cut[k]) <= task.memory_bytes[d]] for d in near}
+        holds = {d: [k for k in near[d] if sum(task.layer_bytes[slice(*cut[k])]) <= task.memory_bytes[d]] for d in near}
         clients = [[d for d, stages in holds.items() if stages[:1] == [k]] for k in range(len(ordered))]
     return [HubStage(*roles[k], tuple(clients[k]), cut[k]) for k in range(len(ordered))]
 
