@@ -128,6 +128,32 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
     assert virtually(scenario()) < PATIENCE_S / 10
 
 
+@pytest.mark.parametrize("ends", ["the server", "the client"])
+def test_an_orderly_end_is_no_refusal(ends: str) -> None:
+    """Both say that they go, and the other side's word comes when it is over here."""
+
+    async def scenario() -> list[str]:
+        hub, tasks, refused = MemoryHub(), Tasks(), list[str]()
+        server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
+        for each in (server._net, net):
+            each.on_refusal(lambda who, why: refused.append(why))
+        compute: Any = SimpleNamespace(stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
+        client = Client(net, LoopClock(), tasks, compute, plan, CONFIG, "c", ("server",))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(1.0)
+        assert len(server) == 1
+        if ends == "the client":
+            client.stop()
+        await server.end(over=True)
+        await running
+        await asyncio.sleep(1.0)
+        await tasks.close()
+        return refused
+
+    assert virtually(scenario()) == []
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, tmp_path: Path) -> None:
     """A compute is made for seconds, in which the client of the former stage is told, or its user stops it. He is no
