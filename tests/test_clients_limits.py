@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from muletrain.clock import LoopClock
+from muletrain.compute.base import Microbatch
 from muletrain.compute.estimate import Offer
 from muletrain.config.schema import Precision
 from muletrain.errors import Refused
@@ -24,8 +25,12 @@ from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.checks import LEAST, Checks
 from muletrain.runtime.pool.client import PATIENCE_S, Client
 from muletrain.runtime.pool.clients import ENLISTS, ENLISTS_PER_S, Clients
+from muletrain.runtime.pool.desk import PartsDesk
 from muletrain.runtime.pool.messages import Enlist
+from muletrain.runtime.pool.server import PooledCompute
 from muletrain.runtime.pool.servers import NoServer
+from proofs import reference
+from proofs.scenario import Scenario
 from tests.runners import TICKET, host_of
 from tests.virtual import virtually
 
@@ -123,6 +128,32 @@ def test_a_client_between_two_stages_hears_at_once_that_the_run_has_ended() -> N
     assert virtually(scenario()) < PATIENCE_S / 10
 
 
+@pytest.mark.parametrize("ends", ["the server", "the client"])
+def test_an_orderly_end_is_no_refusal(ends: str) -> None:
+    """Both say that they go, and the other side's word comes when it is over here."""
+
+    async def scenario() -> list[str]:
+        hub, tasks, refused = MemoryHub(), Tasks(), list[str]()
+        server, net = server_in(hub, lambda event: None, tasks), hub.join("client")
+        for each in (server._net, net):
+            each.on_refusal(lambda who, why: refused.append(why))
+        compute: Any = SimpleNamespace(stage=0, n_params=1, n_trained=1, delayed=False, discard=lambda mb: None)
+        plan: Any = SimpleNamespace(chunk=1, microbatches=1, verify=0.0, capacity=1)
+        client = Client(net, LoopClock(), tasks, compute, plan, CONFIG, "c", ("server",))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(1.0)
+        assert len(server) == 1
+        if ends == "the client":
+            client.stop()
+        await server.end(over=True)
+        await running
+        await asyncio.sleep(1.0)
+        await tasks.close()
+        return refused
+
+    assert virtually(scenario()) == []
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, tmp_path: Path) -> None:
     """A compute is made for seconds, in which the client of the former stage is told, or its user stops it. He is no
@@ -157,6 +188,46 @@ def test_who_changes_its_stage_hears_that_the_run_ends_meanwhile(stopped: bool, 
             with pytest.raises(NoServer, match="a server of its former stage takes leave"):
                 await helping.client(help, tasks, 1, servers)
         assert former.over
+        await tasks.close()
+
+    virtually(scenario())
+
+
+def test_a_loss_that_is_not_believed_is_computed_again_and_counts_for_nothing() -> None:
+    """A client whose device is right brings back another loss than it computed."""
+    facts = reference.facts_of(Scenario(1, (1,), 1, 1, 4, 0.0, (), clients=("client-0a",), sequences=4))
+    tokens, alone = reference.Tokens(facts), reference.stage_compute(facts, 0)
+
+    async def losses(compute: Any) -> list[float]:
+        found = []
+        for index in range(facts.plan.microbatches):
+            inputs, targets = map(torch.from_numpy, tokens.microbatch(0, index))
+            found.append((await compute.loss_backward(Microbatch(0, index), inputs, targets, accumulate=True))[0])
+        return found
+
+    async def scenario() -> None:
+        hub, clock, tasks, claimed = MemoryHub(), LoopClock(), Tasks(), list[float]()
+        servers: Any = SimpleNamespace(stage=lambda stage: ("server",))
+        own, net, rng = reference.stage_compute(facts, 0), hub.join("server"), random.Random(1)
+        desk = PartsDesk(own, net, clock, tasks, facts.plan, servers, CONFIG, lambda event: None, rng)
+        server, compute = PooledCompute(desk), reference.client_compute(facts, 0)
+        await server.digest()
+        right = compute.loss_backward
+
+        async def wrong(*arguments: Any, **named: Any) -> Any:
+            loss, result = await right(*arguments, **named)
+            claimed.append(loss)
+            return 1e30, result
+
+        compute.loss_backward = wrong  # type: ignore[method-assign]
+        client = Client(hub.join("client"), clock, tasks, compute, facts.plan, CONFIG, "c", ("server",))
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(5.0)
+        found = await losses(server)
+        assert claimed, "it has computed something"
+        assert found == pytest.approx(await losses(alone), rel=1e-5)
+        client.stop()
+        await running
         await tasks.close()
 
     virtually(scenario())

@@ -41,6 +41,13 @@ def test_the_first_line_comes_within_two_seconds(command: list[str], tmp_path: P
     assert took_s < 2
 
 
+def test_nothing_that_takes_seconds_to_import_comes_before_the_first_line() -> None:
+    """On a fast machine two seconds are enough for torch."""
+    code = "import sys, muletrain.cli.main; print({'torch', 'transformers', 'hivemind', 'scipy', 'numpy'} & sys.modules.keys())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "set()\n", said.stderr
+
+
 def test_a_long_activity_is_told_where_no_terminal_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from muletrain.cli.actions import own_peers
 from muletrain.cli.actions.join_run import Limits, join_run
-from muletrain.cli.actions.own_peers import Listening
+from muletrain.cli.actions.own_peers import Listening, OwnPeers
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer
 from muletrain.config.schema import Precision
@@ -47,6 +48,15 @@ from tests.virtual import virtually
 )
 def test_a_machine_brings_every_gpu_it_has(asked: str, gpus: int, expected: list[str]) -> None:
     assert machine.devices(asked, gpus) == expected
+
+
+@pytest.mark.parametrize(("gpus", "names"), [(1, ["two"]), (2, ["two-0", "two-1"])])
+def test_a_peer_has_the_name_that_was_given_and_several_a_number_each(
+    gpus: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_peers, "own_devices", lambda asked: machine.devices(asked, gpus))
+    assert OwnPeers.on("two", "cuda", None).names == names
+    assert OwnPeers.on("two", "cpu", None).names == ["two"]
 
 
 def test_peers_of_a_local_fleet_are_dealt_over_the_gpus_and_share_what_is_free() -> None:

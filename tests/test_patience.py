@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from muletrain.clock import LoopClock
-from muletrain.errors import NetworkError, Refused
+from muletrain.config.schema import RunConfig
+from muletrain.errors import MuletrainError, NetworkError, Refused
 from muletrain.events import Event, Note, Waiting
+from muletrain.model.spec import ModelSpec
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
+from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
 from muletrain.runs.join.client import JoinClient
-from muletrain.runs.join.messages import AGAIN, CALL_S, Ready
+from muletrain.runs.join.messages import AGAIN, CALL_S, AskPart, Ready
 from muletrain.runs.join.newcomer import AGAIN_TRIES
+from muletrain.runs.join.patience import PATIENCE_S
 from muletrain.runs.join.rendezvous import PREPARE_S
+from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.spec import WorkerSpec
-from tests.newcomers import introduction, rendezvous_of
+from tests.newcomers import NoTrial, introduction, rendezvous_of
 from tests.runners import TICKET, host_of
 from tests.virtual import virtually
 
@@ -45,6 +51,54 @@ def test_a_newcomer_that_is_told_to_come_again_does_a_few_times(
     else:
         with pytest.raises(error):
             virtually(scenario())
+
+
+def test_a_newcomer_looks_for_the_run_until_somebody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By command, too: its network is there, and the member that the ticket names comes half a minute later."""
+    monkeypatch.setattr(newcomer, "Trial", NoTrial)
+    ticket = Ticket("run", bytes(32), bytes(32), ("/memory/p2p/founder",))
+    spec = WorkerSpec(role="join", name="a", folder=str(tmp_path), ticket=str(ticket), device="cpu", precision="fp32")
+
+    async def scenario() -> str:
+        hub = MemoryHub()
+        host, net = host_of(spec), hub.join("a")
+        joining = asyncio.create_task(newcomer.join(host, net))  # type: ignore[arg-type]
+        await asyncio.sleep(PATIENCE_S / 2)
+        assert not joining.done()
+        rendezvous_of(hub.join("founder"), [1 << 50], expected=2).open()
+        with pytest.raises(MuletrainError) as refused:
+            await joining
+        return str(refused.value)
+
+    assert "needs" in virtually(scenario()), "it was asked what it has, and too small"
+
+
+def test_a_guest_that_takes_its_part_keeps_its_place(tmp_path: Path) -> None:
+    """A checkpoint's part may take hours on a slow link. What counts is the time without a piece."""
+    config = RunConfig()
+    listed = {"step": 4, "parts": [{"file": "0", "sha256": "00" * 32}]}
+    checkpoint = Checkpoint(tmp_path, listed, ModelSpec.from_config(config.model), config)
+    checkpoint.parts[0].write_bytes(b"weights")
+
+    async def scenario() -> float:
+        hub = MemoryHub()
+        own = rendezvous_of(hub.join("founder"), [1], expected=1, checkpoint=checkpoint)
+        own.open()
+        own.seat("founder", introduction("founder"))
+        own.ready("founder", Ready(trainer=True, place=""))
+        net = hub.join("slow")
+        slow = JoinClient(net, "founder")
+        await slow.join(introduction("slow"))
+        gathering = asyncio.create_task(own.gather())
+        for _ in range(4):
+            await asyncio.sleep(0.6 * PREPARE_S)
+            assert not gathering.done()
+            await net.call("founder", AskPart.KIND, AskPart(offset=0).pack(), timeout_s=CALL_S)
+        genesis = await gathering
+        assert [m.name for m in genesis.members] == ["founder"]
+        return LoopClock().now()
+
+    assert 3.4 * PREPARE_S <= virtually(scenario()) <= 3.4 * PREPARE_S + 2 * CALL_S
 
 
 def test_a_guest_that_gets_nowhere_is_named_and_loses_its_place() -> None:

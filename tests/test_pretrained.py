@@ -96,6 +96,18 @@ def test_the_commands_take_a_folder(folder: Path) -> None:
     assert "is a model without a text of its own; give one to measure it on" in str(lacking.exception)
 
 
+def test_what_is_written_controls_no_terminal(folder: Path) -> None:
+    """The prompt stands for what a model writes, which is printed with it. Lines stay lines, and JSON is escaped."""
+    name, bad = str(folder / "gpt2"), "Mules\x1b]0;title\x07\n\tb\rc\x9b31md\u202ee"
+    said = typed("generate", name, bad, "--tokens", "1")
+    assert said.exit_code == 0, said.output
+    assert said.stdout.startswith("Mules\ufffd]0;title\ufffd\n\tb c\ufffd31md\ufffde")
+    assert all(c.isprintable() or c in "\n\t" for c in said.stdout)
+    line = typed("generate", name, bad, "--tokens", "1", "--json").stdout
+    assert line.removesuffix("\n").isprintable()
+    assert json.loads(line)["text"].startswith(bad)
+
+
 def test_a_model_that_is_not_whole_or_not_finite_is_refused(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()

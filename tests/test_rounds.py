@@ -25,7 +25,7 @@ from muletrain.runtime.peer import incoming
 from muletrain.runtime.peer.messages import Finished
 from muletrain.runtime.recovery.rollback import Rollback
 from muletrain.runtime.step.agreement import RoundAgreement
-from muletrain.runtime.step.company import left_out
+from muletrain.runtime.step.company import APART, STALLED, Company, Standing, left_out
 from muletrain.runtime.step.state import MAX_NUMBER
 from muletrain.strategies.swarm import SWARM
 from muletrain.wire.codec import encode_raw
@@ -406,3 +406,33 @@ def test_a_replica_is_left_out_for_longer_each_time_unless_it_was_good_for_as_lo
     assert left_out((62, 32), 93, 16) == (157, 64)
     assert left_out((62, 32), 94, 16) == (110, 16), "it was good for 32"
     assert left_out((0, 1024), 100, 16) == (1124, 1024)
+
+
+@pytest.mark.parametrize("why", ["overdue", "stalled"])
+def test_who_offends_again_soon_is_left_out_for_longer_and_forgiven_after_as_many_good_steps(why: str) -> None:
+    """From step to step: what one learns is known to the next."""
+    first, standing, said = {"overdue": APART, "stalled": STALLED}[why], Standing(), list[Any]()
+    roster = SimpleNamespace(name=str, is_alive=lambda peer: True, declines=lambda peer: False)
+    detector = SimpleNamespace(silent_s=lambda peer: 0.0)
+    ctx: Any = SimpleNamespace(net=SimpleNamespace(peer_id="a"), roster=roster, detector=detector, emit=said.append)
+    seals = {"b": SimpleNamespace(attempt=1, members=("b",))}
+
+    def offends(step: int) -> Company:
+        state: Any = SimpleNamespace(step=step, seals=seals, stands_aside=lambda peer: False)
+        company = Company(ctx, state, standing)
+        if why == "overdue":
+            company.note_overdue(["b"])
+        else:
+            company.note_stalled()
+        assert company.is_apart("b")
+        return company
+
+    again = 10 + first + 1
+    once_more = again + 2 * first + 2 * first
+    for step in (10, again, once_more):
+        offends(step)
+    assert [(e.name, e.step, e.steps) for e in said] == [
+        ("b", 11, first),
+        ("b", again + 1, 2 * first),
+        ("b", once_more + 1, first),
+    ]

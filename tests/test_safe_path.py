@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +12,11 @@ from pathlib import Path
 import pytest
 
 import muletrain
+from muletrain.config.load import load_config
 from muletrain.config.trusted import imported, trust
+from muletrain.runs.doctor.examination import PARTS, Question, examine
 from muletrain.runs.fleet import COMMON, LocalFleet
+from muletrain.runs.join import trial
 
 NAMES = {name for name in sys.stdlib_module_names if not name.startswith("_")} - {"this", "antigravity"}
 """Modules of the library, each of which may be the name of somebody's script."""
@@ -78,6 +83,42 @@ def test_no_process_of_ours_executes_a_script_of_the_working_folder(here: Path) 
     assert not (here / "executed").exists()
 
 
+TELLS = """
+import json, os, sys
+with open({path!r}, "a") as file:
+    print(json.dumps([sys.orig_argv[-1], "-P" in sys.orig_argv, os.environ.get("PYTHONSAFEPATH")]), file=file)
+os._exit(0)
+"""
+
+
+def test_each_process_is_told_so_by_itself_and_a_peer_tells_those_that_it_spawns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer, a joiner's trial and the parts of doctor, which say at their start how they were started, and end."""
+    (tmp_path / "sitecustomize.py").write_text(TELLS.format(path=str(tmp_path / "told")))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{SOURCE}")
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    with LocalFleet(tmp_path, 1) as fleet:
+        fleet.spawn(["peer"])
+        fleet._running["peer"].wait(60)
+
+    async def tried() -> None:
+        await (await trial._begun()).wait()
+
+    asyncio.run(tried())
+    list(
+        examine(
+            Question(config=load_config().model_dump_json(by_alias=True), ticket=None, listen="", port=0, announce=())
+        )
+    )
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert told == [
+        ["muletrain.runs.worker", True, "1"],
+        ["muletrain.runs.join.trial", True, None],
+        *([part.name, True, None] for part in PARTS),
+    ]
+
+
 def test_python_m_muletrain_does_not_either(here: Path) -> None:
     for name in EARLY:
         (here / f"{name}.py").unlink()
@@ -86,8 +127,12 @@ def test_python_m_muletrain_does_not_either(here: Path) -> None:
     assert not (here / "executed").exists()
 
 
-def test_a_factory_is_found_in_the_working_folder_and_hides_nothing(here: Path) -> None:
-    (here / "shapes_of_mine.py").write_text("import random\nbuild = random.random\n")
+def test_a_factory_is_found_in_the_working_folder_and_hides_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the library that nothing has imported before the factory does."""
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    (here / "shapes_of_mine.py").write_text("import colorsys, random\nbuild = random.random\n")
     trust("shapes_of_mine:build")
     before = list(sys.path)
     try:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,11 @@ class Joiner:
             return e
         return None
 
+    def cpu_limit(self) -> str:
+        process = self.loop.run_until_complete(self._trial._process)
+        limits = Path(f"/proc/{process.pid}/limits").read_text().splitlines()
+        return next(line.split()[3] for line in limits if line.startswith("Max cpu time"))
+
     async def close(self) -> None:
         await self._trial.close()
 
@@ -83,6 +91,34 @@ def joiner() -> Iterator[Joiner]:
     yield made
     loop.run_until_complete(made.close())
     loop.close()
+
+
+@pytest.mark.parametrize(("work", "code"), [("while True: pass", -signal.SIGXCPU), ("bytearray(1 << 28)", 1)])
+def test_time_and_bytes_are_bounded_each_by_itself(work: str, code: int) -> None:
+    limited = f"from muletrain.runs.join.trial import _limit\n_limit(1 << 27, 0.0)\n{work}"
+    ended = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    assert code < 0 or "MemoryError" in ended.stderr
+
+
+def test_who_computes_nothing_and_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[asyncio.subprocess.Process] = []
+
+    async def sleeps() -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
+        begun.append(await asyncio.create_subprocess_exec("sleep", "30", stdin=pipe, stdout=pipe))
+        return begun[-1]
+
+    async def scenario() -> None:
+        made = Trial()
+        with pytest.raises(CapacityError, match="the run's model takes more than 0 s to build; nothing was taken"):
+            await made.build("{}", 0)
+        await made.close()
+        assert [process.returncode for process in begun] == [-signal.SIGKILL] * 2, "the next question had another one"
+
+    for name, value in (("_begun", sleeps), ("BUILD_S", 0.1), ("STARTED_S", 0.1)):
+        monkeypatch.setattr(trial, name, value)
+    asyncio.run(scenario())
 
 
 def told(architecture: dict[str, Any]) -> str:
@@ -108,8 +144,10 @@ def test_nor_does_a_number_of_layers(joiner: Joiner) -> None:
     assert "give more (--memory)" in str(error)
 
 
-def test_a_tokenizer_is_tried_before_it_gets_this_machines_text(joiner: Joiner, tmp_path: Path) -> None:
-    """One that is none, one that takes gigabytes, and the run's own, whose corpus is another one."""
+def test_a_tokenizer_is_tried_before_it_gets_this_machines_text(
+    joiner: Joiner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is none, one that takes gigabytes, one that takes minutes, and the run's own, whose corpus is another one."""
     text = tmp_path / "ours.txt"
     text.write_text("\n\n".join(f"Mules carry {n} loads over bad roads." for n in range(300)))
     config = load_config(None, [f"data.path={text}", f"data.cache={tmp_path}/cache", "model.vocab=300"])
@@ -123,6 +161,14 @@ def test_a_tokenizer_is_tried_before_it_gets_this_machines_text(joiner: Joiner, 
     error = joiner.says_of_tokenizer(whole, json.dumps(greedy).encode(), text, cache.digest)
     assert isinstance(error, CapacityError), error
     assert joiner.says_of_tokenizer(whole, cache.tokenizer_json, text, cache.digest) is None
+    assert joiner.cpu_limit() == "unlimited", "what got through the sample may take hours for a corpus"
     error = joiner.says_of_tokenizer(whole, cache.tokenizer_json, text, "00" * 32)
     assert isinstance(error, AdmissionError)
     assert "this corpus has digest" in str(error)
+    endless = json.loads(cache.tokenizer_json)
+    same = {"type": "Replace", "pattern": {"String": "e"}, "content": "e"}
+    endless["normalizer"] = {"type": "Sequence", "normalizers": [same] * 20_000}
+    text.write_text("Mules.")
+    monkeypatch.setattr(trial, "BUILD_S", 1.0)
+    error = joiner.says_of_tokenizer(whole, json.dumps(endless).encode(), text, cache.digest)
+    assert isinstance(error, CapacityError), error
