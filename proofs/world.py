@@ -286,7 +286,8 @@ class World(VirtualHost):
             with nullcontext() if sharing is None else closing(sharing):
                 await Service(make, joining=joining).run()
                 self.stages[name].recover()  # what is looked at from outside
-                return await self.computes[name].state()
+                state: dict[str, Tensor] = await self.computes[name].state()
+                return state
 
         if (state := await self.live(name, self.networks[name], serve())) is None:
             return None

@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muletrain.compute.base import WrappedCompute
 from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
-from muletrain.compute.wrapped import WrappedCompute
 from muletrain.data.samples import HeldoutSamples, SampleSource
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
 from muletrain.runs.assemble import versions
