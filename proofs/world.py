@@ -39,7 +39,7 @@ from muletrain.events import (
 )
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
-from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context

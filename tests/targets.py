@@ -29,8 +29,8 @@ from muletrain.network.delivery import Delivery
 from muletrain.network.memory import MemoryHub, MemoryNetwork
 from muletrain.runs.assemble import RunFacts
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
-from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected

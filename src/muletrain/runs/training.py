@@ -14,7 +14,7 @@ from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted,
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runs.worker_files import LEFT
-from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer

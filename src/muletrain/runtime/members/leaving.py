@@ -24,7 +24,7 @@ minutes in all: a replica that lost a chunk of the gradient waits for its deadli
 
 
 class Unsaved(Protocol):
-    """What of this peer's work nobody else has yet (``checkpoint.own_part``)."""
+    """What of this peer's work nobody else has yet (``checkpoint.checkpointing``)."""
 
     def unsafe(self) -> str | None:
         """What would be lost if this peer left now, in words; None: nothing."""

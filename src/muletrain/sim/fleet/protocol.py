@@ -25,7 +25,7 @@ from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
 from muletrain.planning.devices import find_device
-from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.tasks import Tasks
