@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
+from muletrain.compute.threads import InlineExecutor
 from muletrain.data.tokens import digest_of
 from muletrain.events import (
     CheckpointWritten,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.threads import InlineExecutor
 from muletrain.events import CheckpointFailed, CheckpointWritten
 from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
 from muletrain.runtime.checkpoint.messages import CheckpointEnd

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
+from muletrain.compute.threads import InlineExecutor
 from muletrain.errors import Expelled, MuletrainError
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.network.memory import MemoryHub
