@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muletrain.compute.weights import StageWeights
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.members.watchdog import Watchdog
@@ -49,12 +49,12 @@ def removes_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_moments(patch: pytest.MonkeyPatch) -> None:
-    right = StageWeights.load_state
+    right = StageArithmetic.load_state
 
-    def load(self: StageWeights, state: dict[str, Any]) -> None:
-        right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
+    def load(self: StageArithmetic, state: dict[str, Any]) -> None:
+        right(self, {k: torch.zeros_like(v) if k.startswith("moment") else v for k, v in state.items()})
 
-    patch.setattr(StageWeights, "load_state", load)
+    patch.setattr(StageArithmetic, "load_state", load)
 
 
 def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
