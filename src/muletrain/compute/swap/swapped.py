@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.estimate import Offer, SwapMemory
     from muletrain.compute.swap.backing import Backing, Region
-    from muletrain.compute.swap.loading import Traffic
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
     from muletrain.optim.sketch import Sketch
@@ -244,23 +243,6 @@ class Swap:
     alone: bool = False
 
 
-class _Counts(NamedTuple):
-    """The counts up to now."""
-
-    loads: int = 0
-    loaded_bytes: int = 0
-    rounds: int = 0
-    microbatches: int = 0
-    load_s: float = 0.0
-    wait_s: float = 0.0
-
-    @classmethod
-    def of(cls, traffic: Traffic, rounds: Rounds) -> _Counts:
-        return cls(
-            traffic.loads, traffic.loaded_bytes, rounds.rounds, rounds.microbatches, traffic.load_s, traffic.wait_s
-        )
-
-
 class SwappedCompute(ThreadedCompute):
     """The ``Compute`` protocol for a stage that does not fit into the device. ``source``: see ``TorchCompute``.
 
@@ -330,7 +312,7 @@ class SwappedCompute(ThreadedCompute):
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
-        self._told = _Counts()
+        self._told: dict[str, Any] = {}
         self._together: dict[Microbatch, int] = {}
         """Microbatches of the last round of each, until discarded or until the step is over."""
         self._closed = False
@@ -346,18 +328,16 @@ class SwappedCompute(ThreadedCompute):
 
     def worked(self, step: int) -> SwapWorked:
         """The work since the last call, at the end of ``step``."""
-        now, before = _Counts.of(self.arithmetic.loader.traffic, self.rounds), self._told
-        self._told = now
-        return SwapWorked(
-            step=step,
-            stage=self.stage,
-            loads=now.loads - before.loads,
-            loaded_bytes=now.loaded_bytes - before.loaded_bytes,
-            rounds=now.rounds - before.rounds,
-            microbatches=now.microbatches - before.microbatches,
-            load_s=now.load_s - before.load_s,
-            load_wait_s=now.wait_s - before.wait_s,
-        )
+        traffic, rounds, before = self.arithmetic.loader.traffic, self.rounds, self._told
+        self._told = now = {
+            "loads": traffic.loads,
+            "loaded_bytes": traffic.loaded_bytes,
+            "rounds": rounds.rounds,
+            "microbatches": rounds.microbatches,
+            "load_s": traffic.load_s,
+            "load_wait_s": traffic.wait_s,
+        }
+        return SwapWorked(step=step, stage=self.stage, **{name: n - before.get(name, 0) for name, n in now.items()})
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 
