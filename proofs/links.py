@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Protocol
 
-from muletrain.network.conditions import Conditions
+from muletrain.network.memory import Conditions
 from muletrain.wire.frame import frame_size
 from proofs.scenario import STALL_S
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muletrain.policy import fork_choice
-from muletrain.runtime.checkpoint import progress
+from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.microbatch import cross_check
 from muletrain.runtime.step import gradient_log
@@ -37,7 +37,7 @@ IN_MEMORY = Path("/dev/shm")
 SHORT = {
     (fork_choice, "MEMORY"): 12,
     (gradient_log, "MAX_STEPS"): 6,
-    (progress, "REMEMBERED"): 4,
+    (checkpointing, "REMEMBERED"): 4,
     (cross_check, "REMEMBERED"): 4,
 }
 """Limits of memory that only long runs reach, and what a scenario with a short memory has instead: steps, steps,

@@ -221,11 +221,10 @@ class VirtualCompute(TorchCompute):
     """What trains in production, without threads, and open to a look from outside between two events."""
 
     def weights(self) -> dict[str, Tensor]:
-        weights = self.arithmetic.weights
-        return {f"model/{name}": view for name, view in weights.layout.views(weights.masters).items()}
+        return {f"model/{name}": view for name, view in self.layout.views(self.arithmetic.masters).items()}
 
     def weights_digest(self) -> bytes:
-        return self.arithmetic.weights.digest()
+        return self.arithmetic.digest()
 
 
 class VirtualSwapped(SwappedCompute):
@@ -268,7 +267,7 @@ class SingleProcess(VirtualCompute):
         own = self.arithmetic
         with torch.enable_grad():
             losses = own.module(step).loss(inputs, targets, masks) * len(inputs)
-            gradients = torch.autograd.grad(losses * own.scale.of(step), own.weights.parameters(step))
+            gradients = torch.autograd.grad(losses * own.scale.of(step), own.parameters(step))
         return torch.cat([g.flatten().float() for g in gradients]), float(losses.detach())
 
     def update(self, gradient: Tensor, update: Update) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.threads import InlineExecutor
 from muletrain.network.jobs import Jobs
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.core.disk import Disk

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.paced import PacedCompute
+from muletrain.compute.threads import InlineExecutor
 from muletrain.data.tokens import digest_of
 from muletrain.events import (
     CheckpointWritten,
@@ -39,7 +39,7 @@ from muletrain.events import (
 )
 from muletrain.network.memory import MemoryHub
 from muletrain.network.roads import Road
-from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.core.disk import Disk
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
@@ -286,7 +286,8 @@ class World(VirtualHost):
             with nullcontext() if sharing is None else closing(sharing):
                 await Service(make, joining=joining).run()
                 self.stages[name].recover()  # what is looked at from outside
-                return await self.computes[name].state()
+                state: dict[str, Tensor] = await self.computes[name].state()
+                return state
 
         if (state := await self.live(name, self.networks[name], serve())) is None:
             return None

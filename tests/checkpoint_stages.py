@@ -20,9 +20,8 @@ from muletrain.events import (
 )
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts
-from muletrain.runtime.checkpoint.actors import Checkpointing
+from muletrain.runtime.checkpoint.checkpointing import Book, Checkpointing
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
-from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import MARKER, CheckpointStore, Folder, Key
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.membership import Membership
@@ -95,9 +94,9 @@ class Stages:
         async def on_frame(sender: str, frame: Frame) -> None:
             match frame.kind:
                 case PartReady.KIND:
-                    own.coordinator.on_ready(sender, PartReady.parse(frame))
+                    own.on_ready(sender, PartReady.parse(frame))
                 case CheckpointEnd.KIND:
-                    await own.coordinator.on_end(sender, CheckpointEnd.parse(frame))
+                    await own.on_end(sender, CheckpointEnd.parse(frame))
                 case Block.KIND:
                     receiver.taker.on_block(sender, Block.parse(frame), frame.tensors[0])
 
@@ -111,13 +110,11 @@ class Stages:
 
     async def write(self, step: int, *writers: str) -> None:
         states = {s: state(s) for s in set(self.stages.values())}
-        await asyncio.gather(
-            *(self.checkpoints[w].own_part.write(Key(step, LINEAGE), states[self.stages[w]]) for w in writers)
-        )
+        await asyncio.gather(*(self.checkpoints[w].write(Key(step, LINEAGE), states[self.stages[w]]) for w in writers))
 
     async def checkpoint(self, step: int, by: str = "coordinator") -> bool:
         await self.write(step, *(n for n, c in self.checkpoints.items() if c.roles.is_writer()))
-        return await asyncio.wait_for(self.checkpoints[by].coordinator.ended(Key(step, LINEAGE)), 20.0)
+        return await asyncio.wait_for(self.checkpoints[by].ended(Key(step, LINEAGE)), 20.0)
 
     async def only(self, folder: Path, *expected: str) -> None:
         """Wait until all but those are gone: tidying up has a thread of its own."""

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from muletrain.network.base import Channel
-from muletrain.network.conditions import Conditions
-from muletrain.network.memory import MemoryHub
+from muletrain.network.memory import Conditions, MemoryHub
 from muletrain.network.roads import Road
 from muletrain.wire.frame import Frame
 

@@ -10,7 +10,6 @@ import torch
 
 from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.compute.weights import StageWeights
 from muletrain.runtime.averaging.averager import Averager
 from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.averaging.rounds import RoundFailed
@@ -97,12 +96,12 @@ def accumulator_kept_over_a_migration(patch: pytest.MonkeyPatch) -> None:
     right_apply, right_load, kept = StageArithmetic.apply, StageArithmetic.load_state, {}
 
     def apply(self: StageArithmetic, gradient: Any, update: Any) -> None:
-        kept[self.stage] = self.weights.accumulator(update.step).clone()
+        kept[self.stage] = self.accumulator(update.step).clone()
         right_apply(self, gradient, update)
 
     def load(self: StageArithmetic, state: Any) -> None:
         right_load(self, state)
-        accumulator = self.weights.accumulator(0)
+        accumulator = self.accumulator(0)
         for before in (gradient for stage, gradient in kept.items() if stage != self.stage):
             size = min(len(before), len(accumulator))
             accumulator[:size] += before[:size]
@@ -120,7 +119,7 @@ def accumulator_kept(patch: pytest.MonkeyPatch) -> None:
     right = TorchCompute.apply
 
     async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
-        accumulator = self.arithmetic.weights.accumulator(update.step)
+        accumulator = self.arithmetic.accumulator(update.step)
         kept = accumulator.clone()
         await right(self, gradient, update, turn)
         accumulator.copy_(kept)
@@ -207,12 +206,12 @@ def both_steps_see_the_same_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def newcomers_get_the_newest_weights_only(patch: pytest.MonkeyPatch) -> None:
-    right = StageWeights.load_state
+    right = StageArithmetic.load_state
 
-    def load_state(self: StageWeights, state: dict[str, Any]) -> None:
+    def load_state(self: StageArithmetic, state: dict[str, Any]) -> None:
         right(self, {name: value for name, value in state.items() if not name.startswith("delayed/")})
 
-    patch.setattr(StageWeights, "load_state", load_state)
+    patch.setattr(StageArithmetic, "load_state", load_state)
 
 
 def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatch) -> None:
@@ -227,12 +226,12 @@ def the_step_ahead_is_cleared_with_the_one_that_is_over(patch: pytest.MonkeyPatc
 
 def newcomers_round(patch: pytest.MonkeyPatch) -> None:
     """In the last bit of what they are given."""
-    right = StageWeights.load_state
+    right = StageArithmetic.load_state
 
-    def load(self: StageWeights, state: dict[str, Any]) -> None:
+    def load(self: StageArithmetic, state: dict[str, Any]) -> None:
         right(self, {k: v * (1 + 2**-22) if k.startswith("model/") else v for k, v in state.items()})
 
-    patch.setattr(StageWeights, "load_state", load)
+    patch.setattr(StageArithmetic, "load_state", load)
 
 
 def a_replica_rounds(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +245,7 @@ def a_replica_rounds(patch: pytest.MonkeyPatch) -> None:
     async def apply(self: TorchCompute, gradient: Any, update: Any, turn: Any) -> None:
         await right(self, gradient, update, turn)
         if self.rounds:  # type: ignore[attr-defined]
-            self.arithmetic.weights.masters[:5] *= 1 + 2**-22
+            self.arithmetic.masters[:5] *= 1 + 2**-22
 
     patch.setattr(TorchCompute, "__init__", init)
     patch.setattr(TorchCompute, "apply", apply)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muletrain.compute.weights import StageWeights
-from muletrain.runtime.checkpoint.own_part import OwnPart
-from muletrain.runtime.checkpoint.part_exchange import PartExchange
+from muletrain.compute.arithmetic import StageArithmetic
+from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
 from muletrain.runtime.checkpoint.store import CheckpointStore
 from muletrain.runtime.members.watchdog import Watchdog
 from muletrain.runtime.step.gradient_log import GradientLog
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def writes_the_weights_of_before(patch: pytest.MonkeyPatch) -> None:
-    right, before = OwnPart.write, {}
+    right, before = Checkpointing.write, {}
 
-    async def write(self: OwnPart, key: Any, state: dict[str, Any]) -> None:
+    async def write(self: Checkpointing, key: Any, state: dict[str, Any]) -> None:
         own = id(self)
         stale, before[own] = before.get(own, state), {k: v.clone() for k, v in state.items()}
         await right(self, key, stale)
 
-    patch.setattr(OwnPart, "write", write)
+    patch.setattr(Checkpointing, "write", write)
 
 
 def damages_what_it_writes(patch: pytest.MonkeyPatch) -> None:
@@ -50,12 +49,12 @@ def removes_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_moments(patch: pytest.MonkeyPatch) -> None:
-    right = StageWeights.load_state
+    right = StageArithmetic.load_state
 
-    def load(self: StageWeights, state: dict[str, Any]) -> None:
-        right(self, {k: v if k.startswith("model/") else torch.zeros_like(v) for k, v in state.items()})
+    def load(self: StageArithmetic, state: dict[str, Any]) -> None:
+        right(self, {k: torch.zeros_like(v) if k.startswith("moment") else v for k, v in state.items()})
 
-    patch.setattr(StageWeights, "load_state", load)
+    patch.setattr(StageArithmetic, "load_state", load)
 
 
 def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -65,7 +64,7 @@ def keeps_all_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_no_part(patch: pytest.MonkeyPatch) -> None:
     """Writers begin a part while their last one is under way."""
-    patch.setattr(OwnPart, "busy", lambda self: None)
+    patch.setattr(Checkpointing, "busy", lambda self: None)
 
 
 def without_moments(patch: pytest.MonkeyPatch) -> None:

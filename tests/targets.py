@@ -24,13 +24,12 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import Codec
 from muletrain.events import Event, FrameRefused
 from muletrain.network.base import PeerId
-from muletrain.network.conditions import Conditions
 from muletrain.network.delivery import Delivery
-from muletrain.network.memory import MemoryHub, MemoryNetwork
+from muletrain.network.memory import Conditions, MemoryHub, MemoryNetwork
 from muletrain.runs.assemble import RunFacts
 from muletrain.runtime.averaging.messages import Reduced, RoundEntry, Shard
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.checkpoint.messages import CheckpointEnd, PartReady
-from muletrain.runtime.checkpoint.roles import Book
 from muletrain.runtime.checkpoint.store import Folder
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.members.messages import GetProgress, Progress, Suspected

@@ -16,8 +16,7 @@ from muletrain.compute.jobs import Jobs
 from muletrain.config.schema import Codec
 from muletrain.errors import ProtocolError
 from muletrain.network.base import Channel
-from muletrain.network.conditions import Conditions
-from muletrain.network.memory import MemoryHub
+from muletrain.network.memory import Conditions, MemoryHub
 from muletrain.policy.fork_choice import Chain
 from muletrain.policy.shards import CHUNK
 from muletrain.runtime.averaging.averager import Averager, contents

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.show.injected_faults import FaultsView
+from muletrain.cli.show.view import FaultsView
 from muletrain.errors import MuletrainError
 from muletrain.events import (
     EventLog,

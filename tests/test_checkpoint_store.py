@@ -20,8 +20,8 @@ from muletrain.events import (
     CheckpointFailed,
 )
 from muletrain.runs.checkpoint import Checkpoint, bring_home, bring_newest_home
+from muletrain.runtime.checkpoint.checkpointing import MAX_OPEN
 from muletrain.runtime.checkpoint.messages import PartReady
-from muletrain.runtime.checkpoint.progress import MAX_OPEN
 from muletrain.runtime.checkpoint.store import Folder, Key, PartFacts, PartsGone, open_place
 from muletrain.wire.statefile import cut, state_buffers
 from tests.checkpoint_stages import FACTS, FILES, LINEAGE, Stages, names, play, state
@@ -111,7 +111,7 @@ def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
         def ready(sender: str = "one", **changes: Any) -> None:
             fields = {"step": 4, "lineage": LINEAGE, "stage": 1, "size": 8, "digest": bytes(32)} | changes
-            own.coordinator.on_ready(sender, PartReady(**fields))
+            own.on_ready(sender, PartReady(**fields))
 
         for wrong in ({"stage": 2}, {"step": 0}, {"step": 1001}, {"size": 0}, {"size": 1 << 43}):
             with pytest.raises(ProtocolError, match="cannot be"):

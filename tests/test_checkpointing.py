@@ -19,10 +19,9 @@ from muletrain.events import (
     TransferFailed,
 )
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runtime.checkpoint import coordinator as checkpointing
+from muletrain.runtime.checkpoint import checkpointing
+from muletrain.runtime.checkpoint.checkpointing import REMEMBERED, PartExchange
 from muletrain.runtime.checkpoint.messages import CheckpointEnd
-from muletrain.runtime.checkpoint.part_exchange import PartExchange
-from muletrain.runtime.checkpoint.progress import REMEMBERED
 from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.peer.ending import Ending
@@ -118,7 +117,7 @@ def test_when_the_collector_dies_another_collects(
         await stages.write(4, "second", "two")
         stages.kill("coordinator")
         await stages.write(4, "one")
-        assert await asyncio.wait_for(stages.checkpoints["second"].coordinator.ended(Key(4, LINEAGE)), 20)
+        assert await asyncio.wait_for(stages.checkpoints["second"].ended(Key(4, LINEAGE)), 20)
         (written,) = stages.of(CheckpointWritten)
         assert Path(written.path).parent == stages.folders[sharing or "one"]
         checkpoint = Checkpoint.open(Path(written.path))
@@ -176,12 +175,12 @@ def test_a_part_that_changes_on_its_way_is_not_taken(tmp_path: Path, monkeypatch
         stages = Stages(tmp_path / "run")
         liar = stages.checkpoints["one"]
         key = Key(4, LINEAGE)
-        opened = liar.coordinator.open(key)
+        opened = liar.open(key)
         part = state(1)
         facts = opened.parts[1] = PartFacts(sum(map(len, state_buffers(part))), bytes(32))
         opened.own = part, facts
         await stages.write(4, "coordinator")
-        await liar.coordinator.announce(opened, 1, facts)
+        await liar.announce(opened, 1, facts)
         await asyncio.sleep(1.0)
         assert names(tmp_path / "run")[0].startswith(".step-00000004")
         await stages.close()
@@ -199,12 +198,12 @@ def test_who_announces_a_false_part_first_does_not_keep_the_checkpoint_from_bein
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
         liar, key = stages.checkpoints["other"], Key(4, LINEAGE)
-        opened = liar.coordinator.open(key)
+        opened = liar.open(key)
         facts = opened.parts[1] = PartFacts(8, bytes(32))
         opened.own = {"x": torch.zeros(8, dtype=torch.uint8)}, facts
-        await liar.coordinator.announce(opened, 1, facts)
+        await liar.announce(opened, 1, facts)
         await asyncio.sleep(0.2)
-        liar.coordinator.end = liar.coordinator.announce = _nothing  # type: ignore[method-assign]  # it has said it
+        liar.end = liar.announce = _nothing  # type: ignore[method-assign]  # it has said it
         assert await stages.checkpoint(4)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")
         await stages.close()
@@ -222,15 +221,13 @@ def test_of_the_end_of_a_checkpoint_its_collector_is_believed(tmp_path: Path, mo
         key = Key(4, LINEAGE)
         for name in ("coordinator", "other"):
             own = stages.checkpoints[name]
-            await own.coordinator.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE))
-            await own.coordinator.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
+            await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE))
+            await own.on_end("one", CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says"))
             with pytest.raises(ProtocolError, match="cannot be"):
-                await own.coordinator.on_end("coordinator", CheckpointEnd(step=1001, lineage=LINEAGE))
+                await own.on_end("coordinator", CheckpointEnd(step=1001, lineage=LINEAGE))
             assert own.checkpoints.ended(key) is None
         assert await stages.checkpoint(4)
-        await stages.checkpoints["one"].coordinator.on_end(
-            "coordinator", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room")
-        )
+        await stages.checkpoints["one"].on_end("coordinator", CheckpointEnd(step=8, lineage=LINEAGE, reason="no room"))
         assert stages.checkpoints["one"].checkpoints.ended(Key(8, LINEAGE)) == "no room"
         await stages.close()
 
@@ -292,12 +289,12 @@ def test_a_part_may_take_its_time_while_the_collector_lives_and_word_of_the_end_
         stages = Stages(tmp_path / "run")
         writer, key = stages.checkpoints["one"], Key(4, LINEAGE)
         assert await stages.checkpoint(4)
-        assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
+        assert await asyncio.wait_for(writer.ended(key), 5)
         for k in range(REMEMBERED):  # it forgets that
             writer.checkpoints.end(Key(1000 + k, LINEAGE), "failed")
         assert writer.checkpoints.ended(key) is None
         await stages.write(4, "one")
-        assert await asyncio.wait_for(writer.coordinator.ended(key), 5)
+        assert await asyncio.wait_for(writer.ended(key), 5)
         await stages.close()
 
     play(scenario)
@@ -317,7 +314,7 @@ def test_a_copy_that_fails_is_no_news_once_the_checkpoint_is_complete(
             own = next(n for n, c in stages.checkpoints.items() if c.exchange is exchange)
             if own == "coordinator":
                 return await take(exchange, key, *args)
-            assert await stages.checkpoints[own].coordinator.ended(key)
+            assert await stages.checkpoints[own].ended(key)
             tried.set()
             raise PeerUnreachable("it has gone")
 
@@ -340,9 +337,9 @@ def test_who_gives_up_on_a_checkpoint_leaves_it_to_the_collector_that_shares_its
         stages = Stages(tmp_path / "run", sharing="other")
         key = Key(4, LINEAGE)
         await stages.write(4, "other")
-        stages.checkpoints["other"].coordinator.end(key, "its parts did not come whole")
+        stages.checkpoints["other"].end(key, "its parts did not come whole")
         await stages.write(4, "coordinator")
-        assert await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(key), 20)
+        assert await asyncio.wait_for(stages.checkpoints["coordinator"].ended(key), 20)
         Checkpoint.intact(tmp_path / "run" / "step-00000004")
         await stages.close()
 

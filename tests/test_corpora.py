@@ -19,8 +19,7 @@ import pytest
 
 from muletrain.config.model_sections import DataConfig
 from muletrain.data.corpus import Corpus, absolute
-from muletrain.data.files import LINE
-from muletrain.data.lines import reading
+from muletrain.data.files import LINE, reading
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import DataError
 

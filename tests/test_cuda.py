@@ -43,9 +43,9 @@ def test_a_gpu_follows_the_cpu(fleet: Fleet, precision: Precision, state_device:
     assert run(train(parts)) == pytest.approx(losses, rel=CLOSENESS[precision])
     kept = "cuda" if state_device == "device" else "cpu"
     for part in parts:
-        assert part.arithmetic.weights.masters.device.type == part.arithmetic.weights.rule.moment1.device.type == kept
-        assert part.arithmetic.weights.masters.dtype == torch.float32
-        assert part.arithmetic.weights.parameters(0)[0].device.type == "cuda"
+        assert part.arithmetic.masters.device.type == part.arithmetic.rule.moment1.device.type == kept
+        assert part.arithmetic.masters.dtype == torch.float32
+        assert part.arithmetic.parameters(0)[0].device.type == "cuda"
     assert {t.device.type for t in run(weights(parts)).values()} == {"cpu"}, "as it travels and is saved"
 
 

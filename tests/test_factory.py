@@ -212,14 +212,14 @@ def test_a_frozen_parameter_stays_as_it_is(rule: Literal["adamw", "lamb"]) -> No
     optimizer = OptimizerConfig(name=rule, weight_decay=0.1, lr=0.01, warmup=0)
     setup = StageSetup(optimizer, 10, 0, 4)
     stage = StageArithmetic(0, [make_stage(spec, None, spec.cut(1))], setup, before.__getitem__)
-    trained = stage.weights.layout.trained
+    trained = stage.layout.trained
     assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad), "nothing else is averaged"
     for step in range(2):
         mb = Microbatch(step, 0)
         _, gradients, _ = stage.loss_backward(mb, torch.rand(4, 3, 8, 8), torch.rand(4, 2), accumulate=True)
         stage.accumulate(gradients, step)
-        assert len(stage.weights.accumulator(step)) == trained
-        stage.apply(stage.weights.accumulator(step).clone(), Update(step, 1.0, skip=False))
+        assert len(stage.accumulator(step)) == trained
+        stage.apply(stage.accumulator(step).clone(), Update(step, 1.0, skip=False))
     state = stage.state()
     moments = {name for name, p in model.named_parameters() if p.requires_grad}
     assert {name.removeprefix("moment1/") for name in state if name.startswith("moment1/")} == moments

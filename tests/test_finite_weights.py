@@ -26,7 +26,7 @@ from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.model.finite import NAMES, unfit
 from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.first_weights import write_first_checkpoint
+from muletrain.runs.parts import write_first_checkpoint
 from tests.test_assemble import MACHINE
 from tests.traced_models import write_folder, write_text
 

@@ -96,7 +96,7 @@ def test_a_stage_that_is_frozen_as_a_whole_keeps_its_parts() -> None:
     spec, cut = facts.spec, facts.spec.cut(4)
     source = first_weights(json.loads(facts.config.model.architecture or ""), 0).__getitem__
     stage = TorchCompute(spec, cut, 0, replace(SETUP, sequences=SAMPLES), source)
-    assert stage.arithmetic.weights.layout.learned == 0
+    assert stage.arithmetic.layout.learned == 0
 
     async def one_part() -> None:
         mb = Microbatch(0, 0, whole=SAMPLES)

@@ -25,8 +25,8 @@ from muletrain.events import (
     read_events,
 )
 from muletrain.runs.tensorboard import TensorBoardSink
+from muletrain.runtime.checkpoint.checkpointing import PartWriter
 from muletrain.runtime.checkpoint.store import Key
-from muletrain.runtime.peer.part_writer import PartWriter
 from tests.checkpoint_stages import LINEAGE, Stages, held_up, names, play
 from tests.small_disks import fill, mounted_in
 
@@ -67,8 +67,8 @@ def test_a_part_that_is_written_when_its_checkpoint_has_failed_does_not_stay(
         begun, go_on = held_up(monkeypatch, stages.places[writer])
         writing = asyncio.create_task(stages.write(4, "coordinator", writer))
         await asyncio.to_thread(begun.wait, 20)
-        await stages.checkpoints["coordinator"].coordinator.fail(Key(4, LINEAGE), "the disk is full")
-        assert not await asyncio.wait_for(stages.checkpoints[writer].coordinator.ended(Key(4, LINEAGE)), 20)
+        await stages.checkpoints["coordinator"].fail(Key(4, LINEAGE), "the disk is full")
+        assert not await asyncio.wait_for(stages.checkpoints[writer].ended(Key(4, LINEAGE)), 20)
         await stages.only(tmp_path / "run")
         go_on.set()
         await writing
@@ -88,8 +88,8 @@ def test_a_copy_of_the_state_that_finds_no_room_costs_a_checkpoint_and_no_traini
         for name, made in stages.checkpoints.items():
             ctx, nothing = stages.contexts[name], Any
             ctx.compute.state, ctx.compute.lends = full, False  # type: ignore[method-assign, misc]
-            await PartWriter(ctx, nothing, made.own_part, made.coordinator).write(key, last=True)
-        assert not await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(key), 20)
+            await PartWriter(ctx, nothing, made).write(key, last=True)
+        assert not await asyncio.wait_for(stages.checkpoints["coordinator"].ended(key), 20)
         assert {e.reason for e in stages.of(CheckpointFailed)} == {"left out: the disk is full"}
         assert not any(ctx.tasks.failure.done() for ctx in stages.contexts.values())
         assert await stages.checkpoint(8)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from muletrain.compute import scaling
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.torch_compute import TorchCompute
-from muletrain.compute.weights import StageWeights
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.microbatch.messages import Busy
 from muletrain.runtime.step.record import StepRecord
@@ -95,7 +95,7 @@ def _another_device(patch: pytest.MonkeyPatch, steps: range) -> None:
             async def differently(gradient: Any, update: Any, turn: Any) -> None:
                 await apply(gradient, update, turn)
                 if update.step in steps:
-                    own.arithmetic.weights.masters[:5] *= 1 + 2**-22
+                    own.arithmetic.masters[:5] *= 1 + 2**-22
 
             patch.setattr(own, "apply", differently)
         return own
@@ -287,16 +287,16 @@ def test_averaging_in_fp16_trains_tiny_and_huge_losses_as_a_single_process_does(
     magnitude: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of 1e-8 was trained 30 times less by two replicas than by one, and one of 1e4 not at all."""
-    accumulate, mean = StageWeights.accumulate, SingleProcess.mean_gradient
+    accumulate, mean = StageArithmetic.accumulate, SingleProcess.mean_gradient
 
-    def larger(self: StageWeights, gradients: Any, step: int, loss_scale: float) -> None:
-        accumulate(self, gradients, step, loss_scale / magnitude)
+    def larger(self: StageArithmetic, gradients: Any, step: int) -> None:
+        accumulate(self, tuple(g * magnitude for g in gradients), step)
 
     def larger_mean(self: SingleProcess, step: int, inputs: Any, targets: Any) -> Any:
         gradient, loss = mean(self, step, inputs, targets)
         return gradient * magnitude, loss
 
-    monkeypatch.setattr(StageWeights, "accumulate", larger)
+    monkeypatch.setattr(StageArithmetic, "accumulate", larger)
     monkeypatch.setattr(SingleProcess, "mean_gradient", larger_mean)
     coarse = ("wire.gradients=fp16", f"optimizer.eps={0.1 * magnitude}", "optimizer.clip=none")
     for stages in ((1, 1), (2, 2)):

@@ -26,7 +26,7 @@ from muletrain.model.hf import _full_shapes, export_hf, import_hf
 from muletrain.model.spec import ModelSpec
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.first_weights import write_first_checkpoint
+from muletrain.runs.parts import write_first_checkpoint
 from tests.whole_model import build_full
 
 if TYPE_CHECKING:

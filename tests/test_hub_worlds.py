@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from muletrain.compute.weights import StageWeights
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.events import ClientEnlisted, ClientLost, PoolWorked, StepApplied, StepDone
 from muletrain.policy.passes import Pass
 from muletrain.policy.pool import Pool
@@ -94,8 +94,8 @@ def test_clients_work_ahead_under_delayed_updates() -> None:
 
 def test_weights_that_replace_those_of_the_step_under_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug."""
-    right = StageWeights.load
-    monkeypatch.setattr(StageWeights, "load", lambda self, weights, steps: right(self, weights))
+    right = StageArithmetic.load_weights
+    monkeypatch.setattr(StageArithmetic, "load_weights", lambda self, weights, steps: right(self, weights, ()))
     assert play(delayed(world(steps=4))).violations
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muletrain.config.schema import Codec
-from muletrain.network.intake import AHEAD, Intake
+from muletrain.network.streams import AHEAD, Intake
 from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import Frame, pack, read_frame
 

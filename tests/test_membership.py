@@ -20,11 +20,10 @@ from muletrain.config.load import load_config
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.events import Event, MemberRemoved, Note, StepDone
 from muletrain.network.base import Channel
-from muletrain.network.calls import CALL, FAILED, STRANGER
 from muletrain.network.gate import MALFORMED, OTHER_SECRET
 from muletrain.network.gated import ADMIT
 from muletrain.network.identity import Key
-from muletrain.network.libp2p import Libp2pNetwork
+from muletrain.network.libp2p import CALL, FAILED, STRANGER, Libp2pNetwork
 from muletrain.network.offences import LIMIT
 from muletrain.network.streams import FRAMES
 from muletrain.network.trust import chain_from

@@ -22,9 +22,9 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.model.hf import export_hf
 from muletrain.runs.assemble import RunFacts, build_compute
-from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.measure import machine
 from muletrain.runs.measure.machine import Machine
+from muletrain.runs.parts import write_first_checkpoint
 from tests.whole_model import build_full
 
 if TYPE_CHECKING:

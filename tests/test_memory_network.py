@@ -11,8 +11,7 @@ from muletrain.errors import (
     PeerUnreachable,
 )
 from muletrain.network.base import Channel
-from muletrain.network.conditions import Conditions
-from muletrain.network.memory import MemoryHub
+from muletrain.network.memory import Conditions, MemoryHub
 from muletrain.network.roads import Road
 from muletrain.sim.loop import VirtualLoop, context_of
 from muletrain.wire.frame import Frame

@@ -220,7 +220,7 @@ def test_every_place_of_the_model_has_a_mask_of_its_own(monkeypatch: pytest.Monk
         sites.append(site)
         return x
 
-    monkeypatch.setattr("muletrain.model.decoder.dropout", record)
+    monkeypatch.setattr("muletrain.model.stage.dropout", record)
     monkeypatch.setattr("muletrain.model.stage.dropout", record)
     spec = tiny(share_layers=True)
     x = tokens(spec)

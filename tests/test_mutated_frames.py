@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from muletrain.errors import ProtocolError
-from muletrain.network.intake import Intake
+from muletrain.network.streams import Intake
 from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.core.messages import Message
 from muletrain.runtime.peer.incoming import OTHER_KINDS, STEP_KINDS

@@ -23,10 +23,10 @@ from muletrain.errors import (
     Refused,
 )
 from muletrain.network.base import Channel, Network
-from muletrain.network.calls import CALL
 from muletrain.network.daemon import check_socket_folder
 from muletrain.network.gate import NO_SECRET, OTHER_SECRET
 from muletrain.network.identity import Key
+from muletrain.network.libp2p import CALL
 from muletrain.network.streams import FRAMES
 from muletrain.wire.codec import decode, encode, encode_raw
 from muletrain.wire.frame import Frame, pack, size

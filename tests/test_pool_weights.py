@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from muletrain.clock import LoopClock
-from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.threads import InlineExecutor
 from muletrain.network.memory import MemoryHub
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.pool.client import Client

@@ -19,7 +19,6 @@ from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
 from muletrain.runs.assemble import RunFacts, build_compute
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.runs.first_weights import write_first_checkpoint
 from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
 from muletrain.runs.join.admission import RunInfo
@@ -27,6 +26,7 @@ from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.messages import READY_EVERY_S, Ready, Welcome
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
+from muletrain.runs.parts import write_first_checkpoint
 from muletrain.runs.spec import WorkerSpec
 from muletrain.runtime.members.roster import Genesis
 from tests.newcomers import GIB, NoTrial, introduction, rendezvous_of

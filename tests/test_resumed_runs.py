@@ -17,7 +17,7 @@ from muletrain.events import StepDone, events_in
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.folder import ROOT, run_folder
-from muletrain.runs.recut import fitting
+from muletrain.runs.parts import fitting
 
 SMALL = [
     "model.width=32",

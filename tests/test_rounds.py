@@ -183,7 +183,7 @@ def test_replicas_whose_weights_differ_go_on_with_the_first_one_s(wrong: int, mo
         if self.stage == 1 and update.step == 0:
             seen.append(self)
             if len(seen) == 1 + wrong:  # the reference serves all stages as one
-                masters = self.arithmetic.weights.masters
+                masters = self.arithmetic.masters
                 masters[0] = torch.nextafter(masters[0], torch.tensor(2.0))
 
     monkeypatch.setattr(TorchCompute, "apply", apply)

@@ -16,8 +16,8 @@ from transformers.models.llama4 import modeling_llama4
 
 from benchmarks.traced.architectures import KINDS, architecture
 from muletrain.model.traced.chain import TracedModel
+from muletrain.model.traced.cutting import by_need
 from muletrain.model.traced.making import made
-from muletrain.model.traced.ordering import by_need
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from muletrain.cli.show.console import plain_line
-from muletrain.cli.show.skips import SkipsView
-from muletrain.cli.show.view import RunView
+from muletrain.cli.show.view import RunView, SkipsView
 from muletrain.compute.scaling import LossScale
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.optim.flat import FlatLayout

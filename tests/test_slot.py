@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from muletrain.compute import checks, results, torch_compute
+from muletrain.compute.arithmetic import StageArithmetic
 from muletrain.compute.base import Microbatch, Update
 from muletrain.compute.results import Result, Staging
 from muletrain.compute.slot import Slot, Turn
-from muletrain.compute.weights import StageWeights
 from muletrain.runtime.microbatch.inflight import InFlightStep, TooLate
 
 from .small_stages import MB, OPTIMIZER, SPEC, Fleet, data, fleet, run, through, train, weights
@@ -214,13 +214,13 @@ def test_backward_goes_before_forward_where_the_caller_says_so(fleet: Fleet, gat
 @pytest.fixture
 def updates(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Optimizer steps wait until it is set."""
-    event, right = threading.Event(), StageWeights.apply
+    event, right = threading.Event(), StageArithmetic.apply
 
-    def apply(self: StageWeights, *arguments: Any, **more: Any) -> None:
+    def apply(self: StageArithmetic, *arguments: Any, **more: Any) -> None:
         event.wait(20)
         right(self, *arguments, **more)
 
-    monkeypatch.setattr(StageWeights, "apply", apply)
+    monkeypatch.setattr(StageArithmetic, "apply", apply)
     yield event
     event.set()
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from muletrain.compute.executor import InlineExecutor
+from muletrain.compute.threads import InlineExecutor
 from muletrain.events import CheckpointFailed, CheckpointWritten
+from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartExchange
 from muletrain.runtime.checkpoint.messages import CheckpointEnd
-from muletrain.runtime.checkpoint.own_part import OwnPart
-from muletrain.runtime.checkpoint.part_exchange import PartExchange
 from muletrain.runtime.checkpoint.store import Folder, Key
 from muletrain.sim.loop import run_virtually
 from proofs import reference
@@ -74,16 +73,16 @@ def test_a_store_that_hangs_keeps_one_copy_of_the_state_and_the_run_ends(
     """Every open checkpoint had a copy, and the end was waited for without bound."""
     gc.freeze()  # what other tests left need not be looked at each time
     copies: list[weakref.ref[Tensor]] = []
-    most, right = 0, OwnPart.write
+    most, right = 0, Checkpointing.write
 
-    async def counted(self: OwnPart, key: Key, copied: dict[str, Tensor]) -> None:
+    async def counted(self: Checkpointing, key: Key, copied: dict[str, Tensor]) -> None:
         nonlocal most
         gc.collect()
         copies.append(weakref.ref(next(iter(copied.values()))))
         most = max(most, sum(c() is not None for c in copies))
         await right(self, key, copied)
 
-    monkeypatch.setattr(OwnPart, "write", counted)
+    monkeypatch.setattr(Checkpointing, "write", counted)
     monkeypatch.setattr("proofs.world.InlineExecutor", Hanging)
     outcome = run(Scenario(1, (2, 2), 2, 30, 4, 0.01, (), checkpoint_every=1), tmp_path)
     assert set(outcome.ends.values()) == {"finished"}
@@ -124,12 +123,12 @@ def test_a_disk_that_comes_back_is_used_again(tmp_path: Path, monkeypatch: pytes
         assert "may hang" in stages.of(CheckpointFailed)[0].reason
         assert "free some space" not in stages.of(CheckpointFailed)[0].reason
         one, key = stages.checkpoints["one"], Key(8, LINEAGE)
-        assert not one.own_part.begins(key, last=False)
+        assert not one.begins(key, last=False)
         assert await asyncio.wait_for(one.replicas.readable(), 1) == {}, "who asks is answered"
         go_on.set()
         await place.disk.call(lambda: None) if not place.disk.hangs else await asyncio.sleep(1.0)
         assert not place.disk.hangs
-        assert one.own_part.begins(Key(12, LINEAGE), last=False)
+        assert one.begins(Key(12, LINEAGE), last=False)
         assert await stages.checkpoint(12)
         await stages.only(tmp_path / "run", "step-00000012")
         await stages.close()
@@ -149,26 +148,24 @@ def test_a_checkpoint_that_comes_due_while_another_is_written_is_left_out_for_al
 
         async def step(step: int) -> None:
             key = Key(step, LINEAGE)
-            writers = [n for n, c in stages.checkpoints.items() if c.own_part.begins(key, last=False)]
-            await asyncio.gather(*(stages.checkpoints[w].own_part.write(key, state(peers[w])) for w in writers))
+            writers = [n for n, c in stages.checkpoints.items() if c.begins(key, last=False)]
+            await asyncio.gather(*(stages.checkpoints[w].write(key, state(peers[w])) for w in writers))
 
         begun, go_on = held_up(monkeypatch, place)
         first = asyncio.create_task(step(4))
         await asyncio.to_thread(begun.wait, 20)
         await step(8)
         for name in peers:
-            assert not await asyncio.wait_for(stages.checkpoints[name].coordinator.ended(Key(8, LINEAGE)), 5)
+            assert not await asyncio.wait_for(stages.checkpoints[name].ended(Key(8, LINEAGE)), 5)
         (failed,) = stages.of(CheckpointFailed)
         assert failed.step == 8
         assert "left out: checkpoint 4 is not complete yet" in failed.reason
         go_on.set()
         await first
-        assert await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(Key(4, LINEAGE)), 20)
-        await asyncio.gather(
-            *(asyncio.wait_for(c.coordinator.ended(Key(4, LINEAGE)), 5) for c in stages.checkpoints.values())
-        )
+        assert await asyncio.wait_for(stages.checkpoints["coordinator"].ended(Key(4, LINEAGE)), 20)
+        await asyncio.gather(*(asyncio.wait_for(c.ended(Key(4, LINEAGE)), 5) for c in stages.checkpoints.values()))
         await step(12)
-        assert await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(Key(12, LINEAGE)), 20)
+        assert await asyncio.wait_for(stages.checkpoints["coordinator"].ended(Key(12, LINEAGE)), 20)
         assert [e.step for e in stages.of(CheckpointWritten)] == [4, 12]
         await stages.only(tmp_path / "run", "step-00000004", "step-00000012")
         await stages.close()
@@ -183,7 +180,7 @@ def test_one_that_lacks_a_part_ends_when_its_writer_announces_the_next(tmp_path:
         stages = Stages(tmp_path / "run", sharing="one other")
         await stages.write(4, "coordinator")
         await stages.write(8, "one")
-        assert not await asyncio.wait_for(stages.checkpoints["coordinator"].coordinator.ended(Key(4, LINEAGE)), 5)
+        assert not await asyncio.wait_for(stages.checkpoints["coordinator"].ended(Key(4, LINEAGE)), 5)
         assert "no part of stages [1]" in stages.of(CheckpointFailed)[0].reason
         await stages.close()
 
@@ -196,10 +193,10 @@ def test_nobody_leaves_out_the_last_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         stages = Stages(tmp_path / "run")
         coordinator, key = stages.checkpoints["coordinator"], Key(4, LINEAGE)
-        assert coordinator.own_part.begins(key, last=True)
+        assert coordinator.begins(key, last=True)
         end = CheckpointEnd(step=4, lineage=LINEAGE, reason="so it says", left_out=True)
         for liar in ("one", "other"):
-            await coordinator.coordinator.on_end(liar, end)
+            await coordinator.on_end(liar, end)
         assert await stages.checkpoint(4)
         await stages.close()
 
@@ -235,7 +232,7 @@ def test_a_part_that_is_written_once_more_after_the_end_does_not_stay(
         late = asyncio.create_task(stages.write(4, "other"))
         await asyncio.to_thread(begun.wait, 20)
         assert await stages.checkpoint(4)
-        assert await asyncio.wait_for(stages.checkpoints["other"].coordinator.ended(Key(4, LINEAGE)), 20)
+        assert await asyncio.wait_for(stages.checkpoints["other"].ended(Key(4, LINEAGE)), 20)
         go_on.set()
         await late
         assert names(tmp_path / "run") == ["step-00000004"]

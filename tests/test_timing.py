@@ -8,7 +8,7 @@ from typing import Any
 
 from muletrain.policy.deadline import Deadline
 from muletrain.runtime.averaging import rounds
-from muletrain.runtime.checkpoint import coordinator
+from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.core import waiting
 from muletrain.runtime.core.plan import Plan
 from muletrain.runtime.members import rebalancing, silence, watchdog
@@ -59,4 +59,4 @@ def test_promises_outlast_the_questions_that_rely_on_them() -> None:
     assert peer.HOLDS_S > 2 * peer.ANNOUNCE_S
     assert donor.KEPT_S >= blocks.CALL_S
     assert rebalancing.KEPT_MAX_S < 120.0, "what the directory keeps at most"
-    assert coordinator.LIMIT_S >= blocks.LONGEST_S
+    assert checkpointing.LIMIT_S >= blocks.LONGEST_S

@@ -69,9 +69,7 @@ async def measure(pairs: int, passes: int, sequences: int) -> tuple[dict[str, li
                 sums.append(gradient.clone())
     for stage in stages.values():
         stage.close()
-    first, second = (
-        stage.arithmetic.weights.layout.views(total) for stage, total in zip(stages.values(), sums, strict=True)
-    )
+    first, second = (stage.arithmetic.layout.views(total) for stage, total in zip(stages.values(), sums, strict=True))
     difference = max(float((first[n] - second[n]).norm() / first[n].norm()) for n in first)
     return found, difference
 

@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch import Tensor
 from muletrain.compute import checks
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
-from muletrain.compute.stash import Kept
-from muletrain.compute.weights import StageWeights
 from muletrain.config.schema import Precision
+from muletrain.errors import CheckpointError
 from muletrain.model.dropout import Masks
 from muletrain.model.stage import initial_weight
+from muletrain.optim.flat import flat_digest
+from muletrain.optim.rules import make_rule
 from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from muletrain.compute.base import Microbatch, Update
-    from muletrain.compute.stash import Checkpointing
     from muletrain.config.schema import OptimizerConfig
     from muletrain.model.module import StageModule
+    from muletrain.optim.flat import FlatLayout
     from muletrain.optim.sketch import Sketch
 
 Gradients = tuple[Tensor, ...]
+MOMENTS = "moment1", "moment2"
+Checkpointing = Literal["auto", "always", "never"]
 
 
 @dataclass
@@ -74,10 +77,13 @@ class StageSetup:
 
 
 class StageArithmetic:
-    """Owns the stage's weights, loss scale and counters.
+    """Owns the stage's weights, moments and gradient accumulators, each one flat buffer, loss scale and counters. The
+    ``versions`` of the stage compute with views.
 
     One thread computes. Another may read the weights (``digest``, ``state``) or update the weights meanwhile: a lock
-    serializes both. Under delayed updates ``versions`` are two copies of the stage, which steps use in turn.
+    serializes both. There is one version, or two under delayed updates. Step t uses version t mod their number, and a
+    separate accumulator. With two, the update by step t makes the weights of step t + 2, while t + 1 computes with the
+    older version. In fp32, with the state on the device, the newest working buffer is the masters.
     """
 
     def __init__(
@@ -87,22 +93,41 @@ class StageArithmetic:
         gives wrong shapes."""
         self.stage, self.spec = stage, versions[0].spec
         self.setup, self.counters, self._versions = setup, Counters(), versions
-        shapes = versions[0].shapes()
-        self.weights = StageWeights(
-            versions,
-            setup.optimizer,
-            setup.total_steps,
-            device=setup.device,
-            dtype=precision_dtype(setup.precision),
-            source=source or (lambda name: initial_weight(self.spec, name, shapes[name], setup.seed)),
-            updates=setup.updates,
-        )
+        device, dtype, shapes = setup.device, precision_dtype(setup.precision), versions[0].shapes()
+        first = source or (lambda name: initial_weight(self.spec, name, shapes[name], setup.seed))
+        self.layout = layout = versions[0].layout()
+        self._trainable = layout.trainable()
+        state_device = torch.device("cpu") if setup.optimizer.state_device == "cpu" else device
+        self.masters = torch.empty(layout.size, device=state_device)
+        masters = layout.views(self.masters)
+        for name, view in masters.items():
+            _copy(view, first(name), name)
+        self._direct = dtype == torch.float32 and state_device == device
+        newest = self.masters if self._direct else self.masters.to(device, dtype)
+        self._working = [newest, *(newest.clone() for _ in versions[1:])]
+        self._exact = {} if self._direct else {name: masters[name].to(device) for name in versions[0].exact(dtype)}
+        self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
+        if setup.updates:
+            self.rule = make_rule(setup.optimizer, setup.total_steps, layout, state_device)
+        self._accumulators = [torch.zeros(layout.trained, device=device) for _ in versions]
+        learned = [a[: layout.learned] for a in self._accumulators]
+        self._accumulator_views = [list(self._trainable.views(a).values()) for a in learned]
+        self.next = 0
+        """The step of the next update, which computes with the oldest version."""
         self.scale = LossScale(fp16=setup.precision is Precision.FP16, versions=len(versions))
         self._lock = threading.Lock()
 
+    def _bound(self, stage: StageModule, working: Tensor) -> list[Tensor]:
+        stage.bind(self.layout.views(working) | self._exact)
+        by_name = dict(stage.named_parameters())
+        return [by_name[name] for name in self._trainable.names]
+
+    def _version(self, step: int) -> int:
+        return step % len(self._versions)
+
     def module(self, step: int) -> StageModule:
         """The stage with the weights that ``step`` computes with."""
-        return self._versions[step % len(self._versions)]
+        return self._versions[self._version(step)]
 
     def _run(self, mb: Microbatch, inputs: Tensor) -> Tensor:
         """fp32 output of ``mb``."""
@@ -159,7 +184,7 @@ class StageArithmetic:
         """Gradients of the trained parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at
         stage 0)."""
         wanted = [leaf] if leaf.requires_grad else []
-        wanted += self.weights.parameters(mb.step) if accumulate else []
+        wanted += self.parameters(mb.step) if accumulate else []
         if not wanted:
             return (), None
         gradients = torch.autograd.grad(output, wanted, seed)
@@ -176,9 +201,19 @@ class StageArithmetic:
 
     # The accumulator and the step ------------------------------------------------------------------------------------
 
+    def parameters(self, step: int) -> list[Tensor]:
+        """The parameters that ``step`` computes with, but for frozen ones."""
+        return self._parameters[self._version(step)]
+
+    def accumulator(self, step: int) -> Tensor:
+        """The sum of the gradients of ``step``'s microbatches, flat fp32 [G]."""
+        return self._accumulators[self._version(step)]
+
     def accumulate(self, gradients: Gradients, step: int) -> None:
         """Add the gradients of one microbatch, as ``differentiate`` returned them, to the accumulator of ``step``."""
-        self.weights.accumulate(gradients, step, self.scale.of(step))
+        if gradients:
+            views = self._accumulator_views[self._version(step)]
+            torch._foreach_add_(views, list(gradients), alpha=1 / self.scale.of(step))
 
     def sketch(self, gradients: Gradients, step: int, seed: bytes) -> Sketch:
         """Returns the sketch of one microbatch's gradients, as ``accumulate`` would add them."""
@@ -187,45 +222,107 @@ class StageArithmetic:
 
     def add(self, gradient: Tensor, step: int) -> None:
         """Add ``gradient``, fp32 [G], to the accumulator of ``step``."""
-        self.weights.accumulator(step)[: len(gradient)].add_(gradient.to(self.setup.device))
+        self.accumulator(step)[: len(gradient)].add_(gradient.to(self.setup.device))
 
     def clear(self, step: int) -> None:
         """Empty the accumulator of ``step``."""
-        self.weights.accumulator(step).zero_()
+        self.accumulator(step).zero_()
 
     def apply(self, gradient: Tensor, update: Update) -> None:
-        """Optimizer step with ``gradient``, fp32 [G]."""
+        """Optimizer step with ``gradient``, fp32 [G], which is not changed. The newest weights replace the step's. Clears the
+        step's accumulator."""
         with self._timed("apply_s"), self._locked():
-            self.weights.apply(gradient, update)
-            self.scale.update(update.step, skipped=update.skip)
+            step = update.step
+            newest, accumulator = self._working[self._version(step)], self.accumulator(step)
+            if self._direct and newest is not self.masters:
+                newest.copy_(self.masters)
+                self.masters = newest
+            if not update.skip:
+                masters = self.masters[: len(accumulator)]
+                scratch = accumulator if masters.device == accumulator.device else torch.empty_like(masters)
+                update.write_scaled(gradient, 0, scratch)
+                self.rule.step(masters, scratch, step)
+            if not self._direct:
+                newest.copy_(self.masters)
+            accumulator.zero_()
+            self.next = step + 1
+            self.scale.update(step, skipped=update.skip)
+
+    def newest_for(self) -> tuple[int, ...]:
+        """Returns the steps that compute with the newest of two versions; (): there is one."""
+        if len(self._working) == 1:
+            return ()
+        return (self.next + 1,) if self.next else (0, 1)
 
     # The state -------------------------------------------------------------------------------------------------------
 
     def digest(self) -> bytes:
         """BLAKE3 over the fp32 weights."""
         with self._locked():
-            return self.weights.digest()
+            return flat_digest(self.masters.cpu())
 
     def copied_weights(self) -> Tensor:
         """A copy of the fp32 weights on the CPU, flat [P]."""
         with self._locked():
-            return self.weights.masters.to("cpu", copy=True)
+            return self.masters.to("cpu", copy=True)
 
     def load_weights(self, weights: Tensor, steps: Collection[int]) -> None:
-        """Replace the weights that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]."""
+        """Replace the versions that ``steps`` compute with, (): all, by ``weights``, flat fp32 [P]. These become the
+        newest."""
         with self._locked():
-            self.weights.load(weights, steps)
+            versions = {self._version(step) for step in steps or range(len(self._working))}
+            if self._direct:
+                self.masters = self._working[min(versions)]
+            self.masters.copy_(weights)
+            for version in versions:
+                if self._working[version] is not self.masters:
+                    self._working[version].copy_(self.masters)
+            self._copy_exact()
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of weights, moments and loss scale."""
+        """Copies on the CPU: 'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32, and the loss scale.
+        With two versions also 'delayed/NAME', the older weights, and 'step' [1], the step that uses the older
+        weights."""
         with self._locked():
-            return {**self.weights.state(), **self.scale.state()}
+            state = {
+                f"{kind}/{name}": view
+                for kind, flat in self._buffers().items()
+                for name, view in state_views(self.layout, kind, flat.to("cpu", torch.float32, copy=True)).items()
+            }
+            if len(self._working) > 1:
+                state["step"] = torch.tensor([self.next], dtype=torch.float64)
+            return state | self.scale.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state``. Raises CheckpointError, and changes nothing then."""
+        """Load a ``state``. Absent moments become zero, and absent older weights the newest ones. Everything is checked
+        before anything changes.
+
+        Raises CheckpointError on missing names or wrong shapes.
+        """
         with self._locked():
-            self.weights.load_state(state)
-            self.scale.load_state(state, self.weights.next)
+            step = _step_of(state)
+            sources = {kind: checked_state(self.layout, state, kind) for kind in self._buffers()}
+            self.next, newest = step, self._working[self._version(step + 1)]
+            if self._direct:
+                self.masters = newest
+            for kind, flat in self._buffers().items():
+                if not sources[kind]:
+                    flat.zero_() if kind in MOMENTS else flat.copy_(self.masters)
+                views = state_views(self.layout, kind, flat)
+                for name, value in sources[kind].items():
+                    views[name].copy_(value)
+            newest.copy_(self.masters)
+            self._copy_exact()
+            self.scale.load_state(state, self.next)
+
+    def _copy_exact(self) -> None:
+        masters = self.layout.views(self.masters)
+        for name, tensor in self._exact.items():
+            tensor.copy_(masters[name])
+
+    def _buffers(self) -> dict[str, Tensor]:
+        buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}
+        return buffers if len(self._working) == 1 else {**buffers, "delayed": self._working[self._version(self.next)]}
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -279,3 +376,100 @@ def timed(counters: Counters, counter: str, device: torch.device) -> Iterator[No
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     setattr(counters, counter, getattr(counters, counter) + time.perf_counter() - begin)
+
+
+@dataclass
+class Kept:
+    """One microbatch. ``output`` has the autograd graph if stashed; None: backward recomputes ``output`` from
+    ``inputs``."""
+
+    inputs: Tensor
+    output: Tensor | None
+    shape: tuple[int, ...]
+    """The output's."""
+
+
+class Stash:
+    """Owns the stashed entries, by microbatch. Only the event loop's thread uses the stash, so there is no lock."""
+
+    def __init__(self, checkpointing: Checkpointing, budget: int, token_bytes: int) -> None:
+        """``budget`` [bytes] bounds the graphs kept under 'auto'; ``token_bytes``: size of the graph of one token."""
+        self._checkpointing, self._budget, self._token_bytes = checkpointing, budget, token_bytes
+        self._kept: dict[Microbatch, tuple[Kept, int]] = {}
+        self._used = 0
+
+    def reserve(self, tokens: int) -> int:
+        """Take room for the graph of a microbatch [bytes]; 0: recompute it."""
+        size = 0 if self._checkpointing == "always" else tokens * self._token_bytes
+        if self._checkpointing == "auto" and self._used + size > self._budget:
+            return 0
+        self._used += size
+        return size
+
+    def release(self, reserved: int) -> None:
+        """Give room back."""
+        self._used -= reserved
+
+    def put(self, mb: Microbatch, kept: Kept, reserved: int) -> None:
+        """Keep ``kept``, which has ``reserved`` bytes, in place of the previous entry of ``mb``."""
+        self.discard(mb)
+        self._kept[mb] = kept, reserved
+
+    def shape(self, mb: Microbatch) -> tuple[int, ...]:
+        """Shape of the output. Raises KeyError when nothing is kept."""
+        return self._kept[mb][0].shape
+
+    def pop(self, mb: Microbatch) -> tuple[Kept, int]:
+        """The entry, and the bytes to ``release`` after use."""
+        return self._kept.pop(mb)
+
+    def discard(self, mb: Microbatch) -> None:
+        """Forget ``mb``."""
+        if mb in self._kept:
+            self.release(self._kept.pop(mb)[1])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self._used = 0
+
+
+def state_layout(layout: FlatLayout, kind: str) -> FlatLayout:
+    """The parameters that a state has ``kind`` of: frozen ones have no moments."""
+    return layout.trainable() if kind in MOMENTS else layout
+
+
+def state_views(layout: FlatLayout, kind: str, flat: Tensor) -> dict[str, Tensor]:
+    """Name -> view of ``flat``, weights [P] or moments [G]."""
+    found = state_layout(layout, kind)
+    return found.views(flat[: found.size])
+
+
+def checked_state(layout: FlatLayout, state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """The tensors of one kind by parameter name; empty for absent moments. Raises CheckpointError for missing names and
+    wrong shapes."""
+    layout = state_layout(layout, kind)
+    if kind != "model" and not any(key.startswith(f"{kind}/") for key in state):
+        return {}
+    found = {}
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        value = state.get(f"{kind}/{name}")
+        if value is None or tuple(value.shape) != shape:
+            what = "is missing" if value is None else f"has shape {tuple(value.shape)} instead of {shape}"
+            raise CheckpointError(f"{kind}/{name} {what}: a state of another model or another cut")
+        found[name] = value
+    return found
+
+
+def _step_of(state: dict[str, Tensor]) -> int:
+    """The step in ``state``, or 0. Raises CheckpointError for an impossible step."""
+    step = float(state["step"].sum()) if "step" in state else 0.0
+    if not (step.is_integer() and 0 <= step < 2**48):
+        raise CheckpointError(f"step is {step}: not a stage's state")
+    return int(step)
+
+
+def _copy(view: Tensor, value: Tensor, name: str) -> None:
+    if value.shape != view.shape:
+        raise CheckpointError(f"{name} has shape {tuple(value.shape)}, but the model needs {tuple(view.shape)}")
+    view.copy_(value)

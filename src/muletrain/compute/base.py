@@ -17,7 +17,7 @@ Every implementation promises:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -228,3 +228,13 @@ class Compute(Protocol):
     def close(self) -> None:
         """Release threads and memory."""
         ...
+
+
+class WrappedCompute:
+    """A ``Compute`` around another one: everything not overridden is ``inner``'s."""
+
+    def __init__(self, inner: Compute) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)

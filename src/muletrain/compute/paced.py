@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from muletrain.compute.base import WrappedCompute
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
-from muletrain.compute.wrapped import WrappedCompute
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

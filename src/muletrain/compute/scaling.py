@@ -20,7 +20,7 @@ class LossScale:
     of the sequence of updates, so all peers agree. Without ``fp16`` the scale is always 1."""
 
     def __init__(self, *, fp16: bool, versions: int = 1) -> None:
-        """``versions``: how many weights are in use at once (``StageWeights``); each has a scale."""
+        """``versions``: how many weights are in use at once (``StageArithmetic``); each has a scale."""
         self._on = fp16
         self._values = [FIRST if fp16 else 1.0] * versions
         self._good = 0

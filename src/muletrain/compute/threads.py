@@ -6,18 +6,30 @@ import asyncio
 import contextlib
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
 from muletrain.clock import LoopClock
-from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.jobs import Jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class InlineExecutor(Executor):
+    """Runs a job at submission: for a virtual event loop, where time must not pass while a thread works."""
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        future: Future[R] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as e:
+            future.set_exception(e)
+        return future
 
 
 class Threads:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from muletrain.compute import checks
-from muletrain.compute.arithmetic import StageArithmetic
+from muletrain.compute.arithmetic import StageArithmetic, Stash
 from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
-from muletrain.compute.stash import Stash
 from muletrain.compute.threads import ThreadedCompute, Threads, passed
 from muletrain.model.make import make_stage
 
@@ -54,7 +53,7 @@ class TorchCompute(ThreadedCompute):
         self.delayed, self.lends = setup.optimizer.delayed, False
         versions = [self._empty(spec, cut) for _ in range(2 if self.delayed else 1)]
         self.arithmetic = StageArithmetic(stage, versions, setup, source)
-        self.layout = layout = self.arithmetic.weights.layout
+        self.layout = layout = self.arithmetic.layout
         self.n_params, self.n_trained = layout.size, layout.trained
         self.threads = Threads(stage, delayed=self.delayed, inline=setup.inline)
         self.jobs = self.threads.jobs
@@ -168,7 +167,7 @@ class TorchCompute(ThreadedCompute):
             await asyncio.shield(asyncio.wrap_future(self._changed))  # a cancelled caller must not cancel the addition
         if self._staging is not None:
             self._staging.follow()
-        return await self._to_host(self.arithmetic.weights.accumulator(step)[: self.n_trained])
+        return await self._to_host(self.arithmetic.accumulator(step)[: self.n_trained])
 
     async def room(self, numbers: int) -> Tensor:
         return torch.empty(numbers)
@@ -202,7 +201,7 @@ class TorchCompute(ThreadedCompute):
         return await self._read(self.arithmetic.copied_weights)
 
     def newest_for(self) -> tuple[int, ...]:
-        return self.arithmetic.weights.newest_for()
+        return self.arithmetic.newest_for()
 
     async def load_weights(self, weights: Tensor, steps: Collection[int] = ()) -> None:
         """Raises ProtocolError unless ``weights`` is fp32 [P]."""

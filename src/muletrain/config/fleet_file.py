@@ -61,21 +61,21 @@ class Stall:
 class FleetPeer:
     """One machine of the expanded fleet."""
 
-    index: int
-    name: str
-    region: str
-    device: str | None
-    speed: float
-    flops: float | None
+    index: int = 0
+    name: str = ""
+    region: str = ""
+    device: str | None = None
+    speed: float = 1.0
+    flops: float | None = None
     """Sustained speed, if stated [FLOP/s]."""
-    memory_bytes: int | None
-    reliable: bool
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    forward_s: float | None
+    memory_bytes: int | None = None
+    reliable: bool = True
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    forward_s: float | None = None
     """Paced time per microbatch of one stage; None: not paced."""
-    backward_s: float | None
-    stall: Stall | None
+    backward_s: float | None = None
+    stall: Stall | None = None
     host_bytes: int | None = None
     """Memory beside an accelerator's own, if stated."""
     load_bytes_per_s: float = math.inf
@@ -83,25 +83,6 @@ class FleetPeer:
     price_per_hour: float | None = None
     queue_s: float = QUEUE_S
     """Most data that queues in front of each direction of the link [s]."""
-
-
-def limited_peer(bytes_per_s: float) -> FleetPeer:
-    """A machine of which only the bandwidth is known, the same in both directions."""
-    return FleetPeer(
-        index=0,
-        name="",
-        region="",
-        device=None,
-        speed=1.0,
-        flops=None,
-        memory_bytes=None,
-        reliable=True,
-        up_bytes_per_s=bytes_per_s,
-        down_bytes_per_s=bytes_per_s,
-        forward_s=None,
-        backward_s=None,
-        stall=None,
-    )
 
 
 class Fleet(Section):

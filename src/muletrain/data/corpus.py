@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from muletrain.data.files import Document, once, open_file, row_document
-from muletrain.data.lines import reading
+from muletrain.data.files import Document, once, open_file, reading, row_document
 from muletrain.errors import DataError
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from muletrain.events.facts import (
     ProbeFailed,
     ProbeProgress,
     RunFinished,
+    RunPrepared,
     RunStarted,
     SlotWorked,
     StepApplied,
@@ -95,7 +96,6 @@ from muletrain.events.notices import (
     ValidationLeftOut,
     WeightsDiffer,
 )
-from muletrain.events.prepared import RunPrepared
 
 __all__ = [
     "KINDS",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
 from muletrain.model.chain import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from muletrain.config.profile_file import Profile
-    from muletrain.model.chain import TensorType, TiedParameter
+
+
+def _of_inner(name: str) -> Any:
+    return property(lambda self: getattr(self.inner, name))
 
 
 class MeasuredModel(Model):
@@ -27,40 +28,28 @@ class MeasuredModel(Model):
                 f"the profile of {profile.title} has {len(blocks) - 2} blocks and sequences of {profile.context} tokens, but "
                 f"the model has {inner.layers} and {inner.context}; measure this model"
             )
-        self.inner, self.layers, self.width, self.vocab = inner, inner.layers, inner.width, inner.vocab
-        self.context, self.share_layers = inner.context, inner.share_layers
+        self.inner = inner
         speed = speed_of(inner, profile)
         self._flops = [block.both_s * speed / (3 * tokens) for block in blocks]
 
-    @property
-    def own_loss(self) -> bool:
-        return self.inner.own_loss
-
-    @property
-    def inputs(self) -> TensorType:
-        return self.inner.inputs
-
-    @property
-    def targets(self) -> TensorType:
-        return self.inner.targets
-
-    def to_json(self) -> str:
-        return self.inner.to_json()
-
-    @property
-    def largest_tensor(self) -> int:
-        return self.inner.largest_tensor
-
-    def params_of(self, layer: int) -> int:
-        return self.inner.params_of(layer)
-
-    @property
-    def embedding_params(self) -> int:
-        return self.inner.embedding_params
-
-    @property
-    def head_params(self) -> int:
-        return self.inner.head_params
+    layers = _of_inner("layers")
+    width = _of_inner("width")
+    vocab = _of_inner("vocab")
+    context = _of_inner("context")
+    share_layers = _of_inner("share_layers")
+    own_loss = _of_inner("own_loss")
+    inputs = _of_inner("inputs")
+    targets = _of_inner("targets")
+    to_json = _of_inner("to_json")
+    largest_tensor = _of_inner("largest_tensor")
+    params_of = _of_inner("params_of")
+    embedding_params = _of_inner("embedding_params")
+    head_params = _of_inner("head_params")
+    kept_bytes = _of_inner("kept_bytes")
+    embedding_kept_bytes = _of_inner("embedding_kept_bytes")
+    head_kept_bytes = _of_inner("head_kept_bytes")
+    tables_bytes = _of_inner("tables_bytes")
+    tied = _of_inner("tied")
 
     def flops_of(self, layer: int, tokens: int | None = None) -> float:
         counted = self.inner.flops_of(layer)
@@ -73,22 +62,6 @@ class MeasuredModel(Model):
     @property
     def head_flops(self) -> float:
         return self._flops[-1]
-
-    def kept_bytes(self, layer: int, size: int) -> float:
-        return self.inner.kept_bytes(layer, size)
-
-    def embedding_kept_bytes(self, size: int) -> float:
-        return self.inner.embedding_kept_bytes(size)
-
-    def head_kept_bytes(self, size: int) -> float:
-        return self.inner.head_kept_bytes(size)
-
-    def tables_bytes(self, sequences: int) -> int:
-        return self.inner.tables_bytes(sequences)
-
-    @property
-    def tied(self) -> Mapping[str, TiedParameter]:
-        return self.inner.tied
 
 
 def speed_of(model: Model, profile: Profile) -> float:

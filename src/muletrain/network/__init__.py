@@ -2,12 +2,12 @@
 
 - ``base`` is the ``Network`` seam. ``delivery``, ``answers``, ``offences`` and ``pacing`` serve every
   implementation.
-- ``libp2p`` is the real network over hivemind's ``daemon``: ``calls``, ``traffic`` (frames, over ``streams`` and
-  ``intake``), the ``directory``, and ``relay`` with ``pipes`` and ``ways`` to peers that cannot be dialled.
+- ``libp2p`` is the real network over hivemind's ``daemon``: calls, frames over ``streams``, the ``directory``, and
+  ``relay`` with ``pipes`` and ``ways`` to peers that cannot be dialled.
 - ``gate`` admits peers, ``gated`` guards everything that passes the daemon, ``trust`` judges certificates, ``identity``
-  holds keys, ``entry`` joins a run.
-- ``memory`` is the network of virtual worlds (``barriers``, ``conditions``, ``inbox``, ``memory_streams``); ``shaped``
-  emulates links on one machine. Both send through ``paced`` streams over ``roads``.
+  holds keys.
+- ``memory`` is the network of virtual worlds; ``shaped`` emulates links on one machine. Both send through ``paced``
+  streams over ``roads``.
 """
 
 from __future__ import annotations

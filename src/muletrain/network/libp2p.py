@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
-from muletrain.errors import MuletrainError, PeerUnreachable
+from muletrain.clock import loop_time_s
+from muletrain.errors import (
+    AdmissionError,
+    Malformed,
+    MuletrainError,
+    NetworkError,
+    PeerUnreachable,
+    ProtocolError,
+    Refused,
+)
+from muletrain.network.answers import Answers
 from muletrain.network.base import Bounds, CallHandler, Channel, FrameHandler, LossHandler, PeerId, RefusalHandler
-from muletrain.network.delivery import Delivery
-from muletrain.network.entry import enter
-from muletrain.wire.frame import MAX_PAYLOAD, Frame
+from muletrain.network.delivery import Counters, Delivery
+from muletrain.network.jobs import Jobs
+from muletrain.network.pacing import Pacer
+from muletrain.wire.frame import MAX_PAYLOAD, Frame, pack, reread, size
 
 try:
     from hivemind.p2p import PeerID
     from hivemind.utils.multiaddr import Multiaddr
 
-    from muletrain.network.calls import Calls
     from muletrain.network.daemon import Daemon, end_daemon
     from muletrain.network.directory import Directory, Records
     from muletrain.network.gate import Gate
     from muletrain.network.gated import GatedP2P, reaching
     from muletrain.network.offences import Reports
     from muletrain.network.relay import Relay
-    from muletrain.network.traffic import Traffic
+    from muletrain.network.streams import FRAMES, Incoming, Outgoing, greet
     from muletrain.network.trust import Trust, chain_bytes
 except ImportError as e:  # pragma: no cover - platforms without hivemind's wheels
     raise MuletrainError(
@@ -34,12 +45,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
     from pathlib import Path
 
-    from muletrain.network.delivery import Counters
     from muletrain.network.identity import Key
+    from muletrain.wire.frame import Buffer
+
+MAX_CALL = 1 << 20
+"""Most bytes of a payload, and of an answer."""
+CALL = "muletrain/call"
+OK, FAILED, STRANGER = b"\0", b"\1", b"\2not admitted to this run"
+SELF_QUEUE = 1024
+"""Most frames to ourselves that wait for the handler."""
+ENTER_TIMEOUT_S = 12.0
+"""Longest time in which one peer is dialled and admits us [s]."""
 
 
 class Libp2pNetwork:
-    """``Network`` over libp2p. Create with ``create``."""
+    """``Network`` over libp2p. Create with ``create``.
+
+    The request of a call is a method's length (one byte), the method and the payload; an answer is OK or FAILED, then
+    the answer or a reason. Frames travel on streams, by peer and channel."""
 
     directory: Directory
     relay: Relay
@@ -57,8 +80,15 @@ class Libp2pNetwork:
         self.peer_id: PeerId = p2p.peer_id.to_base58()
         self._on_renewal, self._on_ban = on_renewal, on_ban
         self._delivery = Delivery(on_refusal, self._offended, Reports())
-        self._traffic = Traffic(p2p, self.peer_id, self._delivery, max_frame_bytes)
-        self._calls = Calls(p2p, self.peer_id, self._delivery, self._traffic.hear)
+        self._answers = Answers(self.peer_id, self._delivery)
+        self.counters, self._pacer = Counters(), Pacer()
+        self._losses: dict[str, LossHandler] = {}
+        """See ``Network.on_lost``."""
+        self._incoming = Incoming(max_frame_bytes)
+        self._outgoing: dict[tuple[PeerId, Channel], Outgoing] = {}
+        self._own: dict[Channel, asyncio.Queue[Frame]] = {}
+        self._jobs = Jobs()
+        self._damaging = False
         self._maddrs: list[str] = []
         self._renewals: asyncio.Task[None] | None = None
         self._closed = False
@@ -117,27 +147,97 @@ class Libp2pNetwork:
         return self
 
     async def _start(self, records: Records, initial_peers: tuple[str, ...], visitor: bool) -> None:
-        for part in self._calls, self._traffic, self.relay:
-            await part.open()
-        reached = await enter(self, initial_peers) if initial_peers else []
+        await self.p2p.answer_calls(CALL, self._on_call)
+        await self.p2p.add_binary_stream_handler(FRAMES, self._on_stream)
+        await self.relay.open()
+        reached = await _enter(self, initial_peers) if initial_peers else []
         self.directory = await Directory.join(self.p2p, records, reached, visitor=visitor)
         # ports that a router opened for us, too
         self._maddrs = [str(a) for a in await self.p2p.get_visible_maddrs(latest=True)]
         if not visitor:
             self._renewals = asyncio.create_task(self.p2p.hear_renewals())
 
-    # Calls and frames -----------------------------------------------------------------------------------------------
+    # Calls ----------------------------------------------------------------------------------------------------------
 
     def serve(self, method: str, handler: CallHandler, *, free: bool = False) -> None:
-        self._calls.serve(method, handler, free=free)
+        self._answers.serve(method, handler, free=free)
 
     async def call(self, peer: PeerId, method: str, payload: bytes, *, timeout_s: float) -> bytes:
-        return await self._calls.call(peer, method, payload, timeout_s)
+        """Raises as ``Network.call``, and ProtocolError for too large a payload."""
+        if len(payload) > MAX_CALL:
+            raise ProtocolError(f"{method}: {len(payload)} bytes; a call carries at most {MAX_CALL}")
+        self.p2p.check_daemon()
+        try:
+            answer = await reaching(self._ask(peer, method, payload), timeout_s, f"{method} to {peer[-6:]}")
+        except AdmissionError as e:
+            raise Refused(str(e)) from e
+        self._hear(peer)
+        if answer[:1] != OK:
+            raise Refused(answer[1:].decode(errors="replace") or "refused without a reason")
+        return answer[1:]
+
+    async def _ask(self, peer: PeerId, method: str, payload: bytes) -> bytes:
+        if peer == self.peer_id:
+            return await self._answer(peer, method, payload)
+        target, name = PeerID.from_base58(peer), method.encode()
+        request = bytes([len(name)]) + name + payload
+        await self.p2p.enter(target)
+        answer = await self.p2p.exchange(target, CALL, request)
+        if answer[:1] == STRANGER[:1]:  # the peer was restarted and does not know us any more
+            self.p2p.gate.forget_entry(peer)
+            await self.p2p.enter(target)
+            answer = await self.p2p.exchange(target, CALL, request)
+        return answer
+
+    async def _on_call(self, request: bytes, remote: PeerID) -> bytes:
+        sender = remote.to_base58()
+        if not self.p2p.gate.check(sender, "call"):
+            return STRANGER
+        self._hear(sender)
+        end = 1 + request[0] if request else 0
+        if not 1 < end <= len(request) or len(request) - end > MAX_CALL:
+            self._delivery.refuse(sender, Malformed("malformed call"))
+            return FAILED + b"malformed call"
+        answer = await self._answer(sender, request[1:end].decode(errors="replace"), request[end:])
+        return answer if self.p2p.gate.admitted(sender) else STRANGER
+
+    async def _answer(self, sender: PeerId, method: str, payload: bytes) -> bytes:
+        answered, answer = await self._answers.answer(sender, method, payload)
+        if len(answer) > MAX_CALL:
+            answered, answer = False, f"{method}: the answer is too large".encode()
+        return (OK if answered else FAILED) + answer
+
+    # Frames ---------------------------------------------------------------------------------------------------------
 
     async def send(
         self, peer: PeerId, frame: Frame, *, channel: Channel = Channel.PIPE, timeout_s: float = 60.0
     ) -> int:
-        return await self._traffic.send(peer, frame, channel, timeout_s)
+        if peer == self.peer_id:
+            await reaching(self._own_queue(channel).put(reread(frame)), timeout_s, f"{frame.kind} to ourselves")
+            return 0
+        buffers = self._damaged(pack(frame))
+        outgoing = self._outgoing.get((peer, channel))
+        if outgoing is None:
+            outgoing = Outgoing(self.p2p, peer, channel, self._pacer, self._hear, self._ended)
+            self._outgoing[peer, channel] = outgoing
+        try:
+            await outgoing.send(buffers, timeout_s)
+        except AdmissionError as e:
+            raise Refused(str(e)) from e
+        self.counters.sent[peer, frame.kind] += size(buffers)
+        return size(buffers)
+
+    def damage_next(self) -> None:
+        """Flip a bit in the prefix of the next frame to another peer, as if the transport's check had failed: for injected
+        faults."""
+        self._damaging = True
+
+    def _damaged(self, buffers: list[Buffer]) -> list[Buffer]:
+        if not self._damaging:
+            return buffers
+        self._damaging = False
+        first = bytes(buffers[0])
+        return [bytes([first[0] ^ 1]) + first[1:], *buffers[1:]]
 
     def receive(self, handler: FrameHandler, kinds: Collection[str] = (), bounds: Bounds | None = None) -> None:
         self._delivery.receive(handler, kinds, bounds)
@@ -146,28 +246,67 @@ class Libp2pNetwork:
         self._delivery.refused = handler
 
     def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
-        self._traffic.losses[whose] = handler
+        self._losses[whose] = handler
 
     def heard_s(self, peer: PeerId) -> float:
-        return self._traffic.heard_s(peer)
+        return self._incoming.heard.get(peer, float("-inf"))
+
+    def _hear(self, peer: PeerId) -> None:
+        """Something of ``peer`` came now."""
+        self._incoming.heard[peer] = loop_time_s()
 
     def queued_s(self, peer: PeerId) -> float:
-        return self._traffic.pacer.queued_s(peer)
+        return self._pacer.queued_s(peer)
 
     def give_up(self, peer: PeerId) -> None:
-        self._traffic.pacer.give_up(peer)
+        self._pacer.give_up(peer)
 
     def moved(self) -> int:
-        return self._traffic.moved()
+        return self._incoming.moved + self._pacer.moved
 
-    @property
-    def counters(self) -> Counters:
-        """Bytes of frames sent and received so far."""
-        return self._traffic.counters
+    def _ended(self, peer: PeerId, channel: Channel) -> None:
+        if not self._jobs.over:
+            for handler in self._losses.values():
+                handler(peer, channel)
 
-    def damage_next(self) -> None:
-        """Send the next frame damaged: for injected faults."""
-        self._traffic.damage_next()
+    async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive until the stream ends or brings something wrong; a correct peer opens another."""
+        sender = info.peer_id.to_base58()
+        with self._jobs.serving():
+            try:
+                channel = await greet(reader, writer)
+            except ProtocolError as e:
+                self._delivery.refuse(sender, e)
+                return
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return  # no frame was sent on it
+            await self._receive(sender, channel, reader, writer)
+            self._ended(sender, channel)
+
+    async def _receive(
+        self, sender: PeerId, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            frames = self._incoming.frames(sender, channel, reader, writer, self._delivery.door(sender))
+            async with aclosing(frames):
+                async for frame in frames:
+                    if not self.p2p.gate.admitted(sender):
+                        return
+                    self.counters.received[sender, frame.kind] += sum(t.nbytes for t in frame.tensors)
+                    if not await self._delivery.deliver(sender, frame):
+                        return
+        except ProtocolError as e:
+            self._delivery.refuse(sender, e)
+
+    def _own_queue(self, channel: Channel) -> asyncio.Queue[Frame]:
+        if channel not in self._own:
+            self._own[channel] = asyncio.Queue(SELF_QUEUE)
+            self._jobs.spawn(self._drain_own(self._own[channel]))
+        return self._own[channel]
+
+    async def _drain_own(self, queue: asyncio.Queue[Frame]) -> None:
+        while True:
+            await self._delivery.deliver(self.peer_id, await queue.get())
 
     # Who belongs to the run -----------------------------------------------------------------------------------------
 
@@ -199,7 +338,9 @@ class Libp2pNetwork:
             self._on_ban(peer)
 
     def _cut(self, peer: PeerId) -> None:
-        self._traffic.cut(peer)
+        self._incoming.close(peer)
+        for key in [k for k in self._outgoing if k[0] == peer]:
+            self._outgoing.pop(key).stop()
         self.relay.cut(peer)
 
     # Directory and addresses ----------------------------------------------------------------------------------------
@@ -246,9 +387,49 @@ class Libp2pNetwork:
         if self._renewals is not None:
             self._renewals.cancel()
             await asyncio.gather(self._renewals, return_exceptions=True)
-        await self._traffic.close()
+        self._jobs.cancel()
+        for outgoing in self._outgoing.values():
+            outgoing.stop()
+        await self._jobs.end()
         if hasattr(self, "relay"):
             await self.relay.close()
         if hasattr(self, "directory") and self.p2p.daemon.returncode is None:
             await self.directory.close()
         await end_daemon(self.p2p)
+
+
+async def _enter(net: Libp2pNetwork, addresses: Iterable[str]) -> list[str]:
+    """Connect with the peers at ``addresses``, all at once; '/p2p/ID' of each that admitted us. Raises AdmissionError
+    or PeerUnreachable if none did."""
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        by_peer.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
+    entering = (net.connect(known, timeout_s=ENTER_TIMEOUT_S) for known in by_peer.values())
+    results = await asyncio.gather(*entering, return_exceptions=True)
+    reached, problems, no_entry = [], list[str](), list[AdmissionError]()
+    for known, result in zip(by_peer.values(), results, strict=True):
+        match result:
+            case str():
+                reached.append("/p2p/" + result)
+            case NetworkError():
+                problems.append(f"{', '.join(dict.fromkeys(map(_port, known)))} ({result.why})")
+            case AdmissionError():
+                no_entry.append(result)
+            case BaseException():
+                raise result
+    if not reached and no_entry:
+        raise no_entry[0]
+    if not reached:
+        raise PeerUnreachable(
+            "no member of the run could be reached from here. The run must be up, and one of these ports open to this machine:\n  "
+            + "\n  ".join(problems)
+        )
+    return reached
+
+
+def _port(address: str) -> str:
+    """The port of ``address`` in a firewall's words."""
+    match address.split("/"):
+        case ["", _, host, "tcp", port, *_]:
+            return f"TCP port {port} of {host}"
+    return address

@@ -9,30 +9,199 @@ wait in the same queues. A receiver closes a stream after a wrong frame, as a re
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muletrain.clock import loop_time_s
 from muletrain.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
 from muletrain.network.answers import Answers
-from muletrain.network.barriers import DIRECT, Barriers
 from muletrain.network.base import Bounds, CallHandler, Channel, FrameHandler, LossHandler, PeerId, RefusalHandler
-from muletrain.network.conditions import Conditions
 from muletrain.network.delivery import Counters, Delivery
-from muletrain.network.inbox import Arrival, Inbox
 from muletrain.network.jobs import Jobs
-from muletrain.network.memory_streams import MemoryStreams
-from muletrain.network.paced import CALL_OVERHEAD, Parcel
-from muletrain.network.roads import Roads
+from muletrain.network.paced import CALL_OVERHEAD, PacedStreams, Parcel, Stream
+from muletrain.network.roads import Piece, Roads
 from muletrain.policy.recent import Recent
-from muletrain.wire.frame import Frame, pack, reread, unpack
+from muletrain.wire.frame import Frame, frame_size, pack, reread, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine
 
     from muletrain.network.roads import Route
+
+DIRECT = ""
+"""The way without a relay."""
+QUEUE = 64
+"""Frames of one sender on one channel that wait for the handler."""
+
+
+class Barriers:
+    """Decides what passes between two peers: frozen machines, cut links, packets that do not pass. Pairs are unordered by
+    default."""
+
+    def __init__(self, alive: Collection[PeerId], hub: MemoryHub, *, relays: bool) -> None:
+        """``alive``: the peers that live now. ``relays``: members carry between two peers that are cut off."""
+        self._alive, self._hub, self._relays = alive, hub, relays
+        self._frozen: dict[PeerId, asyncio.Event] = {}
+        self._held_up: dict[frozenset[PeerId], asyncio.Event] = {}
+        self._cut: Counter[frozenset[PeerId]] = Counter()
+        """How often each pair is cut."""
+        self._one_way: Counter[tuple[PeerId, PeerId]] = Counter()
+        """(sender, receiver) pairs in which the sender does not reach the receiver."""
+        self._limits: dict[frozenset[PeerId], int] = {}
+        """Bytes of the largest message that passes."""
+        self._ways: dict[frozenset[PeerId], PeerId] = {}
+        """The relay between two peers that are cut off."""
+
+    # Delays: nothing is lost ----------------------------------------------------------------------------------------
+
+    def freeze(self, peer: PeerId) -> None:
+        """Stop ``peer`` like SIGSTOP, without refusals and answers."""
+        self._frozen.setdefault(peer, asyncio.Event())
+
+    def thaw(self, peer: PeerId) -> None:
+        if event := self._frozen.pop(peer, None):
+            event.set()
+
+    async def awake(self, peer: PeerId) -> None:
+        """Wait until ``peer`` is not frozen."""
+        while (event := self._frozen.get(peer)) is not None:
+            await event.wait()
+
+    def hold_up(self, a: PeerId, b: PeerId) -> None:
+        """Hold back all traffic of the pair until ``let_pass``; nobody is told. Then all traffic arrives, as with
+        TCP."""
+        self._held_up.setdefault(frozenset((a, b)), asyncio.Event())
+
+    def let_pass(self, a: PeerId, b: PeerId) -> None:
+        if event := self._held_up.pop(frozenset((a, b)), None):
+            event.set()
+
+    def takes(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Does ``receiver`` take messages of ``sender`` now?"""
+        return receiver not in self._frozen and frozenset((sender, receiver)) not in self._held_up
+
+    async def taken(self, sender: PeerId, receiver: PeerId) -> None:
+        """Wait until ``receiver`` takes messages of ``sender``."""
+        while self._held_up and (event := self._held_up.get(frozenset((sender, receiver)))) is not None:
+            await event.wait()
+        await self.awake(receiver)
+
+    # Losses ---------------------------------------------------------------------------------------------------------
+
+    def cut(self, a: PeerId, b: PeerId) -> None:
+        """Separate the pair until ``mend``: senders find out, and everything under way is lost. Cuts are counted."""
+        self._cut[frozenset((a, b))] += 1
+        self._broke(a, b)
+        self.way(a, b)
+
+    def mend(self, a: PeerId, b: PeerId) -> None:
+        """Take one cut back. Both now learn that all streams have ended."""
+        pair = frozenset((a, b))
+        self._cut[pair] -= 1
+        if self._cut[pair]:
+            return
+        del self._cut[pair]
+        if self._ways.pop(pair, None) is None:
+            self._lost(a, b)
+
+    def cut_way(self, sender: PeerId, receiver: PeerId) -> None:
+        """Cut one direction: ``sender`` does not reach ``receiver``, but still answers calls."""
+        self._one_way[sender, receiver] += 1
+        self._hub.broke(sender, receiver)
+
+    def mend_way(self, sender: PeerId, receiver: PeerId) -> None:
+        self._one_way[sender, receiver] -= 1
+        if not self._one_way[sender, receiver]:
+            del self._one_way[sender, receiver]
+        self._hub.lost(receiver, sender)
+
+    def pass_small(self, pair: tuple[PeerId, ...], limit: int | None) -> None:
+        """Swallow the pair's frames, calls and answers of more than ``limit`` bytes; None: swallow nothing."""
+        self._limits.pop(frozenset(pair), None)
+        if limit is not None:
+            self._limits[frozenset(pair)] = limit
+
+    def too_large(self, a: PeerId, b: PeerId, nbytes: int) -> bool:
+        return bool(self._limits) and nbytes > self._limits.get(frozenset((a, b)), nbytes)
+
+    # Ways -----------------------------------------------------------------------------------------------------------
+
+    def reaches(self, sender: PeerId, receiver: PeerId) -> bool:
+        """Does a message of ``sender`` find a way to ``receiver``, which lives?"""
+        return (
+            receiver in self._alive
+            and self.way(sender, receiver) is not None
+            and (sender, receiver) not in self._one_way
+        )
+
+    def way(self, a: PeerId, b: PeerId) -> PeerId | None:
+        """DIRECT, or the relay between the pair; None: there is no way. A new relay ends the pair's streams."""
+        if not self._cut or (pair := frozenset((a, b))) not in self._cut:
+            return DIRECT
+        if not self._relays:
+            return None
+        before = self._ways.pop(pair, None)
+        able = [r for r in sorted(self._alive) if r not in pair and self.passes(a, b, r)]
+        now = before if before in able else next(iter(able), None)
+        if now is not None:
+            self._ways[pair] = now
+        if now != before:
+            self._broke(a, b)
+            self._lost(a, b)
+        return now
+
+    def passes(self, a: PeerId, b: PeerId, way: PeerId) -> bool:
+        """Does a message that was sent by ``way`` arrive?"""
+        if way == DIRECT:
+            return not self._cut or frozenset((a, b)) not in self._cut
+        alive = way in self._alive and way not in self._frozen
+        return alive and self.passes(a, way, DIRECT) and self.passes(way, b, DIRECT)
+
+    def relay_died(self, peer: PeerId) -> None:
+        """Find another relay for each pair that ``peer`` carried for."""
+        for pair in [sorted(p) for p, way in self._ways.items() if way == peer]:
+            self.way(*pair)
+
+    def _broke(self, a: PeerId, b: PeerId) -> None:
+        self._hub.broke(a, b)
+        self._hub.broke(b, a)
+
+    def _lost(self, a: PeerId, b: PeerId) -> None:
+        self._hub.lost(a, b)
+        self._hub.lost(b, a)
+
+
+class Conditions:
+    """Delays and damage of messages. This base class is calm: no time passes and nothing is damaged; subclasses
+    differ."""
+
+    def delay_s(self, sender: PeerId, receiver: PeerId) -> float:
+        """How long the next message takes. Order within a stream still holds. On narrow links, queried once per
+        connection."""
+        return 0.0
+
+    def stall_s(self, sender: PeerId, receiver: PeerId, channel: Channel) -> float:
+        """How much longer the next frame of a stream takes: later frames wait, the remaining streams overtake."""
+        return 0.0
+
+    def path_bytes_per_s(self, sender: PeerId, receiver: PeerId) -> float:
+        """Bandwidth of the path between two machines' own links."""
+        return math.inf
+
+    def weight(self, sender: PeerId, frame: Frame) -> int:
+        """Bytes that a frame counts for."""
+        return frame_size(frame)
+
+    def sending(self, sender: PeerId, kind: str) -> None:
+        """Called before each frame to another peer; may kill the sender."""
+
+    def damage(self, sender: PeerId, receiver: PeerId, packed: bytes) -> bytes:
+        """The frame that arrives for ``packed``."""
+        return packed
 
 
 class MemoryDirectory:
@@ -356,3 +525,143 @@ class MemoryNetwork:
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         return self._jobs.spawn(work)
+
+
+class Arrival(NamedTuple):
+    """A frame, packed or not, that was sent by ``way`` and arrives at ``arrives_s`` (the loop's clock)."""
+
+    arrives_s: float
+    way: PeerId
+    item: bytes | Frame
+
+
+@dataclass(eq=False)
+class _Stream:
+    """``coming``: senders that wait for room."""
+
+    frames: asyncio.Queue[Arrival] = field(default_factory=lambda: asyncio.Queue(QUEUE))
+    coming: int = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.frames.empty() and not self.coming
+
+    async def put(self, arrival: Arrival) -> None:
+        self.coming += 1
+        try:
+            await self.frames.put(arrival)
+        finally:
+            self.coming -= 1
+
+
+class Inbox:
+    """Queues incoming frames of one peer, and hands each to ``taker`` in order."""
+
+    def __init__(self, taker: MemoryNetwork) -> None:
+        self._taker = taker
+        self._streams: dict[tuple[PeerId, Channel], _Stream] = {}
+        """Only streams in use: in a large fleet most are idle."""
+        self._known: set[tuple[PeerId, Channel]] = set()
+
+    def __len__(self) -> int:
+        """Streams on which a frame waits or is being handled."""
+        return len(self._streams)
+
+    def knows(self, sender: PeerId, channel: Channel) -> bool:
+        """Did ``sender`` ever open a stream to us on ``channel``?"""
+        return (sender, channel) in self._known
+
+    def put(self, sender: PeerId, channel: Channel, arrival: Arrival) -> Coroutine[Any, Any, None] | None:
+        """Queue a frame. None: done; else the queue is full, and the result waits for room."""
+        key = sender, channel
+        if key not in self._streams:
+            self._streams[key] = _Stream()
+            self._known.add(key)
+            self._taker.spawn(self._drain(sender, channel))
+        stream = self._streams[key]
+        if stream.frames.full():
+            return stream.put(arrival)
+        stream.frames.put_nowait(arrival)
+        return None
+
+    async def _drain(self, sender: PeerId, channel: Channel) -> None:
+        stream = self._streams[sender, channel]
+        while not stream.idle:
+            if not await self._taker.take(sender, channel, await stream.frames.get()):
+                while not stream.frames.empty():
+                    stream.frames.get_nowait()
+        del self._streams[sender, channel]
+
+
+@dataclass(slots=True, eq=False)
+class _Flow(Stream):
+    """A stream of which both ends are known."""
+
+    sender: MemoryNetwork
+    receiver: MemoryNetwork
+    way: PeerId
+
+    def arrived(self, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        self.receiver.streams.arrived(self, parcel, nbytes, sent_s)
+
+
+class MemoryStreams(PacedStreams):
+    """Carries the frames of one peer, and acknowledges incoming frames."""
+
+    def __init__(self, hub: MemoryHub, own: MemoryNetwork) -> None:
+        super().__init__(own.spawn, own.hear)
+        self._hub, self._own = hub, own
+        self.came = 0
+        """Paced bytes that arrived so far."""
+
+    def _opened(self, peer: PeerId, channel: Channel) -> Stream:
+        hub, own = self._hub, self._own.peer_id
+        receiver, route, way = hub.reach(own, peer), hub.route(own, peer), hub.barriers.way(own, peer)
+        assert route is not None  # nothing is paced on a wide link
+        return _Flow(peer, channel, route, self._own, receiver, way or "")
+
+    async def _awake(self) -> None:
+        await self._hub.barriers.awake(self._own.peer_id)
+
+    def arrived(self, by: _Flow, parcel: Parcel | None, nbytes: int, sent_s: float) -> None:
+        """Take ``nbytes``, the last of ``parcel`` if given. The sender gets an acknowledgement afterwards."""
+        if by.broken or self._own.gone:
+            return
+        sender, own = by.sender.peer_id, self._own.peer_id
+        room = None if parcel is None else self._own.arrived(sender, by.channel, by.way, parcel)
+        if room is not None or not self._hub.barriers.takes(sender, own):
+            waiting = None if room is None else self._own.spawn(room)
+            self._own.spawn(self._take_later(waiting, by, nbytes, sent_s))
+        else:
+            self._take(by, nbytes, sent_s)
+
+    async def _take_later(self, room: asyncio.Task[None] | None, by: _Flow, nbytes: int, sent_s: float) -> None:
+        if room is not None:
+            await room
+        await self._hub.barriers.taken(by.sender.peer_id, self._own.peer_id)
+        self._take(by, nbytes, sent_s)
+
+    def _take(self, by: _Flow, nbytes: int, sent_s: float) -> None:
+        own, sender = self._own.peer_id, by.sender
+        if by.broken or not self._hub.barriers.passes(sender.peer_id, own, by.way):
+            return
+        self._own.hear(sender.peer_id)
+        if by.channel is Channel.CONTROL:
+            return
+        self.came += nbytes
+        received_s = loop_time_s()
+        back = self._hub.route(own, sender.peer_id)
+        if back is None:  # a new relay, whose links are wide, has ended this stream
+            return
+        Piece(back, 0, lambda: sender.streams.receipt(by, nbytes, sent_s, received_s)).begin()
+
+    def receipt(self, of: _Flow, nbytes: int, sent_s: float, received_s: float) -> None:
+        """Take the acknowledgement of ``nbytes``, once we are not frozen."""
+        if self._hub.barriers.takes(of.peer, self._own.peer_id):
+            self.acknowledged(of, nbytes, sent_s, received_s)
+        else:
+            self._own.spawn(self._receipt_later(of, nbytes, sent_s, received_s))
+
+    async def _receipt_later(self, of: _Flow, nbytes: int, sent_s: float, received_s: float) -> None:
+        await self._hub.barriers.taken(of.peer, self._own.peer_id)
+        self.acknowledged(of, nbytes, sent_s, received_s)

@@ -26,10 +26,8 @@ from muletrain.network.base import (
     CallHandler,
     Channel,
     FrameHandler,
-    LossHandler,
     Network,
     PeerId,
-    RefusalHandler,
 )
 from muletrain.network.jobs import Jobs
 from muletrain.network.paced import CALL_OVERHEAD, PacedStreams, Parcel, Stream
@@ -235,9 +233,6 @@ class ShapedNetwork:
         if until_s > now_s:
             await asyncio.sleep(until_s - now_s)
 
-    def heard_s(self, peer: PeerId) -> float:
-        return self._inner.heard_s(peer)
-
     def queued_s(self, peer: PeerId) -> float:
         return self._streams.pacer.queued_s(peer)
 
@@ -251,28 +246,9 @@ class ShapedNetwork:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._jobs.spawn(work)
 
-    # Everything else is the inner network's -------------------------------------------------------------------------
-
-    def on_refusal(self, handler: RefusalHandler) -> None:
-        self._inner.on_refusal(handler)
-
-    def on_lost(self, handler: LossHandler, whose: str = "members") -> None:
-        self._inner.on_lost(handler, whose)
-
-    async def announce(self, key: str, value: bytes, ttl_s: float) -> None:
-        await self._inner.announce(key, value, ttl_s)
-
-    async def lookup(self, key: str) -> dict[PeerId, bytes]:
-        return await self._inner.lookup(key)
-
-    def carried(self) -> dict[PeerId, int]:
-        return self._inner.carried()
-
-    def addresses(self) -> list[str]:
-        return self._inner.addresses()
-
-    async def connect(self, addresses: list[str], *, timeout_s: float) -> PeerId:
-        return await self._inner.connect(addresses, timeout_s=timeout_s)
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the inner network's."""
+        return getattr(self._inner, name)
 
     async def close(self) -> None:
         for peer in self._routes:

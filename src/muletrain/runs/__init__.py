@@ -3,5 +3,5 @@
 ``fleet`` starts and ends the processes of one command; each runs a ``worker`` with a ``spec``. There a ``host`` holds
 what the peer has on its machine, ``join`` makes it a founder or a newcomer, and ``training`` runs its peer of
 ``runtime`` to the end. ``assemble`` derives from the config what every peer must agree on; ``checkpoint`` and
-``first_weights`` are what a run begins with; ``chaos`` injects faults; ``result`` measures what came out.
+``parts`` are what a run begins with; ``chaos`` injects faults; ``result`` measures what came out.
 """

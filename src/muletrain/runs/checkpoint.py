@@ -24,8 +24,7 @@ from muletrain.model.make import load_model, model_from_json
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import Writes, state_dict
 from muletrain.runs.folder import latest_checkpoint
-from muletrain.runtime.checkpoint.manifest import read_manifest
-from muletrain.runtime.checkpoint.store import open_place
+from muletrain.runtime.checkpoint.store import open_place, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

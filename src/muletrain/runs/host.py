@@ -12,7 +12,7 @@ import safetensors.torch
 
 import muletrain
 from muletrain.compute.scaling import SKIPPED
-from muletrain.config.fleet_file import Link, limited_peer, load_fleet
+from muletrain.config.fleet_file import FleetPeer, Link, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
 from muletrain.network.shaped import ShapedNetwork
@@ -161,7 +161,8 @@ class Host:
         return network if rate is None else self._as_wide(network, rate)
 
     def _as_wide(self, network: Network, bytes_per_s: float) -> ShapedNetwork:
-        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), limited_peer(bytes_per_s))
+        own = FleetPeer(up_bytes_per_s=bytes_per_s, down_bytes_per_s=bytes_per_s)
+        return ShapedNetwork(network, lambda peer: Link(0.0, math.inf), own)
 
 
 def _machine_of(name: str, config: RunConfig, fleet: Fleet) -> int:

@@ -6,15 +6,15 @@ import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from muletrain.compute.base import WrappedCompute
 from muletrain.compute.probe import chip
 from muletrain.compute.swap.swapped import SwappedCompute
-from muletrain.compute.wrapped import WrappedCompute
 from muletrain.data.samples import HeldoutSamples, SampleSource
 from muletrain.events import ClientEnlisted, PeerJoined, PoolWorked, RunStarted, SampleReplaced, SlotWorked
 from muletrain.runs.assemble import versions
 from muletrain.runs.join.admission import Admission, LiveMembers
 from muletrain.runs.worker_files import LEFT
-from muletrain.runtime.checkpoint.roles import Book
+from muletrain.runtime.checkpoint.checkpointing import Book
 from muletrain.runtime.core.tasks import Tasks
 from muletrain.runtime.members.context import Context
 from muletrain.runtime.peer.peer import Peer

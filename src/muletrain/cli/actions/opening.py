@@ -192,7 +192,7 @@ def ready(
     raises for a model that this machine has no room for; ``reads``: see ``prepare``. Changes no file in the folder, but
     may add some. Raises MuletrainError."""
     from muletrain.runs.assemble import RunFacts
-    from muletrain.runs.recut import fitting
+    from muletrain.runs.parts import fitting
     from muletrain.runs.resuming import continued
 
     console = make_console(sys.stderr)
@@ -325,7 +325,7 @@ def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:
     """The weights of ``model.from`` or ``model.factory`` as a checkpoint, for machines without the source. Raises
     CheckpointError."""
     from muletrain.runs.assemble import RunFacts
-    from muletrain.runs.first_weights import write_first_checkpoint
+    from muletrain.runs.parts import write_first_checkpoint
 
     facts = RunFacts.of(config)
     with doing("cutting the first weights into stages") as tell:

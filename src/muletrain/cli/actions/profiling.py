@@ -5,16 +5,23 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
 from muletrain.cli.actions.hypothetical import need_matplotlib
 from muletrain.cli.show.console import make_console, say
 from muletrain.cli.show.doing import doing
-from muletrain.cli.show.profile_table import draw, table_of
+from muletrain.cli.show.tables import new_table
 from muletrain.config.schema import Precision
 from muletrain.errors import MuletrainError
 from muletrain.planning.devices import GIB
+from muletrain.units import format_count, format_duration, format_memory, plural
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from muletrain.config.profile_file import BlockCost, Profile
 
 
 def profile_model(
@@ -57,3 +64,64 @@ def profile_model(
     make_console(sys.stdout).print(table_of(found))
     if plot is not None:
         say(console, f"wrote {plot}")
+
+
+NAMED = 24
+"""Most blocks with a name in the picture."""
+
+
+def table_of(profile: Profile) -> RenderableType:
+    """The blocks, and the whole model's needs."""
+    text = profile.context > 1
+    microbatch = plural(profile.sequences, "sequence" if text else "sample")
+    if text:
+        microbatch += f" of {profile.context:,} tokens"
+    title = f"{escape(profile.title)} on {escape(profile.device)} {profile.precision}, {microbatch}"
+    right = ["times", "forward", "backward", "load", "weights", "activations", "workspace"]
+    table = new_table(title, ["part"], right)
+    for block in profile.blocks:
+        seconds = (block.forward_s, block.backward_s, block.load_s)
+        sizes = (block.parameter_bytes, block.activation_bytes, block.workspace_bytes)
+        cells = (*map(_short, seconds), *map(format_memory, sizes))
+        table.add_row(block.name, str(len(block.parts)), *cells)
+    speed = f"{profile.sequences * profile.context / profile.total_s:,.0f} {'tokens' if text else 'samples'}/s"
+    sums = (
+        f"all parts together: {format_duration(profile.total_s)} for forward and backward, {speed}, "
+        f"{format_count(profile.params)} parameters"
+    )
+    return Group(table, Text(sums, style="dim"))
+
+
+def _short(seconds: float) -> str:
+    return format_duration(seconds) if seconds >= 0.01 else f"{1000 * seconds:.2f} ms"
+
+
+def draw(profile: Profile, path: Path) -> None:
+    """Draw times above and memory below, a bar for each distinct block. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    names = [_label(block) for block in profile.blocks]
+    figure = Figure(figsize=(min(20.0, 3.5 + 1.1 * len(names)), 6.5), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    for axes, unit, rows in (
+        (top, "ms", {"forward": 1e3, "backward": 1e3, "load": 1e3}),
+        (bottom, "MB", {"parameter": 1e-6, "activation": 1e-6, "workspace": 1e-6}),
+    ):
+        below = [0.0] * len(names)
+        for what, factor in rows.items():
+            field = f"{what}_s" if unit == "ms" else f"{what}_bytes"
+            values = [factor * getattr(block, field) for block in profile.blocks]
+            axes.bar(range(len(names)), values, bottom=below, label=what)
+            below = [a + b for a, b in zip(below, values, strict=True)]
+        axes.set(ylabel=f"{unit} of one part")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if len(names) <= NAMED:
+        bottom.set_xticks(range(len(names)), names)
+    top.set_title(
+        f"{profile.title} on {profile.device} {profile.precision}, {profile.sequences} x {profile.context} tokens"
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _label(block: BlockCost) -> str:
+    return block.name if len(block.parts) == 1 else f"{block.name}\n(x {len(block.parts)})"

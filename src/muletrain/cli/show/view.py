@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain import events as ev
-from muletrain.cli.show.clients import ClientsView
-from muletrain.cli.show.injected_faults import FaultsView
-from muletrain.cli.show.pace import Pace
-from muletrain.cli.show.sentences import headline, is_warning
-from muletrain.cli.show.skips import SkipsView
+from muletrain.cli.show.sentences import headline, is_warning, printable
+from muletrain.units import format_duration, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from muletrain.events import StepDone
 
 GONE_S = 30.0
 """Seconds after which a suspected peer is gone: then another peer adopts the stage (``fleet.adopt_after``)."""
@@ -25,6 +25,288 @@ ENTERS_S = 5.0
 BASE58 = re.compile(r"(?<!/)\b[1-9A-HJ-NP-Za-km-z]{6,64}\b")
 FINAL = frozenset({"expelled", "removed", "ended"})  # states without end: the last words of such a peer may come late
 GONE = FINAL | {"left", "replaced", "gone"}  # states of peers of which nothing more is to be expected
+SMOOTHING = 0.9
+"""Weight of the past in the shown loss: about the last ten steps."""
+WINDOW = 20
+"""Steps over which speed is measured."""
+KNOWN = 3
+"""Steps, the first one aside, from which the time of the next ones is estimated."""
+OUTLIER = 3.0
+"""A step counts as at most so many medians: one that waited for a lost peer says little about the next ones."""
+OVERDUE = 2.0
+"""Multiple of the longest recent step, after which the next one is overdue."""
+
+
+class _Sums(NamedTuple):
+    """Over all steps up to one. ``loss`` and ``weight``: decaying with the steps since then."""
+
+    loss: float
+    weight: float
+    tokens: int
+
+
+NOTHING = _Sums(0.0, 0.0, 0)
+
+
+class Pace:
+    """Figures of the steps folded so far. Repeated steps count once: two peers may both report a step, and after a step
+    back or a resume the fold continues as if the repeated steps had not been taken before."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """Steps done; fewer than before after a step back."""
+        self.left = 0
+        """Steps that were done before the last step back."""
+        self.end_s = -math.inf
+        """Wall time at which the last step ended."""
+        self._begin_s = math.inf
+        self._before_s = 0.0
+        """Time of earlier processes that trained the run."""
+        self._sums = {0: NOTHING}
+        """By steps done."""
+        self._recent: deque[StepDone] = deque(maxlen=WINDOW)
+        self._steady: deque[float] = deque(maxlen=WINDOW)
+        """Durations [s] of the last steps but the first, in which processes also load code and reserve memory."""
+        self._seen: set[tuple[int, str]] = set()
+
+    def begin(self, step: int) -> None:
+        """Processes begin to train the run after ``step``, perhaps in place of earlier ones."""
+        self._before_s, self._begin_s, self.end_s = self.seconds, math.inf, -math.inf
+        self._recent.clear()
+        self._steady.clear()
+        self.back_to(step)
+        self.left = step
+
+    def back_to(self, step: int) -> None:
+        """Go on after ``step``: later steps will be taken again."""
+        self.left, self.step = self.step, step
+        self._sums = {k: sums for k, sums in self._sums.items() if k <= step}
+        self._seen = {(k, lineage) for k, lineage in self._seen if k <= step}
+
+    def fold(self, event: StepDone) -> bool:
+        """Take in a step. Returns False if reported before."""
+        if (event.step, event.lineage) in self._seen:
+            return False
+        self._seen.add((event.step, event.lineage))
+        nearest = event.step - 1 if event.step - 1 in self._sums or event.step <= self.step else self.step
+        before = self._sums.get(nearest, NOTHING)
+        loss, weight = before.loss, before.weight
+        if math.isfinite(event.loss):
+            loss = SMOOTHING * loss + (1 - SMOOTHING) * event.loss
+            weight = SMOOTHING * weight + (1 - SMOOTHING)
+        self._sums[event.step] = _Sums(loss, weight, before.tokens + event.tokens)
+        self.step = event.step
+        if self._recent:
+            self._steady.append(event.duration_s)
+        self._begin_s, self.end_s = min(self._begin_s, event.t - event.duration_s), max(self.end_s, event.t)
+        self._recent.append(event)
+        return True
+
+    @property
+    def _now(self) -> _Sums:
+        return self._sums.get(self.step, NOTHING)
+
+    @property
+    def loss(self) -> float:
+        """Smoothed training loss [nats/token]; NaN before the first step."""
+        return self._now.loss / self._now.weight if self._now.weight else math.nan
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps up to the current one, as far as known."""
+        return self._now.tokens
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start of the first step to the end of the last, including waits, but without the time in which
+        no process trained the run [s]."""
+        return self._before_s + max(0.0, self.end_s - self._begin_s)
+
+    def tokens_per_s(self, now: float | None = None) -> float:
+        """Speed of the whole fleet over the last steps; NaN before the first step. ``now``: wall time [s]; once a step is
+        overdue, the time without one counts, too, so the speed of a run that stands still goes to zero."""
+        seconds = sum(e.duration_s for e in self._recent) + self._overdue_s(now)
+        return sum(e.tokens for e in self._recent) / seconds if seconds else math.nan
+
+    def seconds_left(self, steps: int, now: float | None = None) -> float:
+        """Time to the end of a run of ``steps`` at the speed of the last ones; NaN until enough are known, and once a
+        step is overdue."""
+        if len(self._steady) < KNOWN or self._overdue_s(now):
+            return math.nan
+        most = OUTLIER * statistics.median(self._steady)
+        return max(0, steps - self.step) * statistics.fmean(min(seconds, most) for seconds in self._steady)
+
+    def _overdue_s(self, now: float | None) -> float:
+        """Time since the next step should have ended [s]."""
+        if now is None or not self._recent:
+            return 0.0
+        return max(0.0, now - self.end_s - OVERDUE * max(e.duration_s for e in self._recent))
+
+
+class SkipsView:
+    """The updates that all peers skipped, because the gradient was not finite."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        """The last step that was done."""
+        self._steps: dict[int, ev.StepDone] = {}
+        """Steps with a skipped update."""
+        self._tensors: dict[int, dict[int, str]] = {}
+        """By step and stage: name of the stage's first parameter with a gradient that is not finite."""
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def fold(self, event: ev.Event) -> None:
+        """Take in a step, or one peer's report of a step."""
+        match event:
+            case ev.StepApplied(skipped=True) if event.not_finite:
+                self._tensors.setdefault(event.step, {})[event.stage] = event.not_finite
+            case ev.StepDone():
+                self._last = event.step
+                self._steps.pop(event.step, None)
+                if math.isnan(event.grad_norm):
+                    self._steps[event.step] = event
+            case ev.SteppedBack():
+                self._steps = {step: done for step, done in self._steps.items() if step <= event.to}
+            case _:
+                pass
+
+    def why(self) -> str:
+        """The skipped updates at the end of the run, the first tensor that was not finite, and a remedy."""
+        first = self._last + 1
+        while first - 1 in self._steps:
+            first -= 1
+        row = plural(self._last - first + 1, "update") + f" (steps {first} to {self._last})"
+        where = ""
+        if done := self._steps.get(first):
+            stage, tensor = min(self._tensors.get(first, {}).items(), default=(0, ""))
+            named = f"the first was that of '{printable(tensor)}' in stage {stage}" if tensor else "the first"
+            where = f": {named} at step {first}, where the loss was {done.loss:.4g} and the learning rate {done.lr:.4g}"
+        return (
+            f"the run learned nothing at its end: the last {row} were skipped, because gradients were not finite{where}. "
+            f"Try a lower optimizer.lr, or a longer optimizer.warmup; if the first steps fail, look for huge or missing "
+            f"numbers in the data and in the first weights, or set compute.precision = 'fp32'. Then start the run again, or "
+            f"go on from a checkpoint of a step before {first}, if there is one. train.max_skipped says how many skipped updates in a row "
+            f"end a run"
+        )
+
+
+@dataclass
+class _Injected:
+    event: ev.FaultInjected
+    noticed_s: float | None = None
+    """Time after the injection; None: not detected."""
+    by: set[str] = field(default_factory=set)
+
+
+class FaultsView:
+    """A fold over events: each fault, the detecting peers, and the first detection time."""
+
+    def __init__(self, name_of: Callable[[str], str]) -> None:
+        """``name_of``: a peer's name from the id."""
+        self._name_of = name_of
+        self._faults: list[_Injected] = []
+
+    def fold(self, event: ev.Event) -> None:
+        match event:
+            case ev.FaultInjected():
+                self._faults.append(_Injected(event))
+            case ev.PeerDown():
+                self._noticed(self._name_of(event.peer_id), event, ("kill", "freeze", "partition"))
+            case ev.FrameRefused():
+                self._noticed(self._name_of(event.remote), event, ("corrupt",))
+            case ev.PeerExpelled():
+                self._noticed(event.name, event, ("corrupt",))
+            case ev.ClientLost() | ev.ClientLate():
+                self._noticed(event.name, event, ("kill", "freeze"))
+            case ev.PeerJoined():
+                self._noticed(event.name, event, ("join",))
+            case _:
+                pass
+
+    def _noticed(self, name: str, event: ev.Event, kinds: tuple[str, ...]) -> None:
+        """Attribute the event to the newest fault of ``kinds`` that hit ``name``."""
+        for fault in reversed(self._faults):
+            if name in fault.event.who and fault.event.what in kinds:
+                fault.by.add(event.peer)
+                if fault.noticed_s is None:
+                    fault.noticed_s = max(0.0, event.t - fault.event.t)
+                return
+
+    def killed(self, name: str) -> bool:
+        """Whether the peer was killed on purpose."""
+        return any(fault.event.what == "kill" and name in fault.event.who for fault in self._faults)
+
+    def __len__(self) -> int:
+        return len(self._faults)
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Rows of (after step, fault, peers hit, detection)."""
+        for fault in self._faults:
+            noticed = "not detected"
+            if fault.noticed_s is not None:
+                noticed = f"after {format_duration(fault.noticed_s)} by {', '.join(sorted(fault.by))}"
+            yield str(fault.event.step), fault.event.planned, ", ".join(fault.event.who), noticed
+
+
+@dataclass
+class ClientView:
+    """One client, from events of the client and of servers."""
+
+    name: str
+    stage: int = -1
+    state: str = "working"
+    parts: int = 0
+    late: int = 0
+    redone: int = 0
+
+
+class ClientsView:
+    """All clients of a run."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, ClientView] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def working(self) -> int:
+        """Returns how many are at work."""
+        return sum(client.state == "working" for client in self._by_name.values())
+
+    def by_stage(self) -> dict[int, list[ClientView]]:
+        """Returns the clients of each stage, both in order."""
+        found = defaultdict[int, list[ClientView]](list)
+        for client in sorted(self._by_name.values(), key=lambda c: (c.stage, c.name)):
+            found[client.stage].append(client)
+        return dict(found)
+
+    def ended(self, name: str) -> None:
+        """The process of that name was killed."""
+        if name in self._by_name:
+            self._by_name[name].state = "ended"
+
+    def fold(self, event: ev.Event) -> None:
+        """Take in an event."""
+        match event:
+            case ev.ClientBegan() | ev.ClientEnlisted():
+                client = self._client(event.name)
+                client.stage, client.state = event.stage, "working"
+            case ev.ClientLost():
+                self._client(event.name).state = "gone"
+            case ev.ClientFinished():
+                self._client(event.peer).state = "finished"
+            case ev.PoolWorked():
+                for name, counts in event.clients.items():
+                    client = self._client(name)
+                    client.stage = event.stage
+                    client.parts += counts.get("parts", 0)
+                    client.late += counts.get("late", 0)
+                    client.redone += counts.get("redone", 0)
+
+    def _client(self, name: str) -> ClientView:
+        return self._by_name.setdefault(name, ClientView(name))
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,6 @@ from muletrain.compute.arithmetic import Counters, Timer
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
 from muletrain.compute.swap.loading import Drain, Ferry, Loader
-from muletrain.compute.swap.passage import Spare
 from muletrain.compute.threads import on_cores
 from muletrain.config.schema import Precision
 from muletrain.optim.rules import make_rule
@@ -27,10 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from muletrain.compute.arithmetic import StageSetup
-    from muletrain.compute.base import Update
+    from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.swap.backing import Backing, Region
     from muletrain.compute.swap.chain import SubModel
-    from muletrain.compute.swap.passage import Passage
     from muletrain.compute.swap.state import State
     from muletrain.compute.threads import Threads
     from muletrain.model.dropout import Masks
@@ -38,6 +36,44 @@ if TYPE_CHECKING:
 BESIDE = 0.75
 """Share of the cores that updates while the device computes. The remaining cores launch kernels and copy weights. With
 all 16 of a machine an update was no faster (H200)."""
+
+
+@dataclass(eq=False)
+class Passage:
+    """One microbatch under way through the stage. ``targets``: at the last stage; ``grad``: at earlier stages, once
+    received."""
+
+    mb: Microbatch
+    inputs: Tensor
+    targets: Tensor | None = None
+    grad: Tensor | None = None
+    accumulate: bool = False
+    between: Region | None = None
+    """The input of each sub-model but the first, and later the gradient, fp32 [sub-models - 1, B, T, D]."""
+    loss: float = 0.0
+    output: Tensor | None = None
+    inputs_gradient: Tensor | None = None
+    shape: tuple[int, ...] = ()
+    """The output's."""
+    rows: tuple[int, int] = (0, 0)
+    """B, T of the activations between sub-models."""
+    dropped: bool = False
+    """Nobody waits any more."""
+
+
+@dataclass
+class Spare:
+    """Regions for ``Passage.between`` that are not in use, by size."""
+
+    regions: list[Region] = field(default_factory=list)
+
+    def take(self, numbers: int, backing: Backing) -> Region:
+        found = next((r for r in self.regions if r.values.numel() >= numbers), None)
+        if found is None:
+            self.regions.clear()  # sequences have become longer: the old buffers are too small from now on
+            return backing.region(numbers, copied=True)
+        self.regions.remove(found)
+        return found
 
 
 @dataclass

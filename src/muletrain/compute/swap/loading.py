@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from muletrain.compute.executor import InlineExecutor
 from muletrain.compute.swap.backing import SMALLEST_WINDOW, WINDOW, return_freed_memory
+from muletrain.compute.threads import InlineExecutor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

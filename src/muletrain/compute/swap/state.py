@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from blake3 import blake3
 
+from muletrain.compute.arithmetic import MOMENTS, checked_state, state_layout, state_views
 from muletrain.compute.swap.backing import update_window
-from muletrain.compute.weights import MOMENTS, checked_state, state_layout, state_views
 from muletrain.errors import CheckpointError
 from muletrain.optim.flat import flat_digest
 

@@ -9,9 +9,10 @@ parameters.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,13 +21,11 @@ from muletrain.compute.block import block_times
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
-from muletrain.compute.swap.arithmetic import SwappedArithmetic
+from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
 from muletrain.compute.swap.backing import Disk, Memory, keep_freed_memory_small
 from muletrain.compute.swap.chain import chain_of, sub_models
 from muletrain.compute.swap.fit import NOMINAL_BYTES_PER_S, NOMINAL_FLOPS, blocks_of, fitted, swap_memory
 from muletrain.compute.swap.loading import Lane, device_window
-from muletrain.compute.swap.passage import Passage
-from muletrain.compute.swap.rounds import Rounds
 from muletrain.compute.swap.state import State
 from muletrain.compute.threads import ThreadedCompute, Threads
 from muletrain.errors import ProtocolError
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     from muletrain.compute.base import Microbatch, Update
     from muletrain.compute.estimate import Offer, SwapMemory
     from muletrain.compute.swap.backing import Backing, Region
-    from muletrain.compute.swap.loading import Traffic
-    from muletrain.compute.swap.rounds import Round
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
     from muletrain.optim.sketch import Sketch
@@ -55,6 +52,182 @@ if TYPE_CHECKING:
 
 PROBED = 1 << 22
 """Numbers that are read to measure how fast weights are loaded."""
+PATIENCE, PATIENCE_MAX_S, PATIENCE_FIRST_S = 0.1, 2.0, 0.05
+"""A round waits for more calls for this share of the last round's time, at most so long, and so long at first [s]."""
+ARRIVING_S = 0.01
+"""A round that has enough calls waits on while each next one comes within this time [s]."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One waiting call. ``kind``: which calls are computed together; ``p`` None: computed alone."""
+
+    kind: str
+    turn: Turn
+    order: int
+    work: Callable[[Sequence[Passage]], Awaitable[None]]
+    p: Passage | None
+    done: asyncio.Future[None]
+    round: Round | None = None
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        return self.turn.priority, self.order
+
+    def together(self, other: Call) -> bool:
+        """Can both be in one round?"""
+        if self.p is None or other.p is None:
+            return self is other
+        return (self.kind, self.p.mb.step) == (other.kind, other.p.mb.step)
+
+
+@dataclass(eq=False)
+class Round:
+    """Calls that are computed together. ``over``: settled which calls count."""
+
+    calls: list[Call]
+    counted: set[Call] = field(default_factory=set)
+    settled: set[Call] = field(default_factory=set)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Rounds:
+    """Runs one round at a time: the most urgent of the waiting calls, and all of the same kind and step, up to a bound.
+    Only for the event loop's thread.
+
+    At an idle device, a call waits a moment while fewer than C calls wait: each round loads the whole stage. The calls
+    of a round are settled together: a caller that resumed counts, a cancelled one does not, and the round's gradient
+    becomes the accumulator's only after all callers have done either."""
+
+    def __init__(self, enough: int, most: int, settle: Callable[[Round], None]) -> None:
+        """``enough``: C; ``most``: calls of a round; ``settle``: told once about each round that is over."""
+        self._enough, self._most, self._settle = enough, most, settle
+        self._waiting: list[Call] = []
+        self._order = itertools.count()
+        self._arrived: asyncio.Event | None = None
+        self._worker: asyncio.Task[None] | None = None
+        self._open: set[Round] = set()
+        self._last_s = PATIENCE_FIRST_S / PATIENCE
+        self.rounds = self.microbatches = 0
+        self._closed = False
+
+    async def call(
+        self, kind: str, turn: Turn, work: Callable[[Sequence[Passage]], Awaitable[None]], p: Passage | None = None
+    ) -> None:
+        """Returns when ``work`` on ``p`` (and the rest of the round) is done. Raises the errors of ``work`` and
+        ``turn.begins``."""
+        if self._closed:
+            raise asyncio.CancelledError
+        call = Call(kind, turn, next(self._order), work, p, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if self._arrived is not None:
+            self._arrived.set()
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        try:
+            await call.done
+        except BaseException:
+            if call in self._waiting:
+                self._waiting.remove(call)
+            if p is not None:
+                p.dropped = True
+            self._resumed(call, counts=False)
+            raise
+        self._resumed(call, counts=True)
+
+    def _resumed(self, call: Call, *, counts: bool) -> None:
+        if (round_ := call.round) is None:
+            return
+        round_.settled.add(call)
+        if counts:
+            round_.counted.add(call)
+        if len(round_.settled) == len(round_.calls):
+            self._open.discard(round_)
+            self._settle(round_)
+            round_.over.set()
+
+    async def settled(self) -> None:
+        """Returns when every finished round is settled."""
+        for round_ in [r for r in self._open if all(c.done.done() for c in r.calls)]:
+            await round_.over.wait()
+
+    async def _work(self) -> None:
+        try:
+            await self._work_off()
+        except Exception as e:  # nobody may wait for ever
+            for call in [c for c in self._waiting if not c.done.done()]:
+                call.done.set_exception(e)
+
+    async def _work_off(self) -> None:
+        while self._waiting:
+            calls = await self._begun(await self._chosen())
+            if not calls:
+                continue
+            round_ = Round(calls)
+            self._open.add(round_)
+            for call in calls:
+                call.round = round_
+            begin = asyncio.get_running_loop().time()
+            await self._run(round_)
+            if calls[0].p is not None:
+                self._last_s = asyncio.get_running_loop().time() - begin
+                self.rounds, self.microbatches = self.rounds + 1, self.microbatches + len(calls)
+                await round_.over.wait()  # the next round needs room for a gradient
+
+    async def _run(self, round_: Round) -> None:
+        passages = [c.p for c in round_.calls if c.p is not None]
+        try:
+            await round_.calls[0].work(passages)
+        except Exception as e:
+            for call in round_.calls:
+                if not call.done.done():
+                    call.done.set_exception(e)
+        for call in round_.calls:
+            if not call.done.done():
+                call.done.set_result(None)
+
+    async def _chosen(self) -> list[Call]:
+        """The calls of the next round: waits for more of the most urgent one's kind while few are there."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + min(PATIENCE * self._last_s, PATIENCE_MAX_S)
+        while self._waiting:
+            first = min(self._waiting, key=lambda c: c.urgency)
+            calls = sorted((c for c in self._waiting if first.together(c)), key=lambda c: c.urgency)
+            left_s = until - loop.time()
+            if first.p is None or len(calls) >= self._most or left_s <= 0:
+                return calls[: self._most]
+            if len(calls) >= self._enough:
+                left_s = min(left_s, ARRIVING_S)
+            self._arrived = asyncio.Event()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                until = loop.time()
+        return []
+
+    async def _begun(self, calls: list[Call]) -> list[Call]:
+        """The ``calls`` that pass the check."""
+        begun = []
+        for call in calls:
+            if call not in self._waiting:  # cancelled meanwhile
+                continue
+            self._waiting.remove(call)
+            try:
+                call.turn.begins()
+            except Exception as e:
+                if not call.done.done():
+                    call.done.set_exception(e)
+                continue
+            begun.append(call)
+        return begun
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel()
+        self._closed = True
+        for call in (*self._waiting, *(call for round_ in self._open for call in round_.calls)):
+            call.done.cancel()
 
 
 @dataclass(frozen=True)
@@ -68,23 +241,6 @@ class Swap:
     most: int
     least: int | None = None
     alone: bool = False
-
-
-class _Counts(NamedTuple):
-    """The counts up to now."""
-
-    loads: int = 0
-    loaded_bytes: int = 0
-    rounds: int = 0
-    microbatches: int = 0
-    load_s: float = 0.0
-    wait_s: float = 0.0
-
-    @classmethod
-    def of(cls, traffic: Traffic, rounds: Rounds) -> _Counts:
-        return cls(
-            traffic.loads, traffic.loaded_bytes, rounds.rounds, rounds.microbatches, traffic.load_s, traffic.wait_s
-        )
 
 
 class SwappedCompute(ThreadedCompute):
@@ -156,7 +312,7 @@ class SwappedCompute(ThreadedCompute):
         )
         self.rounds = Rounds(min(swap.least or self.plan.minibatches, swap.most), swap.most, self._settle)
         self._kept: dict[Microbatch, Passage] = {}
-        self._told = _Counts()
+        self._told: dict[str, Any] = {}
         self._together: dict[Microbatch, int] = {}
         """Microbatches of the last round of each, until discarded or until the step is over."""
         self._closed = False
@@ -172,18 +328,16 @@ class SwappedCompute(ThreadedCompute):
 
     def worked(self, step: int) -> SwapWorked:
         """The work since the last call, at the end of ``step``."""
-        now, before = _Counts.of(self.arithmetic.loader.traffic, self.rounds), self._told
-        self._told = now
-        return SwapWorked(
-            step=step,
-            stage=self.stage,
-            loads=now.loads - before.loads,
-            loaded_bytes=now.loaded_bytes - before.loaded_bytes,
-            rounds=now.rounds - before.rounds,
-            microbatches=now.microbatches - before.microbatches,
-            load_s=now.load_s - before.load_s,
-            load_wait_s=now.wait_s - before.wait_s,
-        )
+        traffic, rounds, before = self.arithmetic.loader.traffic, self.rounds, self._told
+        self._told = now = {
+            "loads": traffic.loads,
+            "loaded_bytes": traffic.loaded_bytes,
+            "rounds": rounds.rounds,
+            "microbatches": rounds.microbatches,
+            "load_s": traffic.load_s,
+            "load_wait_s": traffic.wait_s,
+        }
+        return SwapWorked(step=step, stage=self.stage, **{name: n - before.get(name, 0) for name, n in now.items()})
 
     # Forward and backward ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ all: a replica that lost a chunk of the gradient waits for its deadlines before 
 
 
 class Unsaved(Protocol):
-    """Work of this peer that no other peer has yet (``checkpoint.own_part``)."""
+    """Work of this peer that no other peer has yet (``checkpoint.checkpointing``)."""
 
     def unsafe(self) -> str | None:
         """Describes the loss if this peer left now; None: no loss."""

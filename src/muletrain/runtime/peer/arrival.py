@@ -17,13 +17,12 @@ from muletrain.runtime.peer.messages import Away, Back
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muletrain.runtime.checkpoint.actors import Checkpointing
+    from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartWriter
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
     from muletrain.runtime.microbatch.microbatches import Microbatches
     from muletrain.runtime.microbatch.position import Behind, Position
     from muletrain.runtime.peer.incoming import EarlyFrames
-    from muletrain.runtime.peer.part_writer import PartWriter
     from muletrain.runtime.recovery.forks import Forks
     from muletrain.runtime.recovery.messages import StepBack
     from muletrain.runtime.step.runner import StepRunner

@@ -13,7 +13,7 @@ from muletrain.runtime.peer.messages import Finished
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.actors import Checkpointing
+    from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.step.runner import StepRunner
@@ -72,7 +72,7 @@ class Ending:
             await self._ctx.clock.sleep(backoff_s(tries, WEIGH_S, LATE_MAX_S))
 
     async def _hear_of_end(self, key: Key) -> None:
-        written = await self._checkpointing.coordinator.ended(key)
+        written = await self._checkpointing.ended(key)
         if not self._finished.done():
             self._finished.set_result(written)
 
@@ -80,9 +80,9 @@ class Ending:
         """Offer our stage's part again: the writer may have died, or its message was lost."""
         while not self._finished.done():
             await self._ctx.clock.sleep(OFFER_S)
-            own_part = self._checkpointing.own_part
-            if own_part.wants(key) and (state := await own_part.copy(key)) is not None:
-                await own_part.write(key, state)
+            parts = self._checkpointing
+            if parts.wants(key) and (state := await parts.copy(key)) is not None:
+                await parts.write(key, state)
 
     async def _dismiss(self, peer: PeerId, written: bool) -> bool:
         """Dismiss ``peer``. This is a call, since we go next and a frame could still be in flight. Returns True if

@@ -21,7 +21,7 @@ from muletrain.runtime.transfer.messages import Block
 
 if TYPE_CHECKING:
     from muletrain.network.base import Channel, PeerId
-    from muletrain.runtime.checkpoint.coordinator import Coordinator
+    from muletrain.runtime.checkpoint.checkpointing import Checkpointing
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.members.membership import Membership
@@ -158,7 +158,7 @@ class Incoming:
         runner: StepRunner,
         forks: Forks,
         rollback: Rollback,
-        coordinator: Coordinator,
+        checkpointing: Checkpointing,
         reporting: Reporting,
         early: EarlyFrames,
         downloads: tuple[Downloader, ...],
@@ -166,7 +166,7 @@ class Incoming:
         """``downloads``: downloads that a block may belong to, of states first."""
         self._ctx, self._position, self._membership, self._microbatches = ctx, position, membership, microbatches
         self._runner, self._forks, self._rollback = runner, forks, rollback
-        self._coordinator, self._reporting, self._early, self._downloads = coordinator, reporting, early, downloads
+        self._checkpointing, self._reporting, self._early, self._downloads = checkpointing, reporting, early, downloads
         self._furthest = 0
         """See ``passed_by``."""
         self._breaks: Counter[PeerId] = Counter()
@@ -285,9 +285,9 @@ class Incoming:
             case Away():
                 self._ctx.detector.stand_aside(sender)
             case PartReady():
-                self._coordinator.on_ready(sender, message)
+                self._checkpointing.on_ready(sender, message)
             case CheckpointEnd():
-                await self._coordinator.on_end(sender, message)
+                await self._checkpointing.on_end(sender, message)
             case _:
                 raise ProtocolError(f"{frame.kind}: not for this peer")
 

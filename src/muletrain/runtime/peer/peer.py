@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from muletrain.errors import NetworkError
 from muletrain.events import DirectoryFailed, GradientTaken, LeaveCancelled, MoveRefused, PeerExpelled, PeerLeft
 from muletrain.policy.deadline import RECENT
-from muletrain.runtime.checkpoint.actors import Checkpointing
+from muletrain.runtime.checkpoint.checkpointing import Checkpointing, PartWriter
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.lifecycle import Lifecycle, State
 from muletrain.runtime.members.leaving import Departure
@@ -23,7 +23,6 @@ from muletrain.runtime.peer.arrival import Arrival
 from muletrain.runtime.peer.ending import Ending
 from muletrain.runtime.peer.incoming import EarlyFrames, Incoming
 from muletrain.runtime.peer.messages import ANNOUNCE_S, HOLDS_S, Back, StopRun
-from muletrain.runtime.peer.part_writer import PartWriter
 from muletrain.runtime.peer.peer_host import PeerHost
 from muletrain.runtime.peer.reporting import HotSpares, Reporting
 from muletrain.runtime.recovery.forks import Forks, GivesWay
@@ -37,7 +36,7 @@ from muletrain.runtime.transfer.donor import Receiver, Snapshots
 
 if TYPE_CHECKING:
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.roles import Book
+    from muletrain.runtime.checkpoint.checkpointing import Book
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.inflight import InFlightStep
     from muletrain.runtime.microbatch.trainer import Source
@@ -102,8 +101,8 @@ class Peer:
         self._snapshots = Snapshots(ctx, at, self._log, membership, sharing)
         # checkpoint
         self._checkpointing = parts = Checkpointing(ctx, self._snapshots, receiver, membership, book)
-        self._parts = writer = PartWriter(ctx, at, parts.own_part, parts.coordinator)
-        self.departure = Departure(ctx, parts.own_part)
+        self._parts = writer = PartWriter(ctx, at, parts)
+        self.departure = Departure(ctx, parts)
         # step and recovery
         forks = Forks(ctx, at, receiver)
         self.runner = runner = StepRunner(ctx, at, self._log, self.departure, self, forks, receiver.taker)
@@ -114,7 +113,7 @@ class Peer:
         self._arrival = Arrival(ctx, at, runner, membership, receiver, parts, forks, writer, microbatches, early)
         self.reporting, self._ending = Reporting(ctx, host, apart=reports), Ending(ctx, at, parts, runner)
         self._incoming = Incoming(
-            ctx, at, membership, microbatches, runner, forks, rollback, parts.coordinator, self.reporting, early, taken
+            ctx, at, membership, microbatches, runner, forks, rollback, parts, self.reporting, early, taken
         )
         ctx.net.serve(StopRun.KIND, self._answer_stop)
 
@@ -321,7 +320,7 @@ class Peer:
 
     def memory(self) -> Memory:
         """Returns the memory used for other peers."""
-        return Memory(self._snapshots.copies, self._checkpointing.own_part.copies, self._log.nbytes)
+        return Memory(self._snapshots.copies, self._checkpointing.copies, self._log.nbytes)
 
     def stop(self) -> None:
         """Ask for an orderly end after the current step."""

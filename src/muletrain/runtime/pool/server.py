@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from muletrain.compute.base import WrappedCompute
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE
-from muletrain.compute.wrapped import WrappedCompute
 from muletrain.errors import MuletrainError
 from muletrain.policy.passes import Pass
 from muletrain.runtime.pool.calls import Call

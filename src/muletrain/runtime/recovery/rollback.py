@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from muletrain.network.base import PeerId
-    from muletrain.runtime.checkpoint.part_replicas import PartReplicas
+    from muletrain.runtime.checkpoint.checkpointing import PartReplicas
     from muletrain.runtime.members.context import Context
     from muletrain.runtime.microbatch.position import Position
     from muletrain.runtime.recovery.forks import Forks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from muletrain.network.conditions import Conditions
+from muletrain.network.memory import Conditions
 from muletrain.runtime.averaging.messages import Reduced, Shard
 from muletrain.runtime.microbatch.messages import Backward, Forward
 from muletrain.runtime.pool.messages import AccumulatorChunk, Give, Output, WeightsChunk

@@ -1,0 +1,792 @@
+"""A peer's part of checkpoints: it writes its stage's part, gives and takes parts, and follows each checkpoint to its
+end, ready to take over as the coordinator, which gathers the parts and publishes them."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+import safetensors.torch
+
+from muletrain.errors import (
+    CapacityError,
+    CheckpointError,
+    DeadlineExceeded,
+    MuletrainError,
+    NetworkError,
+    ProtocolError,
+)
+from muletrain.events import CheckpointFailed, CheckpointWritten, PartNotKept, TransferFailed
+from muletrain.policy.checkpoints import keepers
+from muletrain.runtime.checkpoint.messages import AskPart, CheckpointEnd, PartReady, largest_part
+from muletrain.runtime.checkpoint.store import Key, PartFacts, PartsGone
+from muletrain.wire.statefile import state_buffers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from muletrain.network.base import PeerId
+    from muletrain.runtime.checkpoint.store import CheckpointStore
+    from muletrain.runtime.members.context import Context
+    from muletrain.runtime.members.membership import Membership
+    from muletrain.runtime.members.roster import Roster
+    from muletrain.runtime.microbatch.position import Position
+    from muletrain.runtime.transfer.donor import Receiver, Snapshots
+    from muletrain.runtime.transfer.messages import Snapshot
+
+MAX_OPEN = 8
+"""Open checkpoints at once."""
+REMEMBERED = 256
+"""Ended checkpoints whose ends are remembered."""
+LOOK_S, LOOK_MAX_S = 1.0, 10.0
+"""Seconds without news, between two checks for missing parts; doubles. A request for a part looks as often whether its
+turn has come."""
+LIMIT_S = 600.0
+"""Seconds without news from its coordinator or of its parts, after which a checkpoint has failed."""
+SLOWEST_BYTES_PER_S = 125e3
+"""Slowest rate [bytes/s]: after ``LIMIT_S`` and the time that all parts need at this rate, a checkpoint has failed."""
+READ_S = 0.3
+"""Seconds that a look at the place may take. After that, others are told what was known before."""
+TURN_S = 30.0
+"""Longest time that a request for a part queues at a donor [s]."""
+
+
+@dataclass(frozen=True)
+class Book:
+    """This peer's place for checkpoints, and the manifest fields and files that make them self-contained. It outlives
+    moves and restarts of the peer."""
+
+    place: CheckpointStore
+    about: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    parts: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
+    """Parts in the place, also of incomplete checkpoints. Only the event loop's thread uses it."""
+    complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
+    """The complete checkpoints when the place was last read."""
+
+
+class Roles:
+    """Roles follow from the roster at every moment, so another peer takes over when one goes. Owns nothing."""
+
+    def __init__(self, roster: Roster, book: Book) -> None:
+        self._roster, self._book = roster, book
+
+    @property
+    def coordinator(self) -> PeerId | None:
+        """The peer that gathers the parts and publishes the checkpoint."""
+        coordinator = self._roster.coordinator()
+        return None if coordinator is None else coordinator.id
+
+    def coordinates(self) -> bool:
+        """Is this peer the coordinator?"""
+        return self.coordinator == self._roster.own.id
+
+    @property
+    def target(self) -> str:
+        """The name of the place that checkpoints go to."""
+        coordinator = self._roster.coordinator()
+        return "" if coordinator is None else coordinator.place
+
+    def shares_target(self) -> bool:
+        """Does this peer share the place that checkpoints go to?"""
+        return self._book.place.name == self.target
+
+    def writer(self, stage: int) -> PeerId | None:
+        """The live peer that writes the stage's part: the first that shares the place, else the first."""
+        roster, place = self._roster, self.target
+        return min(roster.stage(stage), key=lambda p: (roster.member(p).place != place, p), default=None)
+
+    def is_writer(self) -> bool:
+        """Does this peer write its stage's part?"""
+        return self.writer(self._roster.own.stage) == self._roster.own.id
+
+    def keepers(self, stage: int, there: PeerId) -> tuple[PeerId, ...]:
+        """The peers that also keep ``stage``'s parts: live ones, or ``there``, which counts as live."""
+        members = [m for m in self._roster.members() if self._roster.is_alive(m.id) or m.id == there]
+        places = {m.id: (m.stage, m.place) for m in members if m.place}
+        return keepers(places, stage, self.target)
+
+
+@dataclass(eq=False)
+class OpenCheckpoint:
+    """A checkpoint being written, as far as this peer knows."""
+
+    key: Key
+    begin: float
+    news: float
+    """When the last news of it came."""
+    parts: dict[int, PartFacts] = field(default_factory=dict)
+    holders: dict[int, set[PeerId]] = field(default_factory=dict)
+    here: set[int] = field(default_factory=set)
+    """Stages whose parts are in our place."""
+    own: tuple[dict[str, Tensor], PartFacts] | None = None
+    """Our stage's part, if we are its writer."""
+    left_out: str = ""
+    """Why a stage's writer does not write its part."""
+    ended: str | None = None
+    """None: not yet; empty: it is complete; else why it failed."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def lacking(self, stages: int) -> str:
+        """Describe what is missing."""
+        lacking = sorted(set(range(stages)) - self.parts.keys())
+        return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
+
+
+class Checkpoints:
+    """Owns the open checkpoints that this peer knows, and the ends of earlier ones."""
+
+    def __init__(self) -> None:
+        self._open: dict[Key, OpenCheckpoint] = {}
+        self._ended: dict[Key, str] = {}
+        self._clearing: set[Key] = set()
+        self._over = asyncio.Event()
+
+    def __iter__(self) -> Iterator[OpenCheckpoint]:
+        """The open checkpoints."""
+        return iter(list(self._open.values()))
+
+    def get(self, key: Key) -> OpenCheckpoint | None:
+        """That checkpoint, if it is open."""
+        return self._open.get(key)
+
+    def full(self) -> bool:
+        """Are as many open as may be?"""
+        return len(self._open) >= MAX_OPEN
+
+    def begin(self, key: Key, now: float) -> OpenCheckpoint:
+        """Open a checkpoint."""
+        opened = self._open[key] = OpenCheckpoint(key, now, now)
+        return opened
+
+    def before(self, step: int) -> list[OpenCheckpoint]:
+        """Open checkpoints of earlier steps."""
+        return [o for k, o in self._open.items() if k.step < step]
+
+    def ended(self, key: Key) -> str | None:
+        """How that checkpoint ended (``OpenCheckpoint.ended``)."""
+        return self._ended.get(key)
+
+    def end(self, key: Key, reason: str) -> bool:
+        """Note the end of a checkpoint. True if it is news: then clear up and call ``cleared``."""
+        if key in self._ended:
+            return False
+        self._ended[key] = reason
+        self._clearing.add(key)
+        while len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        if (opened := self._open.pop(key, None)) is not None:
+            opened.ended = reason
+            opened.changed.set()
+        return True
+
+    def cleared(self, key: Key) -> None:
+        """The ended checkpoint was cleared up."""
+        self._clearing.discard(key)
+        self._over.set()
+
+    async def over(self, key: Key) -> bool:
+        """Wait for the end of that checkpoint: True if it is complete."""
+        while key not in self._ended or key in self._clearing:
+            self._over.clear()
+            await self._over.wait()
+        return not self._ended[key]
+
+
+class PartReplicas:
+    """Owns the book's list of parts in the place."""
+
+    def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
+        self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
+        self._tidied = False
+        self._looking: asyncio.Task[dict[Key, dict[int, PartFacts]]] | None = None
+
+    @property
+    def name(self) -> str:
+        """The place's name."""
+        return self._place.name
+
+    def hangs(self) -> str:
+        """Why nothing can be written now; empty: writing works."""
+        return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
+
+    def has(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
+        """Note that a part is in the place."""
+        opened.here.add(stage)
+        self._book.parts.setdefault(opened.key, {})[stage] = facts
+
+    async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: list[memoryview]) -> str:
+        """Write a part to the place. Returns why the checkpoint fails because of that; empty: it does not."""
+        place, key, failed = self._place, opened.key, None
+        if self._tidied:
+            return ""
+        try:
+            await place.disk.call(place.write_part, key, stage, buffers)
+        except OSError as e:
+            failed = e
+        shared = self._roles.shares_target()
+        if opened.ended or (opened.ended is not None and shared):
+            with suppress(OSError):  # the checkpoint ended while we wrote, and was tidied up before
+                await place.disk.call(place.abandon, key)
+        elif failed is None:
+            self.has(opened, stage, facts)
+            opened.news = self._ctx.clock.now()
+            opened.holders.setdefault(stage, set()).add(self._ctx.net.peer_id)
+        elif shared:
+            return self._why(failed, key)
+        else:
+            self._ctx.emit(PartNotKept(reason=str(failed)))
+            opened.here.discard(stage)
+        return ""
+
+    async def read(self, key: Key, stage: int) -> dict[str, Tensor]:
+        """Read a part from the place. Raises CheckpointError."""
+        try:
+            content = await self._place.disk.call(self._place.read_part, key, stage)
+            state: dict[str, Tensor] = await self._ctx.tasks.aside(safetensors.torch.load, content)
+        except (OSError, safetensors.SafetensorError) as e:
+            raise CheckpointError(f"stage {stage}'s part of checkpoint {key.step} is not here: {e}") from e
+        return state
+
+    async def readable(self) -> dict[Key, dict[int, PartFacts]]:
+        """The parts of all checkpoints in the place."""
+        complete = self._book.complete
+        if self._ctx.tasks.closed:
+            return dict(self._book.parts)
+        with suppress(OSError):  # the store cannot be reached now: use its last answer
+            found = await self._place.disk.call(self._place.complete)
+            complete.clear()
+            complete.update(found)
+        return self._known()
+
+    def _known(self) -> dict[Key, dict[int, PartFacts]]:
+        parts, complete = self._book.parts, self._book.complete
+        return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
+
+    async def readable_soon(self) -> dict[Key, dict[int, PartFacts]]:
+        """The same, or what was known before if the disk takes longer: who asks must not wait for it. One look is under
+        way at a time, however many ask."""
+        if self._looking is None or self._looking.done():
+            self._looking = self._ctx.spawn(self.readable(), "look at checkpoints")
+        try:
+            return await self._ctx.clock.deadline(asyncio.shield(self._looking), READ_S, "the checkpoints' place")
+        except DeadlineExceeded:
+            return self._known()
+
+    async def publish(self, opened: OpenCheckpoint) -> str:
+        """Complete a checkpoint whose parts are all here. Returns where it is. Raises PartsGone, or CheckpointError if it
+        fails."""
+        book, key = self._book, opened.key
+        try:
+            where = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
+        except PartsGone:
+            raise
+        except OSError as e:
+            raise CheckpointError(self._why(e, key)) from e
+        book.complete[key] = dict(opened.parts)
+        return where
+
+    async def is_complete(self, key: Key) -> bool:
+        """Has a peer that shares the place completed it?"""
+        try:
+            return key in await self._place.disk.call(self._place.complete)
+        except OSError:
+            return False
+
+    async def clear(self, key: Key, reason: str) -> None:
+        """Remove parts that nobody needs after the end of ``key``; ``reason``: why it failed."""
+        place, parts, shared = self._place, self._book.parts, self._roles.shares_target()
+        coordinates = self._roles.coordinates()
+        with suppress(OSError):
+            if reason:
+                parts.pop(key, None)
+                # first, so that the disk has room for events; in a shared place the coordinator may still gather them
+                if not shared or coordinates:
+                    await place.disk.call(place.abandon, key)
+            else:  # where the place is shared, its publisher removes what is older
+                for old in [k for k in parts if k.step <= key.step - (not shared)]:
+                    del parts[old]
+                if not shared:
+                    await place.disk.call(place.drop, key.step)
+
+    async def tidy(self, *, over: bool) -> None:
+        """Remove all parts, since this peer goes, or the run is ``over`` with its last checkpoint complete. In a shared
+        place other peers may still need theirs."""
+        self._tidied = True
+        if over or not self._roles.shares_target():
+            self._book.parts.clear()
+            with suppress(OSError):
+                await self._place.disk.call(self._place.drop, self._ctx.plan.steps + 1)
+
+    def _why(self, error: OSError, key: Key) -> str:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{error.strerror or error}: {self._place.where(key)} ({'free some space; ' * full}training goes on)"
+
+
+class PartExchange:
+    """Gives parts to peers that may have them, and takes parts. Owns the queue of requests."""
+
+    def __init__(
+        self,
+        ctx: Context,
+        roles: Roles,
+        replicas: PartReplicas,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots,
+        receiver: Receiver,
+        membership: Membership,
+    ) -> None:
+        self._ctx, self._roles, self._replicas, self._checkpoints = ctx, roles, replicas, checkpoints
+        self._snapshots, self._receiver, self._membership = snapshots, receiver, membership
+        self._asking = asyncio.Lock()
+        ctx.net.serve(AskPart.KIND, self._on_ask)
+
+    async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
+        """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError or
+        ProtocolError."""
+        ctx, stage = self._ctx, self._ctx.roster.own.stage
+        try:
+            state = await self._replicas.read(key, stage)
+            if (await ctx.tasks.aside(PartFacts.of, state_buffers(state))).digest == digest:
+                return state
+        except CheckpointError:
+            pass
+        return await self.take(key, stage, PartFacts(20 * ctx.compute.n_params, digest), list(ctx.roster.others()))
+
+    async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
+        """Take a part from ``holders``. Raises NetworkError, or ProtocolError if it is not what ``facts`` say."""
+        ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
+        state = await self._receiver.take_part(ask, *key, holders, facts.size)
+        if (await self._ctx.tasks.aside(PartFacts.of, state_buffers(state))).digest != facts.digest:
+            raise ProtocolError(f"stage {stage}'s part of checkpoint {key.step}: its content is not what was announced")
+        return state
+
+    async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
+        """Offer a part. Raises MuletrainError when it is not here, or not for the sender."""
+        ask = AskPart.unpack(payload)
+        if self._ctx.tasks.closed:
+            raise MuletrainError("this peer begins anew; ask again")
+        if not await self._may_have(sender, ask.stage):
+            raise MuletrainError(f"stage {ask.stage}'s part is for the coordinator and for peers that serve or keep it")
+        offer = self._snapshots.offered(ask.stage, *ask.key, part=True)
+        if offer is None:
+            async with self._asking:  # one part at a time is read, for all takers
+                offer = await self._offer(ask)
+        return self._snapshots.grant(offer, sender)
+
+    async def _may_have(self, peer: PeerId, stage: int) -> bool:
+        """Does ``peer`` coordinate, keep that part, or serve the stage, by our own roster? Raises ProtocolError for a
+        peer that is no member."""
+        if peer == self._roles.coordinator:
+            return True
+        return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
+
+    async def _offer(self, ask: AskPart) -> Snapshot:
+        until = self._ctx.clock.now() + TURN_S
+        while (offer := self._snapshots.offered(ask.stage, *ask.key, part=True)) is None and self._snapshots.crowded():
+            if self._ctx.clock.now() > until:
+                raise MuletrainError("this peer has enough copies to send; ask again")
+            await self._ctx.clock.sleep(LOOK_S)
+        if offer is not None:
+            return offer
+        opened = self._checkpoints.get(ask.key)
+        if opened is not None and opened.own is not None and ask.stage == self._ctx.roster.own.stage:
+            state = opened.own[0]
+        else:
+            try:
+                state = await self._replicas.read(ask.key, ask.stage)
+            except CheckpointError as e:
+                raise MuletrainError(str(e)) from None
+        return await self._snapshots.offer(ask.stage, *ask.key, state, part=True)
+
+
+class Checkpointing:
+    """Owns the course of each checkpoint on this peer, from its first notice to its end. This peer need not be the
+    coordinator now.
+
+    It decides whether we write our stage's part, and writes it. A writer keeps one copy of its stage's state. It leaves
+    out a checkpoint that is due while its part of an earlier one is not safe yet. Only the run's last checkpoint waits
+    for its turn."""
+
+    def __init__(
+        self, ctx: Context, snapshots: Snapshots, receiver: Receiver, membership: Membership, book: Book
+    ) -> None:
+        self._ctx = ctx
+        self.roles = roles = Roles(ctx.roster, book)
+        self.replicas = replicas = PartReplicas(ctx, roles, book)
+        self.checkpoints = checkpoints = Checkpoints()
+        self.exchange = PartExchange(ctx, roles, replicas, checkpoints, snapshots, receiver, membership)
+        self._due: Key | None = None
+        """The checkpoint of our last step; None: the run's last one, which cannot be left out."""
+        self._fetching = asyncio.Lock()
+        self._writing: Key | None = None
+        """The checkpoint whose part we hash or store now."""
+
+    def open(self, key: Key) -> OpenCheckpoint:
+        """That checkpoint, which has not ended. Opens it if it is new."""
+        opened = self.checkpoints.get(key)
+        if opened is None:
+            opened = self.checkpoints.begin(key, self._ctx.clock.now())
+            self._ctx.spawn(self._see_through(opened), f"checkpoint {key.step}")
+        return opened
+
+    async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
+        """Tell everyone that this peer has a part."""
+        ctx, key = self._ctx, opened.key
+        place = self.replicas.name if stage in opened.here else ""
+        ready = PartReady(
+            step=key.step, lineage=key.lineage, stage=stage, size=facts.size, digest=facts.digest, place=place
+        )
+        await ctx.tell(ctx.roster.everyone(), ready)  # also peers that are down: a partition may be over
+
+    # Our own stage's part -------------------------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> int:
+        """How many copies of our state are kept for checkpoints."""
+        return sum(opened.own is not None for opened in self.checkpoints)
+
+    def begins(self, key: Key, *, last: bool) -> bool:
+        """Its step was applied: should we write our stage's part now? If another copy of the state is in use, we leave
+        the checkpoint out; the ``last`` one waits (``wants``)."""
+        self._due = None if last else key
+        if (opened := self.checkpoints.get(key)) is not None:
+            opened.changed.set()
+        if not self.roles.is_writer() or self.checkpoints.ended(key) is not None or self.roles.coordinator is None:
+            return False
+        reason = self.busy()
+        if reason is not None and not last:
+            self.leave_out(key, f"left out: {reason}")
+        return reason is None
+
+    def drop(self, key: Key) -> None:
+        """Give up checkpoint ``key``, unless it has ended."""
+        if self.checkpoints.ended(key) is None and self.roles.coordinator is not None:
+            self.leave_out(key, "left out: the run went on before it was complete")
+
+    def wants(self, key: Key) -> bool:
+        """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves that to the
+        writer."""
+        if self.checkpoints.ended(key) is not None or self.busy() is not None:
+            return False
+        if self.roles.shares_target() and not self.roles.is_writer():
+            return False
+        opened = self.checkpoints.get(key)
+        return opened is None or self._ctx.roster.own.stage not in opened.here
+
+    def busy(self) -> str | None:
+        """Why there is no room for another copy of the state; None: there is."""
+        earlier = self._writing or next((o.key for o in self.checkpoints if o.own is not None), None)
+        if earlier is not None:
+            return f"checkpoint {earlier.step} is not complete yet (the store is slower than checkpoint.every)"
+        return (self.roles.shares_target() and self.replicas.hangs()) or None
+
+    def unsafe(self) -> str | None:
+        """Why this peer should not leave its stage yet: a checkpoint would lose a part."""
+        stage = self._ctx.roster.own.stage
+        for opened in self.checkpoints:
+            step, holders = opened.key.step, opened.holders.get(stage, set())
+            there = (stage in opened.here and self.roles.shares_target()) or self._alive(holders)
+            if opened.key == self._writing or (opened.own is not None and not there):
+                return f"its part of checkpoint {step} is on its way"
+            if self.roles.coordinates() and opened.here:
+                return f"it coordinates checkpoint {step}"
+        return None
+
+    def _alive(self, holders: set[PeerId]) -> bool:
+        """Is one of ``holders``, other than us, alive?"""
+        return any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
+
+    async def copy(self, key: Key) -> dict[str, Tensor] | None:
+        """A copy of the state for checkpoint ``key``; None if there is no room for it: then that checkpoint is left out, and
+        training goes on."""
+        try:
+            return await self._ctx.compute.state()
+        except CapacityError as e:
+            self.leave_out(key, f"left out: {e}")
+            return None
+
+    async def write(self, key: Key, state: dict[str, Tensor]) -> None:
+        """Write our stage's part to the place, if we share it, and announce the part."""
+        if self.checkpoints.ended(key) is not None:
+            return
+        self._writing = key
+        try:
+            await self._write(key, state)
+        finally:
+            self._writing = None
+
+    async def _write(self, key: Key, state: dict[str, Tensor]) -> None:
+        ctx, stage = self._ctx, self._ctx.roster.own.stage
+        opened = self.open(key)
+        buffers = state_buffers(state)
+        facts = await ctx.tasks.aside(PartFacts.of, buffers)
+        if self.roles.shares_target() and (why := await self.replicas.store(opened, stage, facts, buffers)):
+            await self.fail(key, why)
+        if opened.ended is None:
+            opened.own, opened.parts[stage] = (state, facts), facts
+            opened.holders.setdefault(stage, set()).add(ctx.net.peer_id)
+            await self.announce(opened, stage, facts)
+            opened.changed.set()
+
+    # What arrives -----------------------------------------------------------------------------------------------------
+
+    def on_ready(self, sender: PeerId, ready: PartReady) -> None:
+        """A peer has a part. Raises ProtocolError for a part that cannot be."""
+        plan, key, stage = self._ctx.plan, ready.key, ready.stage
+        if stage >= plan.stages or not 0 < ready.step <= plan.steps or not 0 < ready.size <= self._largest(stage):
+            raise ProtocolError(f"checkpoint {ready.step}: stage {stage} of {ready.size} bytes cannot be")
+        if (reason := self.checkpoints.ended(key)) is not None:
+            if self.roles.coordinates():  # our notice was lost
+                self._ctx.spawn(self._ctx.tell((sender,), _ending(key, reason)), "end of a checkpoint")
+            return
+        opened = self.checkpoints.get(key)
+        known = None if opened is None else opened.parts.get(stage)
+        if known is None and self._ctx.roster.member(sender).stage != stage:
+            return  # the stage itself must announce it first; keepers announce it again
+        writes = sender == self.roles.writer(stage)
+        if opened is not None and known is not None and known != ready.facts:
+            if not writes:
+                return  # the writer's announcement counts, else the first, until it proves false (``_fetch``)
+            opened.holders[stage] = set()
+            opened.here.discard(stage)
+        if opened is None and self.checkpoints.full():
+            raise ProtocolError(f"checkpoint {ready.step}: {MAX_OPEN} others are not complete yet")
+        opened = self.open(key)
+        if sender not in opened.holders.setdefault(stage, set()):
+            opened.news = self._ctx.clock.now()
+        opened.parts[stage] = ready.facts
+        opened.holders[stage].add(sender)
+        if writes and ready.place == self.replicas.name:
+            self.replicas.has(opened, stage, ready.facts)
+        opened.changed.set()
+        if self.roles.coordinates() and writes:
+            for earlier in self.checkpoints.before(key.step):  # it writes one at a time: these parts will not come
+                if stage not in earlier.parts:
+                    lost = f"no part of stages [{stage}] came before that of a later checkpoint"
+                    self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")
+
+    def _largest(self, stage: int) -> int:
+        """Largest part of ``stage`` [bytes]: a peer that fetches a part reserves the announced size."""
+        return largest_part(self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0)
+
+    async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
+        """A checkpoint ended. Only its coordinator is believed that it is complete, and a writer that shares the place
+        that it failed. Raises ProtocolError for a checkpoint that cannot be."""
+        roles, key = self.roles, end.key
+        if not 0 < end.step <= self._ctx.plan.steps:
+            raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
+        member = self._ctx.roster.member(sender)
+        if not end.left_out:
+            fails = end.reason and member.place == roles.target and sender == roles.writer(member.stage)
+            if sender == roles.coordinator or fails:
+                self.end(key, end.reason)
+            return
+        known = self.checkpoints.get(key)
+        open_to_all = self.checkpoints.ended(key) is None and (known is not None or not self.checkpoints.full())
+        if open_to_all and sender == roles.writer(member.stage):
+            opened = self.open(key)
+            if member.stage not in opened.parts:
+                opened.left_out = end.reason
+                opened.changed.set()
+
+    # Seeing it through ------------------------------------------------------------------------------------------------
+
+    async def _see_through(self, opened: OpenCheckpoint) -> None:
+        """Do our part until the checkpoint has ended, and watch the coordinator, whose work may become ours."""
+        ctx, key, pause_s = self._ctx, opened.key, LOOK_S
+        while not opened.ended:
+            opened.changed.clear()
+            complete = opened.ended is not None  # the parts that we keep may still be on their way
+            if opened.left_out and key == self._due and self.roles.coordinates():
+                return await self.fail(key, opened.left_out)
+            try:
+                await ctx.clock.deadline(self._do_ours(opened), self._left_s(opened), "its parts")
+            except (NetworkError, ProtocolError, CheckpointError) as e:
+                if opened.ended is None:  # otherwise the coordinator has all parts, and the holders may have gone
+                    ctx.emit(TransferFailed(what=f"a part of checkpoint {key.step}", reason=str(e)))
+            if complete:
+                return
+            if opened.ended is not None:
+                continue
+            try:
+                limit_s = min(pause_s, self._left_s(opened))
+                await ctx.clock.deadline(opened.changed.wait(), limit_s, "news of a checkpoint")
+            except MuletrainError:
+                pause_s = min(LOOK_MAX_S, 2 * pause_s)
+                await self._look_after(opened)
+
+    async def _look_after(self, opened: OpenCheckpoint) -> None:
+        """No news came for a while: check whether the checkpoint has ended or failed."""
+        ctx, key = self._ctx, opened.key
+        if self.checkpoints.before(key.step):
+            opened.news = ctx.clock.now()  # earlier ones go first
+        if await self.replicas.is_complete(key):
+            self.end(key, "")  # the notice was lost
+        elif ctx.clock.now() - opened.news > LIMIT_S or self._left_s(opened) <= 0:
+            reason = opened.lacking(ctx.plan.stages)
+            if self.roles.coordinates():
+                await self.fail(key, reason)
+            else:
+                self.end(key, reason)
+        else:
+            # only the coordinator gives up: parts may take long over slow links
+            if await self._coordinator_answers(key):
+                opened.news = ctx.clock.now()
+            if opened.own is not None:  # our notice may be lost, or the coordinator is new
+                await self.announce(opened, ctx.roster.own.stage, opened.own[1])
+
+    def _left_s(self, opened: OpenCheckpoint) -> float:
+        """Seconds until it has failed in any case."""
+        size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
+        return max(0.0, opened.begin + LIMIT_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
+
+    async def _coordinator_answers(self, key: Key) -> bool:
+        coordinator = self.roles.coordinator
+        if coordinator is None or self.roles.coordinates():
+            return False
+        return await self._ctx.detector.probe(coordinator, key.lineage, key.step) is not None
+
+    async def _do_ours(self, opened: OpenCheckpoint) -> None:
+        """Fetch the parts that we should have. As the coordinator, publish when all are here. Raises NetworkError,
+        ProtocolError or CheckpointError."""
+        coordinates, me = self.roles.coordinates(), self._ctx.net.peer_id
+        for stage in sorted(opened.parts.keys() - opened.here):
+            if (coordinates and opened.ended is None) or me in self.roles.keepers(stage, me):
+                await self._fetch(opened, stage)
+        if coordinates and len(opened.here) == self._ctx.plan.stages and opened.ended is None:
+            await self._publish(opened)
+
+    async def _fetch(self, opened: OpenCheckpoint, stage: int) -> None:
+        key = opened.key
+        async with self._fetching:  # memory holds one part at a time, of all checkpoints
+            if opened.ended or stage in opened.here:
+                return
+            holders, facts = sorted(opened.holders[stage] - {self._ctx.net.peer_id}), opened.parts[stage]
+            try:
+                if opened.own is not None and opened.own[1] == facts:
+                    state = opened.own[0]
+                else:
+                    state = await self.exchange.take(key, stage, facts, holders)
+            except ProtocolError:  # the announcement was false; forget it, so that another counts
+                if opened.parts.get(stage) == facts:
+                    del opened.parts[stage], opened.holders[stage]
+                raise
+            if not opened.ended and (why := await self.replicas.store(opened, stage, facts, state_buffers(state))):
+                await self.fail(key, why)
+        if stage in opened.here:
+            await self.announce(opened, stage, facts)
+
+    async def _publish(self, opened: OpenCheckpoint) -> None:
+        ctx, key = self._ctx, opened.key
+        try:
+            where = await self.replicas.publish(opened)
+        except PartsGone as e:
+            opened.here -= e.stages  # fetched again
+            return
+        except CheckpointError as e:
+            return await self.fail(key, str(e))
+        if opened.ended is not None:
+            return
+        size, seconds = sum(f.size for f in opened.parts.values()), ctx.clock.now() - opened.begin
+        ctx.emit(CheckpointWritten(step=key.step, path=where, bytes=size, seconds=seconds))
+        for overtaken in sorted(self.checkpoints.before(key.step), key=lambda o: o.key):
+            await self.fail(
+                overtaken.key, f"{overtaken.lacking(ctx.plan.stages)} before a later checkpoint was complete"
+            )
+        await self._end_for_all(key, "")
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def leave_out(self, key: Key, reason: str) -> None:
+        """Tell the coordinator that our stage's part is not written."""
+        if self.roles.coordinates():
+            work = self.fail(key, reason)
+        else:
+            assert self.roles.coordinator is not None  # else nothing is due
+            self.end(key, reason)
+            end = CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason, left_out=True)
+            work = self._ctx.tell((self.roles.coordinator,), end)
+        self._ctx.spawn(work, f"checkpoint {key.step} is left out")
+
+    async def fail(self, key: Key, reason: str) -> None:
+        """End the checkpoint as failed, for everyone."""
+        await self._end_for_all(key, reason[:4096])
+
+    async def _end_for_all(self, key: Key, reason: str) -> None:
+        if self._mark(key, reason):
+            await self._clear(key, reason)  # after a slow disk, that end may be forgotten
+            await self._ctx.tell(self._ctx.roster.others(), _ending(key, reason))
+
+    def end(self, key: Key, reason: str) -> None:
+        """End the checkpoint here, without waiting for the disk."""
+        if self._mark(key, reason):
+            self._ctx.spawn(self._clear(key, reason), f"after checkpoint {key.step}")
+
+    def _mark(self, key: Key, reason: str) -> bool:
+        """Note its end. True if it is news: then it must be cleared up."""
+        news = self.checkpoints.end(key, reason)
+        if news and not reason:
+            for overtaken in self.checkpoints.before(key.step):  # the notices of their ends were lost
+                self.end(overtaken.key, "a later checkpoint is complete")
+        return news
+
+    async def _clear(self, key: Key, reason: str) -> None:
+        coordinates = self.roles.coordinates()
+        await self.replicas.clear(key, reason)
+        if reason and coordinates:
+            self._ctx.emit(CheckpointFailed(step=key.step, reason=reason))
+        self.checkpoints.cleared(key)
+
+    async def ended(self, key: Key) -> bool:
+        """Wait for the end of that checkpoint: True if it is complete."""
+        if self.checkpoints.ended(key) is None:
+            self.open(key)  # perhaps no part of it was announced yet
+        return await self.checkpoints.over(key)
+
+
+class PartWriter:
+    """Copies the state between two steps, and has it written while training goes on. Where there is no memory for a copy
+    (``Compute.lends``), training waits until the checkpoint has ended."""
+
+    def __init__(self, ctx: Context, position: Position, checkpointing: Checkpointing) -> None:
+        self._ctx, self._position, self._checkpointing = ctx, position, checkpointing
+        self._written: Key | None = None
+        """The last checkpoint that was written because no trainer was left."""
+
+    async def write(self, key: Key, *, last: bool) -> None:
+        """Write our part of checkpoint ``key``, if it begins there. Drop a checkpoint that was written because no trainer was
+        left: the run has gone on, and its copy of the state would block the checkpoints that are due."""
+        if (earlier := self._written) is not None:
+            self._written = None
+            self._checkpointing.drop(earlier)
+        if self._checkpointing.begins(key, last=last):
+            self._spawn(key, await self._checkpointing.copy(key))
+            if self._ctx.compute.lends:
+                await self._checkpointing.ended(key)
+
+    async def write_what_there_is(self) -> None:
+        """Write our part of a checkpoint of the weights before this step, once: the step may never be done."""
+        at = self._position
+        key = Key(at.step, at.applied)
+        done = key == self._written or not key.step or at.work.all_completed  # otherwise another follows soon
+        if done or not at.settled or at.away or not self._checkpointing.begins(key, last=True):
+            return
+        state = await self._checkpointing.copy(key)
+        if at.settled and key == Key(at.step, at.applied):
+            self._written = key
+            self._spawn(key, state)
+
+    def _spawn(self, key: Key, state: dict[str, Tensor] | None) -> None:
+        if state is not None:
+            self._ctx.spawn(self._checkpointing.write(key, state), f"part of checkpoint {key.step}")
+
+
+def _ending(key: Key, reason: str) -> CheckpointEnd:
+    return CheckpointEnd(step=key.step, lineage=key.lineage, reason=reason)
