@@ -130,7 +130,8 @@ class GradientStandsOut(Notice):
     Honest data do that at times: no fault unless ``ResultsDiffer`` follows."""
 
     TEXT = (
-        "step {step}: the gradient of {name} is far longer or shorter than others; {who} computes it again, as a check (honest data do that, too)"
+        "step {step}: the gradient of {name} is far longer or shorter than others, which honest data do at times; {who} computes it "
+        "again, as a check"
     )
     level = "info"
     step: int

@@ -3,8 +3,7 @@
 - ``peer``: the loop over steps. ``arrival``: a peer's way to the run's step: as a newcomer, from a checkpoint, after
   falling behind, or from another history. ``ending``: the end of the run.
 - ``incoming``: passes each accepted frame to its actor; early frames wait.
-- ``part_writer``: decides when this peer writes its part of a checkpoint. ``reporting``: reports applied steps, and
-  stand-ins for absent planned peers.
+- ``reporting``: reports applied steps, and stand-ins for absent planned peers.
 - ``peer_host``: the interface between a peer and its process.
 
 CONTRIBUTING ("How a step goes") names the files that run when a peer dies while its stage averages.

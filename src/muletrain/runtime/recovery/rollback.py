@@ -55,7 +55,7 @@ class Machine(Protocol):
 
 
 class Writer(Protocol):
-    """Writes this peer's part of checkpoints (``peer.part_writer``)."""
+    """Writes this peer's part of checkpoints (``checkpoint.checkpointing``)."""
 
     async def write_what_there_is(self) -> None:
         """Write the weights before this step, which may never be done; called again and again while there is no
