@@ -166,17 +166,20 @@ def test_who_looks_while_the_other_one_is_being_let_in_takes_that_way(monkeypatc
             return await reaches(relay, *what)
 
         reaches = Relay._reaches
-        monkeypatch.setattr(Relay, "_reaches", late)
         async with world() as w:
             a = await w.open()
             b, c = sorted(await two_private(w, a), key=lambda net: net.peer_id)
-            first = asyncio.create_task(c.call(b.peer_id, "echo", b"x", timeout_s=20))
+            both = ((b, c), (c, b))
+            await poll(lambda: not any(n.relay.ways.searches(m.peer_id) for n, m in both))  # hearing of renewals
+            b.relay.cut(c.peer_id)
+            await poll(lambda: ways(b, c) == ways(c, b) == 0)
+            monkeypatch.setattr(Relay, "_reaches", late)
+            first = asyncio.create_task(c.relay.ways.find(b.peer_id))
             await poll(lambda: b.relay.ways.expects(c.peer_id))
-            second = asyncio.create_task(b.call(c.peer_id, "echo", b"x", timeout_s=20))
-            await poll(lambda: b.relay.ways.searches(c.peer_id))
+            second = asyncio.create_task(b.relay.ways.find(c.peer_id))
             await asyncio.sleep(0.5)
             looked.set()
-            assert await asyncio.gather(first, second) == [b"x", b"x"]
+            assert await asyncio.gather(first, second) == [True, True]
             assert (ways(b, c), ways(c, b)) == (1, 1)
 
     asyncio.run(scenario())
