@@ -25,7 +25,7 @@ LEAST_CACHE = 10**9
 
 
 def machine_checks(question: Question) -> Iterator[Check]:
-    """Yield the checks; without torch, only that one."""
+    """Yield the checks; without torch, only the check for torch."""
     config = RunConfig.model_validate_json(question.config, strict=True)
     yield (found := torch_check())
     if found.verdict is Verdict.MISSING:
@@ -36,7 +36,7 @@ def machine_checks(question: Question) -> Iterator[Check]:
 
 
 def torch_check() -> Check:
-    """Check the version of torch, and that it computes."""
+    """Check the version of torch, and a small product."""
     try:
         import torch
     except Exception as e:  # a missing shared library is an OSError, a broken build anything

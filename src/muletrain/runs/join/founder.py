@@ -1,4 +1,4 @@
-"""The founder of a run: it opens the rendezvous, waits for guests, and begins."""
+"""The founder of a run: opens the rendezvous, waits for guests, and begins."""
 
 from __future__ import annotations
 

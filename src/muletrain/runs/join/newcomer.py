@@ -1,4 +1,4 @@
-"""A newcomer to a run: it asks to be admitted, builds its stage, and learns who takes part."""
+"""A newcomer to a run: asks for admission, builds the stage, and gets the list of members."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 AGAIN_TRIES, AGAIN_S = 5, 5.0
-"""Times that a newcomer joins, at most, where a member tells it to come again, and the pause between [s]."""
+"""Most tries of a newcomer after temporary refusals, and the pause between two tries [s]."""
 
 
 async def join(host: Host, network: Network) -> Seat | Help:
-    """Join a run, before or after its beginning, as a member or as a client. Raises MuletrainError."""
+    """Join a run, before or after the beginning, as a member or as a client. Raises MuletrainError."""
     for tries in itertools.count(1):
         try:
             return await _join(host, network)
@@ -81,7 +81,8 @@ async def _prepared(
     welcome: Welcome,
     trial: Trial | None,
 ) -> Seat | Help:
-    """Get ready for what ``welcome`` says. ``trial``: builds what came over the network first. Raises MuletrainError."""
+    """Prepare the seat, or the help, of ``welcome``. ``trial``: first builds everything that came over the network.
+    Raises MuletrainError."""
     try:
         if trial is not None:
             await trial.build(welcome.config, welcome.stage)
@@ -125,7 +126,7 @@ async def _prepared(
 
 
 def _as_the_run_computes(facts: RunFacts, machine: Machine) -> Machine:
-    """``machine`` with the run's precision; with 'auto' each machine measures its own."""
+    """``machine`` with the run's precision; with 'auto', the precision that was measured here."""
     precision = facts.config.compute.precision
     return machine if precision is Precision.AUTO else dataclasses.replace(machine, precision=precision)
 
@@ -144,7 +145,7 @@ async def _help(
 
 
 def _says_what_is_missing(host: Host) -> Callable[[tuple[str, ...]], None]:
-    """Report what the run waits for, on a machine without the founder. Beside the founder, the founder reports it."""
+    """Report the conditions that the run waits for, on a machine without the founder, which reports otherwise."""
     said: list[str] = []
 
     def waiting(missing: tuple[str, ...]) -> None:
@@ -156,7 +157,7 @@ def _says_what_is_missing(host: Host) -> Callable[[tuple[str, ...]], None]:
 
 
 async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunFacts, machine: Machine) -> Compute:
-    """Our stage's compute, with its state before the first step unless the run has begun."""
+    """Our stage's compute, with the state before the first step unless the run has begun."""
     if welcome.part_size:
         with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
             part = Path(folder) / "part.safetensors"
