@@ -133,8 +133,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(spec)
 
     def forward(self, x: Tensor, layer: int, rope: Rope, masks: Masks | None, cache: KeyValues | None) -> Tensor:
-        """``layer`` is the global number, for the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the embedding's).
-        """
+        """``layer`` is the global number, for the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the embedding's)."""
         attended = self.self_attn(self.input_layernorm(x), rope, cache)
         x = x + dropout(attended, masks, 1 + 2 * layer, self._dropout)
         fed = self.mlp(self.post_attention_layernorm(x))
