@@ -36,8 +36,8 @@ class Masks:
 
 
 def keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
-    """uint8 [count]: 1: keep, 0: drop. ``site`` numbers the places of the model where dropout is applied. ``skip``:
-    preceding elements of the microbatch.
+    """uint8 [count]: 1 keeps, 0 drops the element. ``site`` numbers the places of the model where dropout is applied.
+    ``skip``: preceding elements of the microbatch.
     """
     key_1, key_2 = _keys(masks, site)
     whole, rest = divmod(skip, 4)

@@ -37,7 +37,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """Upper bound of the excess over the best placement's cost, as a share of this cost."""
+        """Upper bound on the excess over the best placement's cost, as a share of ``cost``."""
         return max(0.0, 1 - self.lower_bound_s / self.cost.cost_s) if self.cost.cost_s else 0.0
 
     @property

@@ -131,8 +131,8 @@ def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
 
 
 def finite(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Replace missing links by links a hundred times slower than the slowest; ``evaluate`` rejects placements with such
-    links."""
+    """Replace missing links by links a hundred times slower than the slowest; ``evaluate`` finds infinite cost with
+    such links."""
     known = times[np.isfinite(times)]
     return np.where(np.isfinite(times), times, 100 * (known.max(initial=0.0) or 1.0))
 

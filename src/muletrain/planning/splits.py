@@ -102,7 +102,7 @@ def pipeline_shares(
     """Share out a step's microbatches over pipelines. ``machines``: by stage and pipeline, if some serve several
     pipelines.
 
-    Each microbatch goes to the pipeline with the least work on the busiest machine, and among equals to the pipeline
+    Each microbatch goes to the pipeline whose busiest machine then has the least work, and among equals to the pipeline
     with the least total work. If each machine serves one pipeline, the result is optimal."""
     if not machines:
         machines = np.arange(len(pipelines) * len(pipelines[0])).reshape(len(pipelines[0]), -1).tolist()

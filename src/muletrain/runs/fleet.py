@@ -1,6 +1,6 @@
 """Starts, watches and ends the peer processes on this machine.
 
-A process reads commands from standard input, and so ends with us, even after a crash. A process has a separate session
+A process reads commands from standard input, and so ends with us, even if we crash. A process has a separate session
 and ignores ``runs.signals.ENDING``, so we alone answer such signals, and end the run in order.
 """
 

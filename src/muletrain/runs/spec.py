@@ -24,7 +24,7 @@ class WorkerSpec(BaseModel):
     resume: str | None = None
     """Founder: the checkpoint folder of a resumed run."""
     alone: bool = False
-    """Founder: the run's only peer: no peer can join, so no network is needed."""
+    """Founder: the only peer of a run that cannot be joined; needs no network outside the process."""
     client: bool = False
     """Joiner: becomes a client if the run has clients (strategy 'hub'), and is in no roster."""
     stage: int | None = None

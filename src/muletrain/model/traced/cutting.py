@@ -2,7 +2,7 @@
 
 A part is a function of weights, of values from earlier parts, and of *tables*: values that depend on the shape of the
 microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that depend
-on samples or weights travel. Targets reach every stage, and only the last part has targets. Equal parts have equal
+on samples or weights travel. Targets reach every stage, but only the last part uses targets. Equal parts have equal
 code, and share one function.
 """
 

@@ -128,7 +128,7 @@ def trace(
 
 
 class _Constants(TorchFunctionMode):
-    """Keeps the numbers of tensors that the module makes from numbers; the meta device would lose the numbers."""
+    """Keeps the values of tensors that the module makes from numbers, despite the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}

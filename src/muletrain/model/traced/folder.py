@@ -73,7 +73,7 @@ def traced_in(
         config |= {name: dropout for name, value in config.items() if _is_dropout(name, value)}
     longest = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     if context is None and longest is None:
-        build(config)  # refuses models without a length, such as image models
+        build(config)  # refuses models of no text, which declare no length
         raise ConfigError(f"model.context: {folder}/config.json names no longest sequence; set model.context=N")
     most = None if longest is None else int(longest * _stretched(config))
     if context is not None and most is not None and context > most:

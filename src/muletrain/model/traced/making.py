@@ -62,7 +62,7 @@ class _Kinds(NamedTuple):
     path: str
     """Path of the list of blocks."""
     first: list[int]
-    """For each block, the first equal block."""
+    """For each block, the first block of that kind."""
     shapes: dict[str, tuple[int, ...]]
     """Shapes of all parameters of the model; tied parameters once."""
 
@@ -207,7 +207,7 @@ def _short_made(spec: Described) -> Made | None:
 
 def _short(spec: Described, precision: str, first: Sequence[int]) -> Made | None:
     """The model up to the first block of the last kind, and one more, so that shared values are seen; None: no shorter,
-    or not traceable. ``first``: for each block, the first equal block."""
+    or not traceable. ``first``: for each block, the first block of that kind."""
     blocks = max(first) + 2
     if blocks >= len(first):
         return None

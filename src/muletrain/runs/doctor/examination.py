@@ -31,7 +31,7 @@ TORCH = ((2, 11), (2, 14))
 
 
 class Verdict(StrEnum):
-    """The result of a check. ``MISSING``: training is impossible."""
+    """The result of a check. ``MISSING``: a requirement of training is missing."""
 
     OK = "ok"
     WARNING = "warning"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 AGAIN_TRIES, AGAIN_S = 5, 5.0
-"""Most tries of a newcomer after temporary refusals, and the pause between two tries [s]."""
+"""Most tries of a newcomer to join, repeated after temporary refusals, and the pause between two tries [s]."""
 
 
 async def join(host: Host, network: Network) -> Seat | Help:

@@ -111,7 +111,7 @@ class Trial:
             raise kind(answer["message"])
 
     async def _anew(self) -> None:
-        """Restart the process, which has ended or is too late."""
+        """Restart the process, which has ended or exceeded the time limit."""
         await self.close()
         self._process = asyncio.create_task(_begun())
 

@@ -39,8 +39,8 @@ class PartReady(Message):
 
 
 class CheckpointEnd(Message):
-    """A checkpoint is complete or, for a ``reason``, has failed. ``left_out``: only the sender's part is missing, and
-    the coordinator decides."""
+    """A checkpoint is complete or, for a ``reason``, will never be complete. ``left_out``: only the sender's part is
+    missing, and the coordinator decides."""
 
     KIND: ClassVar[str] = "checkpoint_end"
     CHANNEL: ClassVar[Channel] = Channel.BULK
