@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TIED = "tie_word_embeddings"
 _OLD = "rotary_emb.inv_freq"
-"""End of names of tables that older versions of ``transformers`` stored, and newer ones ignore."""
+"""End of names of tables that old versions of ``transformers`` stored, and new versions ignore."""
 _LAYER = "model.layers."
 
 

@@ -102,7 +102,7 @@ def weights_among(files: Collection[str], where: str) -> str:
 
 
 def check_kind(files: Collection[str], where: str) -> None:
-    """Raises CheckpointError if ``files`` are no whole model that ``transformers`` builds."""
+    """Raises CheckpointError unless ``files`` are a complete model for ``transformers``."""
     if "adapter_config.json" in files:
         raise CheckpointError(
             f"{where} holds an adapter of peft, which is no whole model. Merge it into its base: "

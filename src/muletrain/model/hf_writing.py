@@ -82,7 +82,7 @@ def write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> No
 
 
 def _save(shard: dict[str, Tensor], path: Path) -> None:
-    """safetensors refuses two names for one storage (repeated layers) and strided tensors: clone."""
+    """Save clones, since safetensors refuses two names for one storage (repeated layers) and strided tensors."""
     save_file(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in shard.items()}, path, {"format": "pt"}
     )
@@ -92,7 +92,7 @@ def _save(shard: dict[str, Tensor], path: Path) -> None:
 
 
 def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of tensors of at most ``shard_bytes``, or of a single larger one."""
+    """Runs of tensors of at most ``shard_bytes``, or of a single larger tensor."""
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors.items():

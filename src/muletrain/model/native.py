@@ -63,7 +63,7 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _computes(config: str, spec: ModelSpec) -> bool:
-    """From the cache, or by comparing."""
+    """Do both give the same logits? The verdict comes from the cache, or from a comparison."""
     about: dict[str, object] = {"config": config, "muletrain": _own_text()}
     about |= {name: version(name) for name in ("torch", "transformers")}
     if (known := kept(KIND, about, Verdict)) is not None:
@@ -74,8 +74,8 @@ def _computes(config: str, spec: ModelSpec) -> bool:
 
 
 def _same_logits(config: dict[str, Any], spec: ModelSpec) -> bool:
-    """In training mode, so that dropout counts. Rotary frequencies that depend on the length of a text differ from the
-    decoder's, even if the logits of a short text agree."""
+    """Compare the logits, in training mode, so that dropout counts. Rotary frequencies that depend on the length of a
+    text differ from the decoder's, even if the logits of a short text agree."""
     import torch
 
     from muletrain.model.stage import Stage

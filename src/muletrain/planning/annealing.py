@@ -142,7 +142,7 @@ class Population:
         self.best_s, self.best = np.inf, self.walkers[0].best
 
     def cool(self, step: int, moves: int, bound_s: float, rng: np.random.Generator, pool: ThreadPoolExecutor) -> None:
-        """Run one of ``STEPS``."""
+        """Run step ``step`` of ``STEPS``, with ``moves``."""
         cheapest_s = min(cost_s for cost_s, _ in self.ends)
         scale_s = max(cheapest_s - bound_s, SAME * cheapest_s)
         before, now = (scale_s * HOT * (COLD / HOT) ** (s / STEPS) for s in (step - 1, step))

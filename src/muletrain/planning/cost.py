@@ -37,7 +37,7 @@ class StageCost:
 @dataclass(frozen=True)
 class RunCost:
     """Costs of a whole run. ``forward_bytes[s]``: one microbatch's way to stage s (tokens to the first);
-    ``backward_bytes[s]``: its answer."""
+    ``backward_bytes[s]``: the answer's."""
 
     stages: tuple[StageCost, ...]
     forward_bytes: tuple[int, ...]

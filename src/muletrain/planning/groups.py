@@ -217,7 +217,7 @@ def pipelines(
 
 
 def _seats(speeds: Sequence[float], count: int) -> list[int]:
-    """Share out in proportion, at least one each."""
+    """Share out ``count`` slots in proportion to ``speeds``, at least one each."""
     found = [1] * len(speeds)
     for _ in range(count - len(speeds)):
         found[max(range(len(speeds)), key=lambda i: speeds[i] / found[i])] += 1

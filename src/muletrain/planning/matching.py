@@ -24,7 +24,7 @@ def compiled(function: Function) -> Function:
     lock."""
     try:
         return cast("Function", njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # nowhere to keep it
+    except RuntimeError:  # no cache folder
         return cast("Function", njit(nogil=True)(function))
 
 

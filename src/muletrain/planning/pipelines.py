@@ -90,7 +90,7 @@ class Threader:
         self._link = link
 
     def cost(self, groups: Sequence[Group]) -> float:
-        """One way [s]."""
+        """The cost of the best pipelines, one way [s]."""
         return shortest_path(self._matched(groups)[0])[0]
 
     def thread(self, groups: Sequence[Group]) -> list[Group]:

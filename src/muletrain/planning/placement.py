@@ -68,7 +68,7 @@ class Cost:
 
     data_parallel_s: float
     pipeline_s: float
-    """One way."""
+    """The pipeline term, one way."""
     compute_s: float = 0.0
 
     @property

@@ -131,7 +131,7 @@ def staying(layers: Sequence[Layer], runs: Cut, memory_bytes: float) -> tuple[in
 
 
 def crossing_bytes(layers: Sequence[Layer], found: Swapping, minibatches: int) -> float:
-    """Bytes between memory and device in a round of so many ``minibatches``, gradients aside."""
+    """Bytes between memory and device in a round of ``minibatches``, without gradients."""
     streamed = [n for n in range(len(found.runs)) if n not in found.kept]
     loads = sum(layer.load_bytes for n in streamed for layer in layers[slice(*found.runs[n])])
     return 2 * loads + CROSSINGS * minibatches * sum(layers[end - 1].cut_bytes for _, end in found.runs[:-1])

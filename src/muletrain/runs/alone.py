@@ -29,7 +29,7 @@ class Alone(LocalFleet):
 
     def __init__(self, folder: Path, threads: int) -> None:
         super().__init__(folder, threads)
-        os.environ.update(environment(threads))  # torch, which is not imported yet, reads it
+        os.environ.update(environment(threads))  # read by torch, which is not imported yet
         self._loop = asyncio.new_event_loop()
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class Alone(LocalFleet):
                 with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                     self._code = runner.run(work(spec, self._obey))
             except asyncio.CancelledError:
-                pass  # it was killed
+                pass  # killed
             except BaseException:
                 traceback.print_exc(file=log)
         self._over = True

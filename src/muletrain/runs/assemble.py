@@ -1,4 +1,4 @@
-"""From a configuration to the pieces of a run: the plan every peer shares, and one peer's compute."""
+"""Makes the pieces of a run from a configuration: the plan that all peers share, and one peer's compute."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class Points:
         self._network: Libp2pNetwork | None = None
 
     def add(self, network: Libp2pNetwork, step: str, phase: str, event: str) -> None:
-        """Add the fault in the injector's line. Raises MuletrainError if there is no such point."""
+        """Add the fault in the injector's line. Raises MuletrainError for an unknown point."""
         if not step.isdecimal() or phase not in PHASES:
             raise MuletrainError(f"step {step!r}, {phase!r}: no such point")
         self._network = network

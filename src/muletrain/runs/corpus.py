@@ -66,8 +66,8 @@ async def joiners_sharing(
 
 
 def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data | None:
-    """The corpus or the samples, if this peer has the data, as every trainer must. Raises AdmissionError for data that
-    differ from the run's."""
+    """The corpus or the samples, if this peer has the data, and so can train at once. Raises AdmissionError for data
+    that differ from the run's."""
     where, data = host.spec.data, facts.config.data
     if data.factory is not None:
         return _own_samples(facts, digest) if data.factory in trusted() else None

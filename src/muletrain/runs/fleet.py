@@ -157,7 +157,7 @@ def threads_per_peer(asked: int | None, local_peers: int) -> int:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a peer process with so many threads."""
+    """The environment of a peer process with ``threads`` threads."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

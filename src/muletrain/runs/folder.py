@@ -136,8 +136,8 @@ class DiskWatch:
 
 def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Path:
     """The run folder that ``path`` names: ``path`` itself, or the subfolder with the run that was begun or resumed last
-    and has done a step. ``say`` gets a message for each newer folder that is passed over. Raises MuletrainError if no
-    folder is found."""
+    and has done a step, or else the newest. ``say`` gets a message for each newer folder that is passed over. Raises
+    MuletrainError if no folder is found."""
     if _last_used(path) is not None:
         return path
     found = sorted(((t, f) for f in path.glob("*/") if (t := _last_used(f)) is not None), reverse=True)
@@ -146,7 +146,7 @@ def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Pa
             return folder
         say(f"{folder}: no step was done there; passed over")
     if found:
-        return found[0][1]  # there is nothing better, so it begins again
+        return found[0][1]  # the newest run begins again
     raise MuletrainError(
         f"{path}: no run folder (with a config.toml or checkpoints/), nor does it contain one; give a run's folder, or call '--resume' "
         f"alone where 'muletrain run' or 'start' was called: it takes the newest run of {ROOT}/"
@@ -163,7 +163,7 @@ def _last_used(folder: Path) -> float | None:
 
 
 def _has_steps(folder: Path) -> bool:
-    """Is there a checkpoint in the run folder, or was at least one step done without one?"""
+    """Is there a checkpoint in the run folder, or was at least one step done without a checkpoint?"""
     from muletrain.events import StepDone, events_in
 
     return any((folder / "checkpoints").glob("step-*/manifest.json")) or bool(events_in(folder, StepDone))

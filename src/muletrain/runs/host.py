@@ -108,7 +108,7 @@ class Host:
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder)
         if part is not None:
             state = await compute.offload(safetensors.torch.load_file, part)
-            state.pop(SKIPPED, None)  # a resumed run may have other settings, and counts anew
+            state.pop(SKIPPED, None)  # a resumed run may have other settings, and restarts the count
             await compute.load_state(state)
         return compute
 
@@ -131,8 +131,8 @@ class Host:
             self.compute = None  # frees the memory for the next compute
 
     def links(self, facts: RunFacts, network: Network) -> Network:
-        """``network``, shaped as the fleet profile says if there is one (peer i of the profile is the i-th name of the
-        local fleet)."""
+        """``network``, shaped by the fleet profile, if any (peer i of the profile is the i-th name of the local
+        fleet)."""
         index, profile, spec = self.spec.fleet_index, facts.config.fleet.profile, self.spec
         if self.shaped is not None:
             return self.shaped

@@ -114,7 +114,7 @@ class Training:
         book = Book(seat.place, about, {"tokenizer.json": seat.info.tokenizer})
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            """Make our peer for the stage in the roster. The first one's compute is ready."""
+            """Make our peer for the stage in the roster. The first peer's compute is ready."""
             if ready:
                 host.compute = ready.pop()
             else:
@@ -161,7 +161,7 @@ class Training:
         return peer
 
     def _unusable(self, sample: int, other: int, reason: str) -> None:
-        """Report a sample that cannot be used, once; ``data.on_error`` says whether the run ends after the step."""
+        """Report an unusable sample, once; ``data.on_error`` says whether the run ends after the step."""
         if self.peer is None or reason in self._left_out:
             return
         self._left_out.add(reason)

@@ -109,7 +109,7 @@ class Worker:
             case ["probe"]:
                 self._measure()
             case ["move", stage] if peer is not None and stage.isdecimal():
-                peer.rebalancer.settled = False  # this move is not its decision
+                peer.rebalancer.settled = False  # the rebalancer did not decide this move
                 peer.move(int(stage))
             case ["at", step, phase, *_] if self._network is not None:
                 self._points.add(self._network, step, phase, line.split(maxsplit=3)[-1])
@@ -219,7 +219,7 @@ class Worker:
     def _renewed(self, gone: frozenset[PeerId]) -> None:
         """The owner removed peers, perhaps us."""
         if self._network is None or self._main is None:
-            return  # the member that admitted us a moment ago had not heard of it
+            return  # our admitter did not know of the removal yet
         names, trust = self._host.names() | self._host.clients(), self._network.trust
         for peer in gone & names.keys():
             self._host.log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
@@ -236,7 +236,7 @@ async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> Non
     while line := await reader.readline():
         worker.obey(line.decode(errors="replace"))
     _tidy_up()
-    os._exit(EXIT_ERROR)  # the daemon ends with us, and nobody reads a report
+    os._exit(EXIT_ERROR)  # the daemon ends with us, and no process reads a report
 
 
 def _tidy_up() -> None:

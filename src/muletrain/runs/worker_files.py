@@ -19,11 +19,11 @@ OWNER_FILE = "owner.key"
 REMOVED_FILE = "removed"
 """Beside it: ids of the peers that the owner removed, a line each."""
 PROBE_FILE = "probe"
-"""By this file 'muletrain doctor --peers' asks 'muletrain start' to measure the fleet."""
+"""File by which 'muletrain doctor --peers' asks 'muletrain start' to measure the fleet."""
 SCRATCH = "MULETRAIN_SCRATCH"
 """Environment variable: the folder for temporary files, which the starting command removes."""
 LEFT = "left in order"
-"""Why a process ended that left a run, which may go on."""
+"""Reason for the end of a process that left a run, which may go on."""
 EXIT_ERROR = 2
 EXIT_NO_CHECKPOINT = 3
 """The run ended, but the last checkpoint could not be written."""

@@ -46,7 +46,7 @@ class Whole(StageModule):
         return {name.removeprefix(INSIDE): shape for name, shape in super().shapes().items()}
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """See ``StageModule.bind``; from then on without dropout."""
+        """See ``StageModule.bind``; afterwards without dropout."""
         for name, table in buffers_of(self.model).items():
             path, _, leaf = name.rpartition(".")
             self.model.get_submodule(path)._buffers[leaf] = table

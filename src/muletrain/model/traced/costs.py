@@ -75,7 +75,7 @@ def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -
 
 
 class _Kept:
-    """Counts the bytes that autograd keeps of the parts of a chain, for one sequence of ``tokens``."""
+    """Counts the bytes that autograd saves for the parts of a chain, for one sequence of ``tokens``."""
 
     def __init__(self, chain: Parts, traced: Traced, tokens: int, causal: Collection[str]) -> None:
         self._chain, self._traced, self._tokens, self._causal = chain, traced, tokens, causal

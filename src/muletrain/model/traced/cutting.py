@@ -125,7 +125,7 @@ class Parts:
     """Buffers and constants that the tables follow from."""
     table_names: tuple[str, ...]
     masks: frozenset[str]
-    """Tables that only say which tokens attention sees."""
+    """Tables that are used only as attention masks."""
     passed: tuple[tuple[fx.Node, ...], ...]
     """Values passed from each part to later parts."""
     lead: int

@@ -148,7 +148,7 @@ class Writes(StageModule):
         remedy = "give 'targets' the default None, and return logits [B, T, vocab] then"
         try:
             found = self.module(inputs)
-        except (Exception, SystemExit) as e:  # whatever the user's code raises
+        except (Exception, SystemExit) as e:  # any error of the user's code
             raise ConfigError(
                 f"model.factory: to write text, forward(inputs) of '{self._name}' is called without targets, and raises "
                 f"{type(e).__name__}{where(e)}: {first_line(e)}; {remedy}"
@@ -189,7 +189,7 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
         torch.manual_seed(seed)
         try:
             module = make(**about["arguments"])
-        except (Exception, SystemExit) as e:  # whatever the user's code raises
+        except (Exception, SystemExit) as e:  # any error of the user's code
             raise ConfigError(
                 f"model.factory: '{name}' raises {type(e).__name__}{where(e)}: {first_line(e)}; call it with "
                 f"model.arguments = {about['arguments']} yourself to see why"

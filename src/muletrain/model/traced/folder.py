@@ -213,7 +213,7 @@ def whole_in(folder: str, architecture: str) -> nn.Module:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except Exception as e:  # transformers raises what it likes
+        except Exception as e:  # transformers raises any exception
             raise CheckpointError(f"{folder}: transformers cannot read the weights: {e}") from e
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:

@@ -190,7 +190,7 @@ def _of_short(spec: Described) -> Outline | None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Without garbage collection: imported modules of torch and ``transformers``, and the graph, are no garbage, and
+    """Suspend garbage collection: imported modules of torch and ``transformers``, and the graph, are no garbage, and
     scanning takes a tenth of the time."""
     on = gc.isenabled()
     gc.disable()
@@ -220,7 +220,7 @@ def _short(spec: Described, precision: str, first: Sequence[int]) -> Made | None
 
 @functools.lru_cache(maxsize=8)
 def _kinds(spec: Described) -> _Kinds | None:
-    """None: a short model saves too little, or the blocks are in no list."""
+    """The kinds of blocks; None: a short model saves too little, or the blocks are in no list."""
     import torch
 
     from muletrain.model.traced.export import INSIDE

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PYTHON = ((3, 11), (3, 14))
 TORCH = ((2, 11), (2, 14))
-"""First supported version, and first unsupported one, as in pyproject.toml."""
+"""First supported and first unsupported version, as in pyproject.toml."""
 
 
 class Verdict(StrEnum):

@@ -120,7 +120,8 @@ class Admission:
         return self.participants.add(peer, request, welcome)
 
     def _admit_client(self, peer: PeerId, request: JoinRequest) -> Welcome:
-        """A client takes nobody's place, and needs no tokenizer. Raises AdmissionError or CapacityError."""
+        """Admit a client, which takes no peer's place, and needs no tokenizer. Raises AdmissionError or
+        CapacityError."""
         stage = self.seating.choose_for_client(request, self.participants.machines())
         welcome = Welcome(config=self.info.config, stage=stage, data=self.info.data, tokenizer_size=0, client=True)
         return self.participants.add(peer, request, welcome.model_copy(update={"name": request.name}))
@@ -171,10 +172,10 @@ class LiveMembers:
         return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
 
     def machines(self) -> list[int]:
-        return [0] * self._roster.genesis.stages  # their servers know them, and they ask these
+        return [0] * self._roster.genesis.stages  # only servers know clients, and clients ask servers
 
     def remove(self, peer: PeerId) -> bool:
-        return True  # it is in no roster yet
+        return True  # a newcomer is in no roster yet
 
     def genesis(self) -> Genesis:
         return self._roster.genesis

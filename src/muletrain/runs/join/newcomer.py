@@ -57,7 +57,7 @@ async def _join(host: Host, network: Network) -> Seat | Help:
     admitter = await patiently(lambda: find_admitter(network, host.ticket.addresses), host.log.note)
     client = JoinClient(network, admitter, host.log.note)
     host.hand_out(host.ticket.passed_on(client.admitter, network.addresses()))
-    trial = None if host.spec.data == "config" else Trial()  # the founder's own machine has built all of it
+    trial = None if host.spec.data == "config" else Trial()  # the founder's machine has already built everything
     try:
         machine = await host.probe_machine(None)
         if trial is not None:
@@ -163,7 +163,7 @@ async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunF
             part = Path(folder) / "part.safetensors"
             await client.part(welcome, part)
             return await host.build(facts, welcome.stage, machine, part)
-    if welcome.running:  # replicas give the weights, so first ones may come from the seed
+    if welcome.running:  # replicas give the weights, so first weights may come from the seed
         return await host.build(facts.drawn(), welcome.stage, machine, None)
     if (given := facts.config.model.given) is not None and host.spec.data != "config":
         raise AdmissionError(
@@ -174,7 +174,7 @@ async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunF
 
 
 def _check(genesis: Genesis, facts: RunFacts, welcome: Welcome, stage: int) -> None:
-    """Raises AdmissionError unless ``genesis`` is of the run that admitted us."""
+    """Raises AdmissionError unless ``genesis`` belongs to the run that admitted us."""
     if (genesis.config, genesis.stages, stage) != (facts.config_digest, len(facts.cut), welcome.stage):
         raise AdmissionError("the run began with another configuration or stage than was sent; start it again")
     if genesis.data != welcome.data:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 15.0
 """Seconds that a member has to answer."""
 ASKED = 8
-"""Most members that are asked before we have seen everyone's certificate."""
+"""Most members that are asked for certificates."""
 HEARD_S = 600.0
 """Seconds without a word after which a server does not list a client any more."""
 SHORTEST_ID = 6
@@ -114,7 +114,7 @@ async def remove(
     net: Libp2pNetwork, addresses: tuple[str, ...], who: str, before: frozenset[PeerId] = frozenset()
 ) -> Removal:
     """Remove the peer with the name, id or end of id ``who``. ``net`` holds the owner's key; ``addresses`` are the
-    ticket's. ``before``: peers that are out already, which members still list. Raises MuletrainError when nobody is
+    ticket's. ``before``: peers that are out already, which members still list. Raises MuletrainError when no peer is
     removed."""
     founder = await find_founder(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)

@@ -100,7 +100,7 @@ class Rendezvous:
         """``peer`` has built its stage. Raises AdmissionError for a peer without a stage."""
         if peer not in self._guests:
             raise AdmissionError(f"the run did not wait for this machine, which took long to get ready; {AGAIN}")
-        if self._guests[peer].ready != ready:  # guests repeat themselves while they wait
+        if self._guests[peer].ready != ready:  # waiting guests repeat ``Ready``
             self._guests[peer].ready = ready
             self._changed.set()
 
@@ -212,7 +212,7 @@ class Rendezvous:
         self._begun = genesis = self._make_genesis()
         others = [m.id for m in genesis.members if m.id != self.net.peer_id]
         for peer, error in (await self._unreached(others, Begin.KIND, Begin(genesis=genesis).pack())).items():
-            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"  # the first step finds it dead
+            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"  # found dead in step 0
             self.emit(Note(level="warning", message=message))
         return genesis
 

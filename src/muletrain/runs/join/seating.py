@@ -33,7 +33,7 @@ class Seating:
         return len(self.needs)
 
     def choose(self, newcomer: JoinRequest, kinds: list[list[str]]) -> int:
-        """The stage that ``newcomer`` asks for, or the one that the strategy assigns. ``kinds``: device kinds of each
+        """The stage that ``newcomer`` asks for, or the stage that the strategy assigns. ``kinds``: device kinds of each
         stage's peers. Raises AdmissionError for a stage that does not exist, CapacityError for too little memory."""
         stage = newcomer.stage
         if stage is None:

@@ -199,7 +199,7 @@ def main() -> None:
         try:
             _answer(question)
             answer = {}
-        except BaseException as e:  # a library written in Rust may raise none of Exception
+        except BaseException as e:  # a library in Rust may raise a BaseException
             answer = _told(e, question.room)
         print(json.dumps(answer), file=out, flush=True)
     os._exit(0)

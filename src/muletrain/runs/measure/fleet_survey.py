@@ -38,7 +38,7 @@ MARGIN_S = 10.0
 AGAIN_S = 5.0
 """A link that fails within this time is measured once more [s]."""
 TOTAL_S = 120.0
-"""Target for all links together [s]; each link gets less time if there are many."""
+"""Target for all links together [s]; with many links, each gets less time."""
 SHORTEST_S, LONGEST_S = 0.25, 0.5
 """Bounds of the time of a volley on a near link [s]."""
 MOST_FLOPS = 1e17

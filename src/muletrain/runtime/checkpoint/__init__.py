@@ -1,4 +1,4 @@
-"""This room writes checkpoints of one step record while training goes on.
+"""Writes checkpoints of one step record while training goes on.
 
 One replica of each stage, the writer, copies the state and announces the stage's part. A writer that shares the run's
 place writes the part there. The coordinator fetches the remaining parts and publishes the checkpoint. If not all peers

@@ -170,7 +170,7 @@ class Checkpoints:
         return [o for k, o in self._open.items() if k.step < step]
 
     def ended(self, key: Key) -> str | None:
-        """How that checkpoint ended (``OpenCheckpoint.ended``)."""
+        """The end of checkpoint ``key`` (``OpenCheckpoint.ended``), or None."""
         return self._ended.get(key)
 
     def end(self, key: Key, reason: str) -> bool:

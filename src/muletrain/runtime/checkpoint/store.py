@@ -207,7 +207,7 @@ class CheckpointStore(ABC):
         known = [(int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n)]
         stay = sorted({step for step, _ in known if step <= newest.step})[-self.keep :]
         for step, name in known:
-            if step < stay[0]:  # two of one step belong to two histories, and both stay
+            if step < stay[0]:  # two checkpoints of one step belong to two histories, and both stay
                 self._remove(name)
 
     def _pieces(self, buffers: Sequence[memoryview], file: IO[bytes]) -> Iterator[None]:
@@ -258,7 +258,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _remove(self, path: str) -> None:
-        """Remove a folder; a missing one is fine."""
+        """Remove a folder, if present."""
 
 
 class Folder(CheckpointStore):
@@ -316,7 +316,7 @@ class Folder(CheckpointStore):
             try:
                 os.replace(self._root / self._open(key), self._root / final)
                 break
-            except OSError:  # a name that is taken, or the folder is gone: another coordinator renamed it just now
+            except OSError:  # the name is taken, or another coordinator has just renamed the folder
                 if final == self._finals(key)[-1] and key not in self.complete():
                     raise
         _sync_folder(self._root)
