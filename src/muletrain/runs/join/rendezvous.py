@@ -212,7 +212,8 @@ class Rendezvous:
         self._begun = genesis = self._make_genesis()
         others = [m.id for m in genesis.members if m.id != self.net.peer_id]
         for peer, error in (await self._unreached(others, Begin.KIND, Begin(genesis=genesis).pack())).items():
-            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"  # found dead in step 0
+            # the first step finds the guest dead
+            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"
             self.emit(Note(level="warning", message=message))
         return genesis
 
