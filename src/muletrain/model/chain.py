@@ -1,7 +1,7 @@
 """A model as a chain of blocks, for planning, estimates, runs and exports. Imports no torch.
 
-A cut separates blocks. The first stage also has the part before the first block (the embedding), the last one the part
-after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
+A cut separates blocks. The first stage also has the part before the first block (the embedding), the last stage the
+part after the last block (the head). Two kinds of chain exist: ``spec.ModelSpec``, the native decoder, and
 ``traced.chain.TracedModel``, any causal language model of ``transformers``.
 
 Units: parameters are counted in numbers, FLOPs per token of a forward pass (a backward pass costs twice that), one
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_SEARCH = 1 << 24
-"""Stages x layers^2: the search for the best cut takes some 32 bytes for each."""
+"""Stages x layers^2: the search for the best cut takes some 32 bytes per unit."""
 
 
 LOSS_BYTES = 3 * 4
-"""Bytes for each entry of the vocabulary when the loss's backward is at its peak: log-probabilities, their gradient and
-that of the logits, in fp32."""
+"""Bytes for each entry of the vocabulary at the peak of the loss's backward: log-probabilities, and the gradients of
+log-probabilities and logits, in fp32."""
 MAX_SAMPLE = 1 << 28
 """Most numbers of one sample."""
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """Contents of a microbatch for each of its B samples."""
+    """Contents of each of the B samples of a microbatch."""
 
     dtype: Literal["int64", "float32"]
     shape: tuple[int, ...] | None = None
-    """Of one sample; None: an integer for each of its T tokens."""
+    """Shape of one sample; None: an integer for each of T tokens."""
 
     def batch(self, sequences: int, tokens: int) -> tuple[int, ...]:
         """The shape of a microbatch."""
@@ -71,13 +71,13 @@ class TiedParameter(NamedTuple):
     """A parameter that several parts of a chain use."""
 
     parts: tuple[int, ...]
-    """0: the part before the first block, then the blocks, then the part after the last one."""
+    """0: the part before the first block, then the blocks, then the part after the last block."""
     size: int
     """Numbers."""
 
 
 class Model(ABC):
-    """A chain of ``layers`` blocks, numbered from 0, with a part before and a part after them."""
+    """A chain of ``layers`` blocks, numbered from 0, with a part before the first and a part after the last."""
 
     layers: int
     """Blocks that a cut can separate."""
@@ -91,7 +91,8 @@ class Model(ABC):
 
     @property
     def frozen(self) -> Mapping[str, str]:
-        """The parameters that are not trained, each with its type ('float32', 'int64'). Runs hold all of them in fp32."""
+        """The parameters that are not trained, with types ('float32', 'int64'). Runs hold all frozen parameters in
+        fp32."""
         return {}
 
     @property
@@ -111,7 +112,7 @@ class Model(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """All that it takes to make the model again (``make.model_from_json``)."""
+        """The complete description of the model (``make.model_from_json``)."""
 
     @property
     @abstractmethod
@@ -148,16 +149,16 @@ class Model(ABC):
 
     @abstractmethod
     def kept_bytes(self, layer: int, size: int) -> float:
-        """Bytes that autograd keeps of a block between forward and backward, per token. ``size``: bytes of a number in
-        the working precision."""
+        """Bytes that autograd saves for the backward of a block, per token. ``size``: bytes of a number in the working
+        precision."""
 
     @abstractmethod
     def embedding_kept_bytes(self, size: int) -> float:
-        """The same of the part before the first block."""
+        """As ``kept_bytes``, for the part before the first block."""
 
     @abstractmethod
     def head_kept_bytes(self, size: int) -> float:
-        """The same of the part after the last block, and ``LOSS_BYTES``."""
+        """As ``kept_bytes``, for the part after the last block, including ``LOSS_BYTES``."""
 
     def tables_bytes(self, sequences: int) -> int:
         """Bytes that all blocks share on the device besides weights, with microbatches of ``sequences``."""
@@ -169,14 +170,14 @@ class Model(ABC):
         return {}
 
     def users(self, cut: Cut) -> dict[str, tuple[int, ...]]:
-        """The stage of each part that uses each of ``tied``. Stages have copies of their own, whose gradients are added
-        (``optim.tied``)."""
+        """By name of ``tied``, the stage of each part that uses the parameter. Each stage has a copy, and the copies'
+        gradients are added (``optim.tied``)."""
         stage_of = [0, *(stage for stage, (first, end) in enumerate(cut) for _ in range(first, end)), len(cut) - 1]
         return {name: tuple(stage_of[part] for part in found.parts) for name, found in self.tied.items()}
 
     @property
     def most_stages(self) -> int:
-        """Stages that the chain can be cut into at most."""
+        """The largest number of stages for a cut."""
         pairs = {found.parts for found in self.tied.values()}
         return self.layers if not pairs or (len(pairs) == 1 and len(pairs.pop()) == 2) else 1
 
@@ -203,7 +204,7 @@ class Model(ABC):
 
     @property
     def params(self) -> int:
-        """Parameters of the whole model without sharing (as it is exported)."""
+        """Parameters of the whole model without sharing (as exported)."""
         return sum(map(self.params_of, range(self.layers))) + self.embedding_params + self.head_params
 
     def stage_params(self, cut: Cut, stage: int) -> int:
@@ -218,7 +219,7 @@ class Model(ABC):
         return sum(self.stage_params(cut, s) - self.copied_params(cut, s) for s in range(len(cut)))
 
     def trained_params(self, cut: Cut, stage: int) -> int:
-        """G: those of ``stage_params`` that have a gradient, which is averaged; at least one number (``optim.flat``)."""
+        """G: the part of ``stage_params`` with a gradient, which is averaged; at least one number (``optim.flat``)."""
         return max(1, self.stage_params(cut, stage) - self.frozen_params(cut, stage))
 
     def frozen_params(self, cut: Cut, stage: int) -> int:
@@ -226,13 +227,12 @@ class Model(ABC):
         return 0
 
     def copied_params(self, cut: Cut, stage: int) -> int:
-        """Parameters that ``stage`` shares with an earlier one: the costs of its parts do not count them."""
+        """Parameters that ``stage`` shares with an earlier stage, and that the costs of the parts do not count."""
         shared = (name for name, stages in self.users(cut).items() if stage in stages and stage != stages[0])
         return sum(self.tied[name].size for name in shared)
 
     def shared_params(self, cut: Cut, stage: int) -> int:
-        """Trained parameters of ``stage`` that another stage has as well: their gradients are exchanged at the end of a
-        step."""
+        """Trained parameters of ``stage`` that another stage also has; gradients are exchanged at the end of a step."""
         users = {name: stages for name, stages in self.users(cut).items() if name not in self.frozen}
         return sum(self.tied[name].size for name, stages in users.items() if stage in stages and len({*stages}) > 1)
 
@@ -243,15 +243,16 @@ class Model(ABC):
         return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
 
     def stage_kept_bytes(self, cut: Cut, stage: int, size: int) -> float:
-        """Bytes that autograd keeps of ``stage`` between forward and backward, per token."""
+        """Bytes that autograd saves for the backward of ``stage``, per token."""
         first, end = cut[stage]
         total = sum(self.kept_bytes(layer, size) for layer in range(first, end))
         total += self.embedding_kept_bytes(size) if stage == 0 else 0
         return total + (self.head_kept_bytes(size) if stage == len(cut) - 1 else 0)
 
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
-        """The most even cut into ``stages`` by compute cost, or the one into stages of ``sizes`` layers. Raises
-        ConfigError for more stages than layers, for other layers than there are, and where the model cannot be cut."""
+        """The most even cut into ``stages`` by compute cost, or the cut into stages of ``sizes`` layers. Raises
+        ConfigError for more stages than layers, for ``sizes`` that do not add up, and for a model that cannot be
+        cut."""
         if sizes is not None:
             if len(sizes) != stages or sum(sizes) != self.layers or min(sizes) < 1:
                 raise ConfigError(
@@ -269,7 +270,7 @@ class Model(ABC):
             raise ConfigError(
                 f"fleet.stages: {stages} stages for model.layers = {self.layers}; a stage needs at least one layer"
             )
-        if stages * self.layers**2 > MAX_SEARCH:  # also what a founder's configuration can make a joiner compute
+        if stages * self.layers**2 > MAX_SEARCH:  # a founder's configuration must not keep a joiner busy
             raise ConfigError(
                 f"fleet.layers: {self.layers} layers in {stages} stages are too many to search for the best cut; say how many layers each "
                 f"stage has"

@@ -1,10 +1,11 @@
-"""Dropout whose mask is a fact: a pure function of (seed, step, microbatch, site, element), the same on every device.
+"""Dropout with a deterministic mask: a pure function of (seed, step, microbatch, site, element), the same on every
+device.
 
-A peer that recomputes a microbatch after a failure must draw the masks the first one drew (CONTRIBUTING, "How
-a step goes", 1), which torch's generators do not give across devices. One 32-bit hash of a counter makes four 8-bit
-uniforms, so the drop probability is a multiple of 1/256; the scaling uses that exact probability, so the expectation is
-exact. Only int32 tensor operations are used: they wrap alike on CPUs and accelerators (and 8-bit views are little endian on all of
-them).
+A peer that recomputes a microbatch after a failure must draw the same masks as the first peer (CONTRIBUTING, "How a
+step goes", 1), and torch's generators differ between devices. One 32-bit hash of a counter makes four 8-bit uniforms,
+so the drop probability is a multiple of 1/256; the scaling uses that exact probability, so the expectation is exact.
+Only int32 tensor operations are used: integers wrap alike on CPUs and accelerators (and 8-bit views are little endian
+on all devices).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class Masks:
     step: int
     index: int
     first: int = 0
-    """The sequence of the microbatch with which this part of it begins."""
+    """The microbatch's sequence with which this part begins."""
 
     def keep(self, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
         return keep_mask(self, site, count, probability, device, skip)
 
 
 def keep_mask(masks: Masks, site: int, count: int, probability: float, device: torch.device, skip: int = 0) -> Tensor:
-    """uint8 [count]: 1 keeps the element, 0 drops it. ``site`` numbers the places of the model where dropout is
-    applied. ``skip``: elements of the microbatch before these.
+    """uint8 [count]: 1 keeps, 0 drops the element. ``site`` numbers the places of the model where dropout is applied.
+    ``skip``: preceding elements of the microbatch.
     """
     key_1, key_2 = _keys(masks, site)
     whole, rest = divmod(skip, 4)
@@ -50,7 +51,7 @@ def keep_mask(masks: Masks, site: int, count: int, probability: float, device: t
 
 
 def drop_threshold(probability: float) -> int:
-    """Bytes below it are dropped: the probability in 256ths, never everything."""
+    """The threshold, below which bytes are dropped: the probability in 256ths, never all."""
     return min(255, round(probability * 256))
 
 
@@ -58,7 +59,7 @@ def dropout(
     x: Tensor, masks: Masks | None, site: int, probability: float, sequence_numbers: int | None = None
 ) -> Tensor:
     """``x`` with some elements zeroed and the rest scaled to the same expectation; ``x`` itself without ``masks``.
-    ``sequence_numbers``: numbers of one sequence in ``x``; default: its first axis counts sequences."""
+    ``sequence_numbers``: numbers of one sequence in ``x``; default: the first axis counts sequences."""
     threshold = drop_threshold(probability)
     if masks is None or threshold == 0:
         return x

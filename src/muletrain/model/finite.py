@@ -1,4 +1,4 @@
-"""Numbers that a type cannot hold: NaN and infinite ones, and those beyond its range."""
+"""Finds numbers that a type cannot hold: NaN, infinities, and numbers out of range."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types of weights by the names that users give them."""
+"""Types of weights by user-visible names."""
 
 
 def unfit(tensor: Tensor, dtype: torch.dtype = torch.float32) -> str | None:
-    """How many values of ``tensor`` have no finite value in ``dtype``, in words; None: all have one, or they are
+    """The number of values of ``tensor`` without a finite value in ``dtype``, in words; None: no such value, or
     integers."""
     if not tensor.numel() or not tensor.is_floating_point():
         return None
@@ -39,8 +39,8 @@ OTHER_WEIGHTS = "begin with other weights"
 def finite(
     load: Callable[[str], Tensor], where: str, dtype: torch.dtype = torch.float32, *, remedy: str = OTHER_WEIGHTS
 ) -> Callable[[str], Tensor]:
-    """``load``, which raises CheckpointError for weights that ``dtype`` cannot hold. ``where`` and
-    ``remedy``: the place of the weights, and the advice if they are not finite, for the error."""
+    """``load``, which raises CheckpointError for weights that ``dtype`` cannot hold. ``where`` and ``remedy``: the
+    place of the weights, and the advice for weights that are not finite, for the error."""
 
     def checked(name: str) -> Tensor:
         tensor = load(name)

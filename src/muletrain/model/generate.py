@@ -1,4 +1,4 @@
-"""Uses a trained model: measures its held-out loss and generates text."""
+"""Measures the held-out loss of a trained model, and generates text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TextEncoder(Protocol):
 
 @torch.no_grad()
 def evaluate(model: StageModule, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean loss of the whole ``model``, over all targets that count [nats/token] or, if it has its own loss, over all
-    samples; each batch is (inputs, targets).
+    """Mean loss of the whole ``model``, over all targets that count [nats/token] or, for a model with its own loss,
+    over all samples; each batch is (inputs, targets).
 
     Raises ValueError when there is no target.
     """
@@ -36,7 +36,7 @@ def evaluate(model: StageModule, batches: Iterable[tuple[Tensor, Tensor]]) -> fl
     device = next(model.parameters()).device
     for inputs, targets in batches:
         counted = len(targets) if model.spec.own_loss else int((targets != IGNORE).sum())
-        if not model.spec.own_loss:  # its loss ignores ids that are not in the vocabulary's
+        if not model.spec.own_loss:  # the loss ignores ids outside of the vocabulary
             targets = targets.masked_fill(targets == IGNORE, model.spec.vocab)
         total += float(model.loss(inputs.to(device), targets)) * counted if counted else 0.0
         count += counted
@@ -75,7 +75,7 @@ def generate(
 def generate_ids(
     model: StageModule, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[int]:
-    """Sampled token ids one by one. Of a prompt longer than the context the end is kept, with room for one token."""
+    """Sampled token ids one by one. A prompt longer than the context is cut to the end, with room for one token."""
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one")
     device = next(model.parameters()).device

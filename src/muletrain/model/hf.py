@@ -1,8 +1,6 @@
-"""Hugging Face in and out: a folder with ``config.json`` and safetensors, as ``transformers`` reads and writes it.
-
-Every model can be written. Only a Llama that the native decoder computes is read here (``native``); ``traced.folder``
-reads everything else.
-Parameter names are the same on both sides, so nothing is renamed.
+"""Reads and writes Hugging Face models: a folder with ``config.json`` and safetensors, in the format of
+``transformers``. Every model can be written. Only a Llama that the native decoder computes is read here (``native``);
+``traced.folder`` reads all other models. Parameter names are the same on both sides, so nothing is renamed.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 
 TIED = "tie_word_embeddings"
 _OLD = "rotary_emb.inv_freq"
-"""End of names of tables that older versions of ``transformers`` stored, and newer ones ignore."""
+"""End of names of tables that old versions of ``transformers`` stored, and new versions ignore."""
 _LAYER = "model.layers."
 
 
@@ -60,16 +58,16 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     dtype: str = "fp32",
 ) -> str | None:
-    """Write what ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer) reads.
+    """Write a folder for ``transformers.AutoModelForCausalLM.from_pretrained(out_dir)`` (and AutoTokenizer).
 
-    ``state``: fp32 tensors of all stages by name; shared layers need only be there once, the export repeats them.
-    ``end_of_text``: the tokenizer's token that ends a document, if it has one. ``source``: the Hugging Face folder that
-    training started from (``model.from``): everything but the weights stays as it is there, the declared context
-    included; its special tokens, generation settings and chat template only beside its own tokenizer. The index, or the
-    only weights file, is written after what it speaks of. ``dtype``: type of the weights, a name of ``finite.NAMES``.
-    Returns a remark for people on values that become zero in it, if any do. Raises CheckpointError when tensors are missing,
-    superfluous, of other shapes or too large for ``dtype``, the source cannot be read, or the folder is not empty or cannot
-    be written."""
+    ``state``: fp32 tensors of all stages by name; a single copy of shared layers is enough, the export repeats the
+    layer. ``end_of_text``: the tokenizer's token that ends a document, if any. ``source``: the Hugging Face folder that
+    training started from (``model.from``): everything but the weights stays as in that folder, including the declared
+    context; special tokens, generation settings and chat template only beside the same tokenizer. The index, or the
+    only weights file, is written last. ``dtype``: type of the weights, a name of ``finite.NAMES``. Returns a remark for
+    people on values that become zero in ``dtype``, if any. Raises CheckpointError when tensors are missing,
+    superfluous, of wrong shape or too large for ``dtype``, the source cannot be read, or the folder is not empty or
+    cannot be written."""
     out = Path(out_dir)
     tensors, remark = cast(_complete(state, spec), dtype)
     with new_folder(out):
@@ -82,7 +80,7 @@ def export_hf(
         else:
             kept = {} if source is None else _without_tokens(read_json(source / CONFIG))
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
-        # whether the two matrices are one, the run decides
+        # the run decides on tying
         config = kept | config if isinstance(spec, TracedModel) else config | kept | {TIED: config[TIED]}
         config["torch_dtype"] = str(NAMES[dtype]).removeprefix("torch.")
         config.pop("dtype", None)
@@ -97,7 +95,7 @@ def export_hf(
 
 
 def expand_shared(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tensor]:
-    """``state`` with a layer that is missing taken from the nearest one before it: how shared layers are stored.
+    """``state`` with each missing layer copied from the nearest layer before, since shared layers are stored once.
 
     Without ``spec.share_layers`` nothing is added.
     """
@@ -112,7 +110,7 @@ def expand_shared(state: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Ten
 
 
 def _complete(state: Mapping[str, Tensor], spec: Model) -> dict[str, Tensor]:
-    """All tensors of an unshared model, in its order, with the right shapes. Tied ones are there once."""
+    """All tensors of an unshared model, in the model's order, with the right shapes; tied tensors once."""
     if isinstance(spec, TracedModel):
         full, shapes = dict(state), spec.shapes
     else:
@@ -165,12 +163,13 @@ def _llama_config(spec: ModelSpec, end_id: int | None) -> dict[str, Any]:
 
 
 def _same_tokenizer(source: Path, tokenizer_json: bytes | None) -> bool:
-    """Has ``source`` the checkpoint's tokens? The checkpoint's tokenizer was written again, by another version perhaps."""
+    """Does ``source`` have the checkpoint's tokens? The checkpoint's tokenizer was rewritten, perhaps by another
+    version."""
     if tokenizer_json is None:
         return False
     try:
         theirs, _ = read_tokenizer(str(source))
-    except DataError:  # it has none
+    except DataError:  # no tokenizer
         return False
     ours = Tokenizer.from_str(tokenizer_json.decode())
     return ours.get_vocab(with_added_tokens=True) == theirs.get_vocab(with_added_tokens=True)
@@ -183,7 +182,7 @@ def _with(ends: object, end: int | None) -> object:
 
 
 def _without_tokens(config: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer is another one: ids of the old one's special tokens mean something else."""
+    """``config`` without ids of special tokens, which differ in the new tokenizer."""
     return {name: value for name, value in config.items() if not name.endswith("_token_id")}
 
 
@@ -213,13 +212,13 @@ def _token_id(tokenizer_json: bytes | None, token: str | None) -> int | None:
 def import_hf(
     folder: str | Path, *, context: int | None = None, untie: bool = False
 ) -> tuple[ModelSpec, Callable[[str], Tensor]]:
-    """The spec of a Llama folder (``native.is_native``), and a loader that reads one tensor by name: a stage loads its own
-    and nothing else.
+    """The spec of a Llama folder (``native.is_native``), and a loader that reads one tensor by name, so that a stage
+    loads only the stage's tensors.
 
-    Tensors come as fp32; names, shapes and files are checked here, before anything is loaded. Where ``config.json`` ties
-    head and embedding, one stands for the other; if the files have both, and these differ, they are not tied, as in
-    ``transformers``. ``untie``: in no case. ``context`` limits the sequence length (rotary embeddings have no table to
-    cut). Dropout is 0: the folder does not say. Raises CheckpointError for a tensor that does not fit.
+    Tensors come as fp32; names, shapes and files are checked here, before anything is loaded. If ``config.json`` ties
+    head and embedding, either tensor is enough; two tensors that differ are not tied, as in ``transformers``.
+    ``untie``: never tie. ``context`` limits the sequence length (rotary embeddings have no table to cut). Dropout is 0:
+    the folder does not say. Raises CheckpointError for a tensor that does not fit.
     """
     source = Path(folder)
     tensors, tied = stored(source), bool(read_json(source / CONFIG).get(TIED))
@@ -250,7 +249,7 @@ def spec_in(folder: Path, *, context: int | None = None, untie: bool = False) ->
 
 
 def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings, of the name that ``transformers`` looks at first."""
+    """Rotary settings, under the name with precedence in ``transformers``."""
     settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(settings, dict):
         raise CheckpointError(f"config.json: rope settings {settings!r} are not a table")
@@ -258,7 +257,8 @@ def rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spec_of(config: Mapping[str, Any], source: str, *, context: int | None = None, untie: bool = False) -> ModelSpec:
-    """The decoder that has the sizes of a Llama's ``config``. Raises CheckpointError, about ``source``, if there is none."""
+    """The decoder that has the sizes of a Llama's ``config``. Raises CheckpointError, about ``source``, if no decoder
+    fits."""
     try:
         longest = int(config.get("max_position_embeddings", 2048))
         spec = ModelSpec(
@@ -286,7 +286,7 @@ def spec_of(config: Mapping[str, Any], source: str, *, context: int | None = Non
 
 
 def stops_in(folder: Path) -> tuple[int, ...]:
-    """Tokens that end a text of the model in ``folder``, by its generation settings, or else by its ``config.json``."""
+    """Tokens that end a text of the model in ``folder``, by the generation settings, or else by ``config.json``."""
     found: object = None
     for name in (CONFIG, GENERATION):
         with contextlib.suppress(CheckpointError):

@@ -1,6 +1,6 @@
-"""Files of a Hugging Face folder: which hold the weights, and whether they can, by names and headers alone.
+"""Finds and checks the weights in a Hugging Face folder, by names and headers alone.
 
-Nothing is unpickled. A folder of another kind, and a file that did not arrive whole, are refused with a remedy.
+Nothing is unpickled. A folder of another kind, and an incomplete file, are refused with a remedy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TEXT_FILES = (
 """Files that ``transformers`` reads beside the tokenizer, or instead: vocabularies, special tokens, the chat template."""
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _QUANTISED = ("quantization_config", "quantization", "compression_config")
-"""Keys of ``config.json`` that say how weights were quantised: of ``transformers``, MLX, and compressed-tensors."""
+"""Keys of ``config.json`` for the quantisation of weights: of ``transformers``, MLX, and compressed-tensors."""
 _QUANTISED_FILES = {"quantize_config.json", "quant_config.json", "hf_quant_config.json"}
 _POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100_000_000
@@ -49,7 +49,7 @@ _LONGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a safetensors file, as its header describes it."""
+    """The header's description of a tensor in a safetensors file."""
 
     file: Path
     name: str
@@ -57,7 +57,7 @@ class Stored:
     shape: tuple[int, ...]
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError if this is not of ``shape``."""
+        """Raises CheckpointError if the tensor has another shape than ``shape``."""
         if self.shape != shape:
             raise CheckpointError(f"{self.name} in {self.file} has shape {self.shape}, config.json says {shape}")
 
@@ -77,8 +77,8 @@ class Stored:
 
 
 def weights_among(files: Collection[str], where: str) -> str:
-    """The one of ``files`` that says where the weights are: ``WEIGHTS`` or else ``INDEX``, as ``transformers`` chooses.
-    ``where``: the folder or the Hub's model that has these files. Raises CheckpointError if it is of another kind."""
+    """The name among ``files`` that leads to the weights: ``WEIGHTS`` or else ``INDEX``, as in ``transformers``.
+    ``where``: the folder or the Hub's model with ``files``. Raises CheckpointError for another kind."""
     check_kind(files, where)
     if found := next((name for name in (WEIGHTS, INDEX) if name in files), None):
         return found
@@ -102,7 +102,7 @@ def weights_among(files: Collection[str], where: str) -> str:
 
 
 def check_kind(files: Collection[str], where: str) -> None:
-    """Raises CheckpointError if ``files`` are no whole model that ``transformers`` builds."""
+    """Raises CheckpointError unless ``files`` are a complete model for ``transformers``."""
     if "adapter_config.json" in files:
         raise CheckpointError(
             f"{where} holds an adapter of peft, which is no whole model. Merge it into its base: "
@@ -122,7 +122,7 @@ def check_kind(files: Collection[str], where: str) -> None:
 
 
 def check_folder(folder: Path, *, weights: bool) -> None:
-    """Check the kind of a folder, that its files are there and whole and, if they count, its ``weights``. Raises
+    """Check a folder's kind, the presence and size of the files and, with ``weights``, the tensors. Raises
     CheckpointError."""
     try:
         files = {path.name for path in folder.iterdir()}
@@ -149,7 +149,7 @@ def check_folder(folder: Path, *, weights: bool) -> None:
 
 
 def stored(folder: Path) -> dict[str, Stored]:
-    """The tensors of a folder by name, from the headers of its files, each of which is there and whole. Raises
+    """The tensors of a folder by name, from the headers of the files, after a check that each file is complete. Raises
     CheckpointError."""
     files = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
     if weights_among(files, str(folder)) == WEIGHTS:
@@ -185,7 +185,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def indexed(index: Path) -> dict[str, str]:
-    """Tensor name -> name of the file that it is in. Raises CheckpointError."""
+    """Tensor name -> file name. Raises CheckpointError."""
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{index} has no table weight_map from tensor names to files")
@@ -203,7 +203,7 @@ def _refuse_pointer(path: Path) -> None:
     try:
         with path.open("rb") as file:
             pointer = file.read(len(_POINTER)) == _POINTER
-    except OSError:  # reading it tells
+    except OSError:  # reported by the read
         return
     if pointer:
         raise CheckpointError(
@@ -213,7 +213,7 @@ def _refuse_pointer(path: Path) -> None:
 
 
 def _header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file. The library opens a file only if it is whole, but does not say how much is missing."""
+    """The tensors of one file. The library refuses an incomplete file, but does not tell the missing size."""
     _refuse_pointer(path)
     try:
         size = path.stat().st_size

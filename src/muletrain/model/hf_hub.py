@@ -1,4 +1,4 @@
-"""Fetches a model from the Hugging Face Hub, once, into the cache that ``transformers`` uses too."""
+"""Fetches a model from the Hugging Face Hub, once, into the cache of ``transformers``."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def is_hub_name(name: str) -> bool:
 
 
 def local_folder(name: str, check: Callable[[Path], object] = lambda folder: None, *, weights: bool = True) -> Path:
-    """The folder ``name``, or the one into which the Hub's model of that name was fetched, with its files checked by their
-    headers. ``check`` sees the folder before anything large comes: with ``config.json``, and with the tokenizer if ``weights``
-    follow. Raises CheckpointError for a model that is missing, gated, without safetensors, or out of reach, and what
-    ``check`` raises."""
+    """The folder ``name``, or the folder with the fetched Hub model of that name, with a check of all files by headers.
+    ``check`` is called before any large download: with ``config.json``, and with the tokenizer if ``weights`` follow.
+    Raises CheckpointError for a model that is missing, gated, without safetensors, or out of reach; errors of ``check``
+    pass through."""
     if not is_hub_name(name):
         check_folder(Path(name), weights=weights)
         return Path(name)
@@ -82,19 +82,19 @@ class _Found:
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """The model's name for people."""
         from huggingface_hub import constants
 
         return f"{self.repository} at {constants.ENDPOINT}" if self.cached is None else str(self.cached)
 
     def fetched(self, file: str) -> Path:
-        """``file`` in the cache, where it may be already. Raises CheckpointError."""
+        """``file`` in the cache, fetched if missing. Raises CheckpointError."""
         return _fetch(self.repository, file, self.commit) if self.cached is None else self.cached / file
 
 
 @functools.cache
 def _found(name: str) -> _Found:
-    """The model ``name``, asked for once in a process. Raises CheckpointError."""
+    """The model ``name``, requested once in a process. Raises CheckpointError."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import OfflineModeIsEnabled, RevisionNotFoundError
     from huggingface_hub.errors import RepositoryNotFoundError as Missing
@@ -109,7 +109,7 @@ def _found(name: str) -> _Found:
             f"there is neither a folder {name} here nor a model of that name at {constants.ENDPOINT}; check the name, or "
             f"sign in by 'hf auth login' if it is private"
         ) from e
-    except Exception as e:  # of the library, and of the one that it speaks HTTP with
+    except Exception as e:  # of the library, and of its HTTP library
         offline = isinstance(e, OfflineModeIsEnabled)
         if (folder := _cached(repository, revision)) is None:
             problem = (
@@ -132,12 +132,12 @@ def _found(name: str) -> _Found:
     assert about.sha is not None, "it is None only where it was not asked for"
     found = _Found(repository, about.sha, frozenset(file.rfilename for file in about.siblings or ()), None)
     if CONFIG in found.files:
-        _fetch(repository, CONFIG, revision or None)  # the cache notes which commit the revision is
+        _fetch(repository, CONFIG, revision or None)  # the cache notes the revision's commit
     return found
 
 
 def _cached(repository: str, revision: str) -> Path | None:
-    """The folder of a model that was fetched before; None: it was not."""
+    """The folder of a model that was fetched before; None: never fetched."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repository, CONFIG, revision=revision or None)

@@ -1,4 +1,4 @@
-"""Writes the files of a Hugging Face folder: a new one, or nothing."""
+"""Writes the files of a new Hugging Face folder, all or nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_new(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """An empty folder to write into. If that fails, nothing stays in it. Raises CheckpointError."""
+    """An empty folder to write into. After an error, the folder is emptied. Raises CheckpointError."""
     check_new(out)
     made = not out.exists()
     try:
@@ -53,8 +53,8 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def cast(tensors: Mapping[str, Tensor], dtype: str) -> tuple[dict[str, Tensor], str | None]:
-    """``tensors`` in ``dtype``, a name of ``finite.NAMES``, and a remark for people on those that become zero, if any do.
-    Raises CheckpointError for values that it cannot hold."""
+    """``tensors`` in ``dtype``, a name of ``finite.NAMES``, and a remark for people on values that become zero, if any.
+    Raises CheckpointError for values that ``dtype`` cannot hold."""
     found: dict[str, Tensor] = {}
     lost = total = 0
     for name, tensor in tensors.items():
@@ -67,7 +67,7 @@ def cast(tensors: Mapping[str, Tensor], dtype: str) -> tuple[dict[str, Tensor], 
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:
-    """Write ``tensors`` as one safetensors file, or as shards of at most ``shard_bytes`` and then their index."""
+    """Write ``tensors`` as one safetensors file, or as shards of at most ``shard_bytes`` and then the index."""
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
         _save(shards[0], out / WEIGHTS)
@@ -82,17 +82,17 @@ def write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> No
 
 
 def _save(shard: dict[str, Tensor], path: Path) -> None:
-    """safetensors refuses two names for one storage (repeated layers) and strided tensors: clone."""
+    """Save clones, since safetensors refuses two names for one storage (repeated layers) and strided tensors."""
     save_file(
         {name: tensor.detach().cpu().contiguous().clone() for name, tensor in shard.items()}, path, {"format": "pt"}
     )
     mask = os.umask(0)
     os.umask(mask)
-    path.chmod(0o666 & ~mask)  # ``save_file`` leaves files that only their owner can read
+    path.chmod(0o666 & ~mask)  # ``save_file`` leaves files that only the owner can read
 
 
 def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of tensors of at most ``shard_bytes``, or of a single larger one."""
+    """Runs of tensors of at most ``shard_bytes``, or of a single larger tensor."""
     shard: dict[str, Tensor] = {}
     filled = 0
     for name, tensor in tensors.items():
@@ -106,5 +106,5 @@ def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> Iterator[dict[str, 
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` as people read it."""
+    """Write ``content``, indented for people."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Makes chains and their stages: the native decoder's, and traced ones."""
+"""Makes chains and stages: native and traced."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_model(config: ModelConfig) -> Model:
 
 
 def make_stage(model: Model, index: int | None, cut: Cut) -> StageModule:
-    """Stage ``index`` of ``model``, or (None) the whole of it, without storage."""
+    """Stage ``index`` of ``model``, or (None) the whole model, without storage."""
     if isinstance(model, TracedModel):
         return model.stage(index, cut)
     assert isinstance(model, ModelSpec)
@@ -53,7 +53,7 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
     trained = [
         {name for name in names if each[name][1] <= its.trained} for each, its in zip(where, layouts, strict=True)
     ]
-    names = sorted(trained[0] & trained[1])  # both copies of a frozen one stay as they are
+    names = sorted(trained[0] & trained[1])  # both copies of a frozen parameter stay as they are
     if not names:
         return None
     first, second = (tuple(each[name] for name in names) for each in where)
@@ -61,7 +61,7 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
 
 
 def middle_block(model: Model) -> StageModule:
-    """One block, without the parts before the first and after the last one."""
+    """One block, without the parts before the first and after the last block."""
     if isinstance(model, TracedModel):
         return model.middle_block()
     assert isinstance(model, ModelSpec)
@@ -70,7 +70,7 @@ def middle_block(model: Model) -> StageModule:
 
 def make_block(model: Model, index: int, blocks: Cut) -> StageModule:
     """Block ``index`` of the whole chain, without storage. ``blocks``: the part before the first layer, runs of layers,
-    the part after the last one."""
+    the part after the last layer."""
     if isinstance(model, TracedModel):
         return model.block(index)
     assert isinstance(model, ModelSpec)

@@ -1,4 +1,4 @@
-"""A chain whose costs were measured (``muletrain profile``) instead of counted. Imports no torch."""
+"""A chain with measured (``muletrain profile``) instead of counted costs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _of_inner(name: str) -> Any:
 
 class MeasuredModel(Model):
     """Stands for ``inner`` in a plan, with measured times instead of counted FLOPs. A plan divides FLOPs by a device's
-    speed, so each block gets the measured seconds times ``speed_of(inner, profile)`` [FLOP]. For another sequence length
-    these are scaled as the counted FLOPs are."""
+    speed, so each block gets the measured seconds times ``speed_of(inner, profile)`` [FLOP]. For another sequence
+    length, the seconds are scaled like the counted FLOPs."""
 
     def __init__(self, inner: Model, profile: Profile) -> None:
-        """Raises ConfigError if the profile has other parts than the model."""
+        """Raises ConfigError if the parts of profile and model differ."""
         blocks, tokens = profile.by_part(), profile.sequences * profile.context
         if len(blocks) != inner.layers + 2 or profile.context != inner.context:
             raise ConfigError(

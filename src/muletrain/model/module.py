@@ -1,4 +1,4 @@
-"""A stage as a torch module: a run of a chain's blocks, under the names that the whole model has."""
+"""A stage as a torch module: a run of a chain's blocks, with the parameter names of the whole model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class StageModule(nn.Module):
-    """A new stage has no storage: ``bind`` gives it weights, which their owner may change in place. All stages' states
-    together are the model's."""
+    """A new stage has no storage: ``bind`` sets the weights, which the owner may change in place. All stages' states
+    together are the model's state."""
 
     def __init__(self, spec: Model, *, first: bool, last: bool) -> None:
         super().__init__()
@@ -34,20 +34,20 @@ class StageModule(nn.Module):
 
     @property
     def frozen(self) -> Collection[str]:
-        """Names of parameters that are not trained, perhaps of other stages, too."""
+        """Names of parameters that are not trained, possibly including other stages."""
         return ()
 
     def exact(self, dtype: torch.dtype) -> frozenset[str]:
-        """Frozen parameters of this stage that are bound in fp32 where the others are in ``dtype``."""
+        """Frozen parameters of this stage that are bound in fp32 while all other parameters are in ``dtype``."""
         return frozenset()
 
     def layout(self) -> FlatLayout:
-        """Of the parameters, in one flat buffer."""
+        """The layout of the parameters in one flat buffer."""
         return FlatLayout.of(self.shapes(), self.frozen)
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """Use ``weights`` (name -> tensor of its shape, not copied) as the parameters. Frozen ones get no gradient. Returns
-        the stage."""
+        """Use ``weights`` (name -> tensor of the same shape, not copied) as the parameters. Frozen parameters get no
+        gradient. Returns the stage."""
         frozen = set(self.frozen)
         for name, shape in self.shapes().items():
             if tuple(weights[name].shape) != shape:
@@ -57,11 +57,12 @@ class StageModule(nn.Module):
         return self
 
     def caches(self) -> Mapping[int, Any] | None:
-        """Cache that ``forward`` fills while it generates text, so that a token is computed once. None: none is needed."""
+        """Cache that ``forward`` fills during text generation, so that a token is computed once. None: no cache
+        needed."""
         return None
 
     def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
-        """The mean loss over the microbatch, a scalar in fp32: of the last stage, from its input (see
+        """The mean loss over the microbatch, a scalar in fp32: of the last stage, from the stage's input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
         count."""
         logits = self(inputs, masks).float()
@@ -69,7 +70,7 @@ class StageModule(nn.Module):
 
     @abstractmethod
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
-        """Tokens int64 [B, T] (or what ``Model.inputs`` says) in the first stage, else activations [B, T, D], to
+        """Tokens int64 [B, T] (or as in ``Model.inputs``) in the first stage, else activations [B, T, D], to
         activations, or to logits [B, T, V] in the last.
 
         ``masks``: identity of the microbatch, None outside of training. ``caches``: see ``caches``.

@@ -1,5 +1,5 @@
-"""Decides whether the native decoder computes what a Llama of ``transformers`` does: a shrunken copy of both must give the
-same logits. So no list of the configuration's fields is needed, which would miss new ones.
+"""Decides whether the native decoder is equivalent to a Llama of ``transformers``: shrunken copies of both must give
+the same logits. A list of the configuration's fields would miss new fields.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KIND = "native"
 """The cache's folder."""
 CLOSE = 1e-4
-"""Norm of the difference over the norm of logits that are equal."""
+"""Norm of the difference over the norm, up to which logits count as equal."""
 _TOKENS = 24
 _ROWS = 64
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -38,8 +38,8 @@ class Verdict(Section):
 
 
 def is_native(folder: Path) -> bool:
-    """Does the native decoder compute what the model in ``folder`` does? Others are traced. Raises CheckpointError if
-    there is no readable ``config.json``."""
+    """Is the native decoder equivalent to the model in ``folder``? If not, the model is traced. Raises CheckpointError
+    without a readable ``config.json``."""
     config = read_json(folder / CONFIG)
     if config.get("model_type") != "llama":
         return False
@@ -52,7 +52,7 @@ def is_native(folder: Path) -> bool:
 
 
 def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
-    """The same model with two layers and few heads, of the width that its heads have."""
+    """The same model with two layers and few heads, with the same width of heads."""
     heads, head = int(config["num_attention_heads"]), int(config["hidden_size"]) // int(config["num_attention_heads"])
     group = heads // int(config.get("num_key_value_heads") or heads)
     few = 2 if group <= 8 else 1
@@ -63,7 +63,7 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _computes(config: str, spec: ModelSpec) -> bool:
-    """From the cache, or by comparing."""
+    """Do both give the same logits? The verdict comes from the cache, or from a comparison."""
     about: dict[str, object] = {"config": config, "muletrain": _own_text()}
     about |= {name: version(name) for name in ("torch", "transformers")}
     if (known := kept(KIND, about, Verdict)) is not None:
@@ -74,8 +74,8 @@ def _computes(config: str, spec: ModelSpec) -> bool:
 
 
 def _same_logits(config: dict[str, Any], spec: ModelSpec) -> bool:
-    """In training mode, so that dropout counts. Rotary frequencies that follow from the length of a text are not the
-    decoder's, even if the logits of a short one agree."""
+    """Compare the logits, in training mode, so that dropout counts. Rotary frequencies that depend on the length of a
+    text differ from the decoder's, even if the logits of a short text agree."""
     import torch
 
     from muletrain.model.stage import Stage
@@ -100,6 +100,6 @@ def _same_logits(config: dict[str, Any], spec: ModelSpec) -> bool:
 
 @functools.cache
 def _own_text() -> str:
-    """Digest of the files that decide."""
+    """Digest of the files that decide the result."""
     files = [Path(__file__).parent / name for name in ("stage.py", "spec.py", "hf.py", "native.py")]
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()

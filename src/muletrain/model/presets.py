@@ -1,9 +1,9 @@
 """Named model sizes.
 
-GPT-3 sizes: Brown et al. 2020, table 2.1 (its 13B has a width of 5140 that 40 heads do not divide; 5120 is meant; its
-XL has 24 heads of 128 at width 2048, which does not fit either; 16 heads of 128 do). Our feed-forward is gated, three
-matrices instead of two, so it takes the default 8/3 width instead of 4 width: equally many parameters. Llama: Touvron
-et al. 2023, table 2; Llama 3: Grattafiori et al. 2024, table 3.
+GPT-3 sizes: Brown et al. 2020, table 2.1 (the 13B there has a width of 5140, which 40 heads do not divide; 5120 is
+meant; the XL has 24 heads of 128 at width 2048, which does not fit either; 16 heads of 128 do). Our feed-forward is
+gated, three matrices instead of two, so the default is 8/3 width instead of 4 width: equally many parameters. Llama:
+Touvron et al. 2023, table 2; Llama 3: Grattafiori et al. 2024, table 3.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def preset_fields(name: str) -> dict[str, Value]:
         raise ConfigError(f"model.preset: no preset {name!r}; choose one of {', '.join(PRESETS)}")
     fields = dict(zip(_COLUMNS, _SIZES[key], strict=True))
     if key.startswith("llama"):
-        fields["dropout"] = 0.0  # they were trained without; GPT-3's paper does not say
+        fields["dropout"] = 0.0  # Llama was trained without; GPT-3's paper does not say
     return fields

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from muletrain.config.model_sections import ModelConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Names of the two matrices that may be one."""
-_FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to it
+"""Names of the two matrices that may be tied."""
+_FFN_MULTIPLE = 64  # the default feed-forward width is rounded up to a multiple
 
 
 @dataclass(frozen=True)
 class ModelSpec(Model):
-    """Everything resolved: no preset is left to look up."""
+    """All sizes of a decoder, with presets resolved."""
 
     layers: int
     width: int
@@ -36,7 +36,7 @@ class ModelSpec(Model):
     norm_eps: float
     share_layers: bool
     tie: bool = False
-    """The embedding is the output matrix, too."""
+    """The embedding is also the output matrix."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context"):
@@ -88,7 +88,7 @@ class ModelSpec(Model):
 
     @property
     def layer_matrix_params(self) -> int:
-        """Parameters of one block without its two norms: the matrices that weight decay and FLOPs see."""
+        """Parameters of one block without the two norms: the matrices, which count for weight decay and FLOPs."""
         return 2 * self.width * (self.width + self.kv_width) + 3 * self.width * self.ffn
 
     @property
@@ -101,7 +101,7 @@ class ModelSpec(Model):
 
     @property
     def head_params(self) -> int:
-        """The output matrix, unless it is the embedding, and the final norm."""
+        """The output matrix, unless tied, and the final norm."""
         return self.width if self.tie else self.vocab * self.width + self.width
 
     @property
@@ -129,7 +129,7 @@ class ModelSpec(Model):
 
     @property
     def embedding_flops(self) -> float:
-        """A lookup computes nothing; its backward scatters. About one addition per feature, for the cut's sake."""
+        """A lookup computes nothing, and the backward scatters. About one addition per feature, for the cut's sake."""
         return float(self.width)
 
     @property
@@ -138,9 +138,9 @@ class ModelSpec(Model):
         return 2.0 * self.width * self.vocab + 5.0 * self.vocab
 
     def kept_bytes(self, layer: int, size: int) -> float:
-        """In numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the attention's
-        output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp, which are
-        small."""
+        """Counted in numbers: 2 norms x (fp32 input of the square, normed, weighted) 6D, rotated q, k and v, the
+        attention's output D, three feed-forward products and the gate 4F, byte masks D/2; plus rsqrt and log-sum-exp,
+        which are small."""
         masks = 2 * self.width if self.dropout else 0
         norms = 2 * self.width * (2 * 4 + size)
         return norms + size * (2 * self.width + 2 * self.kv_width + 4 * self.ffn) + masks

@@ -1,10 +1,10 @@
-"""One pipeline stage of the decoder: only its own layers, under the names the whole model has.
+"""One pipeline stage of the decoder: only the stage's layers, with the parameter names of the whole model.
 
-Parameter names are those of ``LlamaForCausalLM`` with global layer numbers, so that the stages' states together *are* a
+Parameter names follow ``LlamaForCausalLM`` with global layer numbers, so that the union of all stages' states *is* a
 Hugging Face state. Initial weights are a pure function of (seed, name): any cut of the model starts from identical
 weights.
 
-The blocks (RMSNorm, rotary causal attention, gated feed-forward) are those of SWARM app. G in the shape of
+The blocks (RMSNorm, rotary causal attention, gated feed-forward) follow SWARM app. G in the shape of
 ``LlamaForCausalLM``: no biases, the same arithmetic. Shapes: B sequences, T tokens, D width, H heads, K key/value
 heads, E features of a head, F feed-forward width.
 """
@@ -56,8 +56,8 @@ class KeyValues:
 
 
 class Linear(nn.Linear):
-    """Its weights are given to it (``Stage.bind``): none are drawn, which on the meta device takes milliseconds
-    each."""
+    """A linear layer that draws no weights (``Stage.bind`` sets weights): drawing takes milliseconds each on the meta
+    device."""
 
     def reset_parameters(self) -> None:
         pass
@@ -90,7 +90,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(spec.width, spec.width, bias=False)
 
     def forward(self, x: Tensor, rope: Rope, cache: KeyValues | None = None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. With a cache, x continues what it has seen: one token then, or the first tokens."""
+        """x [B, T, D] -> [B, T, D]. With a cache, x is the first tokens, or one token that continues the cached
+        tokens."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, rope), rotate(k, rope)
         causal = cache is None or cache.seen == 0
@@ -121,7 +122,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)); dropout on what is added."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)); dropout on both sums' second terms."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -132,9 +133,7 @@ class Block(nn.Module):
         self.mlp = FeedForward(spec)
 
     def forward(self, x: Tensor, layer: int, rope: Rope, masks: Masks | None, cache: KeyValues | None) -> Tensor:
-        """``layer`` is the global number: it names the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the
-        embedding's).
-        """
+        """``layer`` is the global number, for the dropout sites 1 + 2 layer and 2 + 2 layer (0 is the embedding's)."""
         attended = self.self_attn(self.input_layernorm(x), rope, cache)
         x = x + dropout(attended, masks, 1 + 2 * layer, self._dropout)
         fed = self.mlp(self.post_attention_layernorm(x))
@@ -142,7 +141,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate feature pairs (e, e + E/2) of x [B, n, T, E] by the angles of their position; Llama's pairing."""
+    """Rotate feature pairs (e, e + E/2) of x [B, n, T, E] by the angles of the position; Llama's pairing."""
     cos, sin = rope
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
@@ -163,7 +162,7 @@ _RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
 class _Body(nn.Module):
-    """Hugging Face calls this part ``model``, so it gives the parameters their names."""
+    """The part named ``model`` in Hugging Face's parameter names."""
 
     def __init__(self, spec: ModelSpec, layers: list[int], *, first: bool, last: bool) -> None:
         super().__init__()
@@ -178,8 +177,8 @@ class _Body(nn.Module):
 class Stage(StageModule):
     """Layers ``cut[index]`` of the model, with the embedding in the first stage and norm and head in the last.
 
-    ``index`` None is the whole model, whose layers are shared as ``cut`` says if ``spec.share_layers``: inside each
-    stage one block is repeated, named by the stage's first layer (SWARM sec. 4.3, after ALBERT).
+    ``index`` None is the whole model. With ``spec.share_layers``, one block is repeated inside each stage of ``cut``,
+    named by the stage's first layer (SWARM sec. 4.3, after ALBERT).
     """
 
     def __init__(self, spec: ModelSpec, index: int | None, cut: Cut) -> None:
@@ -223,7 +222,7 @@ class Stage(StageModule):
 def initial_weight(spec: Model, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """fp32: ones for norms, else N(0, 0.02), projections onto the residual stream divided by sqrt(2 layers) (GPT-2).
 
-    Drawn by numpy's Philox keyed by (seed, name): unlike torch's CPU generator, its bits do not depend on vector
+    Drawn by numpy's Philox keyed by (seed, name): unlike with torch's CPU generator, the bits do not depend on vector
     instructions.
     """
     if len(shape) == 1:

@@ -1,9 +1,9 @@
 """Our search for a placement: populations of simulated annealing on the true objective (``placement``), with the
 best matching at every move (``regrouping``).
 
-The regions of a stage are settled early, while it is hot, partly by luck. So a population is annealed together: before
-it gets colder, good walkers are copied over bad ones (``Population.resample``). Several populations begin with new
-placements, the first ones short, because easy tasks are done soon.
+The regions of a stage are settled early, at high temperature, partly by luck. So a population is annealed together:
+before each drop of the temperature, good walkers are copied over bad walkers (``Population.resample``). Several
+populations begin with new placements, the first with few moves, because easy tasks are done soon.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 SMALLEST, LARGEST = 4, 16
-"""Sizes of a population: the larger one if there is time for several rounds."""
+"""Sizes of a population: the larger if there is time for several rounds."""
 HOT, COLD = 9e-3, 2e-4
 """First and last temperature, relative to the cheapest walker's cost above the lower bound."""
 FIRST_ROUND, LONGEST_ROUND = 250, 4000
-"""Moves per walker and device of the first round, and at most; each round has twice as many as the one before.
-Several short populations end lower than a long one."""
+"""Moves per walker and device of the first round, and at most; each round has twice as many as the previous round.
+Several short populations end lower than one long population."""
 GUIDES, GUIDED = (1.0, 0.3, 0.1), 0.7
-"""First weights of the guide, by round in turn, and the share of a round after which it is 0. It helps most where
-the slowest links are equal."""
+"""First weights of the guide, by round in turn, and the share of a round after which the weight is 0. The guide helps
+most where the slowest links are equal."""
 AGREED = 3
-"""Rounds that must end at the best cost before it counts as the optimum."""
+"""Rounds that must end at the best cost for that cost to count as the optimum."""
 STEPS = 100
-"""Steps of a round, each colder than the one before."""
+"""Steps of a round, each colder than the previous step."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Found:
     tried: int
     """Number of placements that were tried."""
     complete: bool
-    """True: the search ended by itself, not by the time limit, so the same seed finds the same again."""
+    """True: the search ended by itself, not by the time limit, so the same seed gives the same result."""
 
 
 def search(task: Task, *, seed: int, time_limit_s: float, watch: Callable[[float, float], None]) -> Found:
-    """Run rounds until ``AGREED`` of them end at the same best cost, one reaches the lower bound, or the work is
+    """Run rounds until ``AGREED`` rounds end at the same best cost, a round reaches the lower bound, or the work is
     done that the time limit allows on one slow core.
 
     So the same seed and limit give the same result on any number of cores; an even slower machine shortens the rest
-    (``Found.complete`` is false). ``watch`` hears the share of the work done and the best cost."""
+    (``Found.complete`` is false). ``watch`` gets the share of the work done and the best cost."""
     rng = np.random.default_rng(seed)
     problem = problem_of(task)
     Walker(task, problem, rng).cool(0, 1.0, 0.0)  # compiles, where that has not been done yet
@@ -110,7 +110,7 @@ def problem_of(task: Task) -> Problem:
 
 
 class Walker:
-    """One walker of a population: a placement, its best one so far, and its own random numbers."""
+    """One walker of a population: a placement, the best placement so far, and a random generator."""
 
     def __init__(self, task: Task, problem: Problem, rng: np.random.Generator) -> None:
         self._problem = problem
@@ -122,7 +122,7 @@ class Walker:
         self._working = working(len(replicas), task.pipelines, len(problem.link))
 
     def cool(self, moves: int, temperature: float, weight: float) -> tuple[float, float]:
-        """Make ``moves``; return the lowest cost so far and the last one with the guide."""
+        """Make ``moves``; return the lowest cost so far, and the last cost with the guide."""
         return anneal(self._problem, self.groups, self._best, self._working, self._rng, moves, temperature, weight)
 
     @property
@@ -142,7 +142,7 @@ class Population:
         self.best_s, self.best = np.inf, self.walkers[0].best
 
     def cool(self, step: int, moves: int, bound_s: float, rng: np.random.Generator, pool: ThreadPoolExecutor) -> None:
-        """Run one of ``STEPS``."""
+        """Run step ``step`` of ``STEPS``, with ``moves``."""
         cheapest_s = min(cost_s for cost_s, _ in self.ends)
         scale_s = max(cheapest_s - bound_s, SAME * cheapest_s)
         before, now = (scale_s * HOT * (COLD / HOT) ** (s / STEPS) for s in (step - 1, step))
@@ -155,9 +155,9 @@ class Population:
                 self.best_s, self.best = cost_s, walker.best
 
     def resample(self, colder: float, rng: np.random.Generator) -> None:
-        """Population annealing (Hukushima and Iba 2003): before it gets colder, draw walkers in proportion to how
-        much more likely the colder distribution makes them. ``colder``: the increase of one over the temperature
-        [1/s]."""
+        """Population annealing (Hukushima and Iba 2003): before a drop of the temperature, draw walkers in proportion
+        to the ratio of their probabilities at the new and the old temperature. ``colder``: the increase of the inverse
+        temperature [1/s]."""
         energies = np.array([energy for _, energy in self.ends])
         shares = np.exp(-colder * (energies - energies.min())).cumsum()
         ticks = (rng.random() + np.arange(len(shares))) / len(shares)
@@ -168,5 +168,5 @@ class Population:
 
 
 def move_s(task: Task) -> float:
-    """Seconds of a move on a slow core, about."""
+    """Approximate seconds of a move on a slow core."""
     return 1.2e-6 + 3e-8 * len(task.replicas) + 2.6e-8 * task.pipelines**2

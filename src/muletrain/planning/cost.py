@@ -23,20 +23,21 @@ class StageCost:
     averaged_bytes: int
     """Bytes of the encoded gradient."""
     tied_bytes: int = 0
-    """The part of these that another stage shares: each peer takes the other stage's, once both have averaged."""
+    """The part of ``averaged_bytes`` that is shared with another stage: each peer takes the other stage's mean, once
+    both stages have averaged."""
     ending_s: float = 0.0
     """Seconds at the end of a step beside messages and links: measured overhead, and updates on the CPU."""
 
     @property
     def weight_bytes(self) -> int:
-        """The fp32 weights, without moments and without those of delayed updates."""
+        """The fp32 weights, without moments and the copy for delayed updates."""
         return self.state_bytes // 3
 
 
 @dataclass(frozen=True)
 class RunCost:
     """Costs of a whole run. ``forward_bytes[s]``: one microbatch's way to stage s (tokens to the first);
-    ``backward_bytes[s]``: its answer."""
+    ``backward_bytes[s]``: the answer's."""
 
     stages: tuple[StageCost, ...]
     forward_bytes: tuple[int, ...]
@@ -54,7 +55,7 @@ class RunCost:
 
     @property
     def ids_bytes(self) -> int:
-        """A microbatch's tokens, or targets, alone; of other samples the mean of inputs and targets."""
+        """A microbatch's tokens, or targets, alone; for samples, the mean of inputs and targets."""
         return self.forward_bytes[0] // 2
 
 
@@ -78,25 +79,25 @@ ALIKE = 1.5
 
 
 def averages_at(members: int, up: float, down: float, *, delayed: bool = False) -> float:
-    """Share of its bandwidth that the narrowest link uses while replicas average. Pacing keeps queues short: if
-    three or more replicas exchange over links that are equally narrow [bytes/s], a link sometimes waits for a busy
-    receiver (measured: tests/test_paced_roads.py, benchmarks/full_links). ``delayed``: the next step's activations use the
+    """Share of the narrowest link's bandwidth that is used while replicas average. Pacing keeps queues short: if three
+    or more replicas exchange over links that are equally narrow [bytes/s], a link sometimes waits for a busy receiver
+    (measured: tests/test_paced_roads.py, benchmarks/full_links). ``delayed``: the next step's activations use the
     gaps."""
     return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE and not delayed else 0.97
 
 
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
-    """Seconds until machines, given as (how many, seconds per item), finish ``items``. Each takes whole items as
-    they come; the last one is left to one machine, on average for half of the slowest machine's time."""
+    """Seconds until machines, given as (number, seconds per item), finish ``items``. Each machine takes whole items in
+    turn; the last item occupies one machine alone, on average for half of the slowest machine's time."""
     present = [(n, s) for n, s in service if n]
     shared_s = items / sum(n / s for n, s in present)
     return shared_s if sum(n for n, _ in present) == 1 else shared_s + max(s for _, s in present) / 2
 
 
 def circulating(jobs: int, demands_s: Sequence[float], away_s: float) -> float:
-    """Items per second if ``jobs`` items circulate through queues with one server each, and spend ``away_s`` in none
-    of them. Mean value analysis (Reiser and Lavenberg 1980) with constant service times: an arrival finds the
-    waiting items and half of the one in service."""
+    """Items per second if ``jobs`` items circulate through queues with one server each, and ``away_s`` outside the
+    queues. Mean value analysis (Reiser and Lavenberg 1980) with constant service times: an arrival finds the waiting
+    items and half of the item in service."""
     slowest = max(demands_s)
     waiting, busy = [0.0] * len(demands_s), [0.0] * len(demands_s)
     rate = 0.0
@@ -109,8 +110,8 @@ def circulating(jobs: int, demands_s: Sequence[float], away_s: float) -> float:
 
 
 def steady_shares(expected_s: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """Shares of one sender's microbatches by kind of receiver: the steady state of ``policy.wiring``, each chosen in
-    inverse proportion to its expected time."""
+    """Shares of one sender's microbatches by kind of receiver: the steady state of ``policy.wiring``, receivers chosen
+    in inverse proportion to expected time."""
     weights = [n / s if n else 0.0 for n, s in zip(counts, expected_s, strict=True)]
     total = sum(weights)
     return [w / total for w in weights] if total else weights

@@ -1,9 +1,9 @@
-"""What training gets out of the devices of the field: sustained FLOP/s in mixed precision, and memory.
+"""A catalogue of devices: sustained FLOP/s in mixed-precision training, and memory.
 
 Rates count every operation that is carried out, recomputed forwards included, of large matrix products in training;
-small models and short microbatches get less. What no source states is an estimate, and marked as one: 40 % of the dense
-peak of tensor cores with 16-bit inputs and fp32 sums, 60 % of fp32 where there are none. Peaks are those of the vendors'
-documents that are named.
+small models and short microbatches get less. Values without a source are marked as estimates: 40 % of the dense peak of
+tensor cores with 16-bit inputs and fp32 sums, or 60 % of the fp32 peak without tensor cores. Peaks are from the named
+documents of the vendors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One device. ``accelerator``: it has its own memory, and optimizer copies stay in the machine's."""
+    """One device. ``accelerator``: has separate memory, and optimizer copies stay in the machine's memory."""
 
     name: str
     flops: float
@@ -28,7 +28,7 @@ class Device:
 
 
 TENSOR, PLAIN = 0.4, 0.6
-"""Part of a peak that training sustains: H100s of Llama 3 had 40 % of theirs."""
+"""Part of a peak that training sustains: the H100s of Llama 3 sustained 40 %."""
 _SWARM_SAMPLE = "(4 x 5.5e13 FLOP a sample: 48 layers of 16 x 4096^2 parameters, 2048 tokens, head, recomputed forward)"
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper"
@@ -38,12 +38,12 @@ _CORES = "cores that Apple states x 128 lanes x 2 x about 1.4 GHz; one memory, s
 
 
 def _rounded(tflops: float) -> float:
-    """To the two digits that an estimate is worth [FLOP/s]."""
+    """Rounded to two digits, the accuracy of an estimate [FLOP/s]."""
     return float(f"{1e12 * tflops:.2g}")
 
 
 def _peak(name: str, tflops: float, gib: int, document: str, *aliases: str) -> Device:
-    """A device of which only the peak of its tensor cores is known."""
+    """A device with only a known peak of the tensor cores."""
     return Device(
         name, _rounded(TENSOR * tflops), gib * GIB, f"40 % of {tflops:g} TFLOP/s ({document})", True, True, aliases
     )
@@ -148,7 +148,7 @@ def find_device(name: str) -> Device | None:
 
 
 def _forms_of(text: str) -> tuple[str, ...]:
-    """'h100 nvl hbm3' -> 'h100nvl': the name with each of its forms alone."""
+    """'h100 nvl hbm3' -> 'h100nvl': the name with each form alone."""
     return tuple(_key(_FORMS.sub("", text) + form) for form in _FORMS.findall(text))[::-1]
 
 
@@ -167,15 +167,16 @@ _PER_CLOCK = {
     (10, 0): 8192,
     (12, 0): 512,
 }
-"""Operations that a multiprocessor's tensor cores do at each clock, by CUDA's compute capability: 16-bit inputs, fp32 sums,
-as consumer cards do them (CUDA C++ Programming Guide; the whitepapers above)."""
+"""Operations that a multiprocessor's tensor cores do at each clock, by CUDA's compute capability: 16-bit inputs, fp32
+sums, as on consumer cards (CUDA C++ Programming Guide; the whitepapers above)."""
 USUAL_HZ = 1.5e9
-"""Clock of a GPU that does not tell."""
+"""Clock of a GPU that reports none."""
 
 
 def estimated(name: str, processors: int, clock_hz: float, memory_bytes: int, capability: tuple[int, int]) -> Device:
-    """A CUDA device that is not in the catalogue, from what it reports: multiprocessors, clock [Hz], memory [bytes] and
-    compute capability, of which the nearest earlier known one counts. Without tensor cores: 128 lanes in fp32."""
+    """A CUDA device that is not in the catalogue, estimated from the driver's report: multiprocessors, clock [Hz],
+    memory [bytes] and compute capability (or the nearest earlier known capability). Without tensor cores: 128 lanes in
+    fp32."""
     known = max((c for c in _PER_CLOCK if c <= capability), default=None)
     per_clock, part = (_PER_CLOCK[known], TENSOR) if known else (256, PLAIN)
     clock_hz = clock_hz or USUAL_HZ

@@ -1,10 +1,10 @@
-"""Stages of unequal size: which machines serve which of them, how many layers each has, and the pipelines through them.
+"""Stages of unequal size: machines and layers of each stage, and the pipelines through the stages.
 
-What the placement search (``planning.place``) takes for granted does not hold here: stages have different numbers of
-layers, so that a machine may have room for some of them only, and different numbers of machines, each of which serves
-as many pipelines as it is fast. Machines of one kind are alike, so all there is to find is how many of each kind a
-stage has: a local search does, from groups of machines that have room for about as much. The layers of each such choice
-are cut exactly (``planning.partition``).
+Unlike in the placement search (``planning.place``), stages have different numbers of layers, so that a machine may have
+room for some stages only, and different numbers of machines, each of which serves pipelines in proportion to its speed.
+Machines of one kind are alike, so the task is to find the number of machines of each kind for each stage. A local
+search begins with groups of machines of similar room. The layers of each choice are cut exactly
+(``planning.partition``).
 
 Arrays: S stages, K kinds, L layers.
 """
@@ -49,8 +49,8 @@ class Work:
     """Machines, by kind."""
 
     def cut(self, serving: Serving) -> tuple[float, Cut] | None:
-        """Seconds of the slowest stage for a microbatch whose machines share the work by speed, and the layers;
-        None: no room."""
+        """Seconds of the slowest stage for a microbatch, with the work shared by speed, and the layers; None: no
+        room."""
         here = np.array(serving, dtype=float)[:, :, None]
         rates = (here / self.takes_s).sum(1)
         held = (np.isfinite(self.takes_s) | (here == 0)).all(1) & (rates > 0)
@@ -103,7 +103,7 @@ class Search:
         return found
 
     def descended(self, best: Choice, counts: Sequence[int]) -> Choice:
-        """Move one of ``counts`` machines or swap two, until nothing helps or time is over."""
+        """Move one of ``counts`` machines or swap two, until no move helps or time is over."""
         improved = True
         while improved:
             improved = False
@@ -118,7 +118,7 @@ class Search:
         return best
 
     def choice(self, serving: Serving, below_s: float = math.inf) -> Choice | None:
-        """These machines with the best cut for them. None: their cost is at least ``below_s``."""
+        """The choice of ``serving`` with the best cut. None: the cost is at least ``below_s``."""
         if serving not in self._known and self._least_s(serving) < below_s:
             slowest_s, cut = self._cuts[serving] or (math.inf, ())
             self._known[serving] = Choice(self._cost_s(serving, cut, slowest_s), serving, cut)
@@ -134,7 +134,7 @@ class Search:
 
 
 def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:
-    """Index of the row of idle machines."""
+    """Yield the choice after each move of one machine, or swap of two, between stages or the row of idle machines."""
     rows = [*map(list, serving), [n - sum(here) for n, here in zip(counts, zip(*serving, strict=True), strict=True)]]
     places = [(s, k) for s, row in enumerate(rows) for k, n in enumerate(row) if n]
 
@@ -153,8 +153,8 @@ def _moves(serving: Serving, counts: Sequence[int]) -> Iterator[Serving]:
 
 
 def beginnings(work: Work) -> Iterator[Serving]:
-    """All ways to distribute stages over levels of room, from the first stage on and from the last. Machines of a
-    level without stages serve those of the next smaller one."""
+    """All ways to distribute stages over levels of room, from the first stage on and from the last. Machines of a level
+    without stages serve the stages of the next smaller level."""
     stages = len(work.takes_s)
     lengths = range(work.takes_s.shape[2])
     room = [max((n for n in lengths if np.isfinite(of[:, n]).any()), default=0) for of in work.takes_s.swapaxes(0, 1)]
@@ -200,10 +200,11 @@ def pipelines(
     count: int,
 ) -> tuple[tuple[int, ...], ...]:
     """Lay ``count`` pipelines through groups of machines; return machines by stage and pipeline. ``takes_s``: of a
-    machine at a stage, for a microbatch; ``link_s``: how long a microbatch keeps a path busy, and its delay.
+    machine at a stage, for a microbatch; ``link_s``: seconds for which a microbatch occupies a path, and the path's
+    delay.
 
-    Beginning with the largest group, each pipeline, the busiest first, continues to the machine with least work for its
-    pipelines, and among equals to the nearest."""
+    Beginning with the largest group, each pipeline, the busiest first, continues to the machine with the least work,
+    and among equals to the nearest."""
     begin = max(range(len(groups)), key=lambda s: len(groups[s]))
     slots = _seats([1 / takes_s(begin, d) for d in groups[begin]], count)
     first = [d for d, n in zip(groups[begin], slots, strict=True) for _ in range(n)]
@@ -216,7 +217,7 @@ def pipelines(
 
 
 def _seats(speeds: Sequence[float], count: int) -> list[int]:
-    """Share out in proportion, at least one each."""
+    """Share out ``count`` slots in proportion to ``speeds``, at least one each."""
     found = [1] * len(speeds)
     for _ in range(count - len(speeds)):
         found[max(range(len(speeds)), key=lambda i: speeds[i] / found[i])] += 1

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def compiled(function: Function) -> Function:
-    """Compile to machine code at the first call, cached on disk if possible. Other threads run meanwhile."""
+    """Compile to machine code at the first call, cached on disk if possible. The compiled code releases the interpreter
+    lock."""
     try:
         return cast("Function", njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # nowhere to keep it
+    except RuntimeError:  # no cache folder
         return cast("Function", njit(nogil=True)(function))
 
 
@@ -48,7 +49,7 @@ def scratch(width: int) -> Scratch:
 
 @part
 def _bound(link: Floats, here: Ints, there: Ints, nearest: Floats) -> tuple[float, float]:
-    """Return what the slowest link takes at least, and the sum of squares of all rows' and columns' cheapest entries;
+    """Return a lower bound of the slowest link, and the sum of squares of all rows' and columns' cheapest entries;
     ``nearest`` becomes the columns' cheapest entries."""
     width, slowest, squares = len(here), 0.0, 0.0
     for j in range(width):
@@ -71,8 +72,8 @@ def _bound(link: Floats, here: Ints, there: Ints, nearest: Floats) -> tuple[floa
 def _add(
     link: Floats, here: Ints, there: Ints, i: int, slowest: float, at_most: float, match: Ints, scratch: Scratch
 ) -> float:
-    """Give row ``i`` a column, over a path on which other rows pass theirs on; return the slowest link then. Stops where
-    that exceeds ``at_most``."""
+    """Give row ``i`` a column, over an augmenting path on which each row passes its column on; return the resulting
+    slowest link. Stops once that exceeds ``at_most``."""
     owner, nearest, before, seen = scratch
     width, row = len(here), link[here[i]]
     for j in range(width):
@@ -111,12 +112,12 @@ def bottleneck(
     link: Floats, here: Ints, there: Ints, weight: float, at_most: float, match: Ints, scratch: Scratch
 ) -> tuple[float, float]:
     """Return the slowest link of the best matching of devices ``here`` with devices ``there``, (P,) each, and the
-    guide: the root mean square of each device's nearest on the other side. The link is inf if it plus ``weight`` times
-    the guide exceeds ``at_most``.
+    guide: the root mean square of each device's nearest link to the other side. The result is inf if the link plus
+    ``weight`` times the guide exceeds ``at_most``.
 
-    ``match`` becomes each row's column; a pair that it names already stays if it is as fast. No matching is below the
-    dearest of all rows' and columns' cheapest entries, which mostly is the answer. Rows that find no column at that
-    price are added one by one, each over the path whose slowest link is fastest."""
+    ``match`` becomes each row's column; an existing pair stays if fast enough. No matching is below the dearest of all
+    rows' and columns' cheapest entries, which mostly is the answer. Rows without a column at that price are added one
+    by one, each over the path with the fastest slowest link."""
     slowest, squares = _bound(link, here, there, scratch.nearest)
     guide, width, owner = 0.0, len(here), scratch.owner
     if weight > 0:
@@ -148,8 +149,8 @@ def bottleneck(
 
 @compiled
 def bottlenecks(link: Floats, groups: Ints, scratch: Scratch) -> tuple[Floats, Ints]:
-    """For every two groups of devices, (K, P): the slowest link of their best matching, (K, K), 0 on the diagonal;
-    and each row's column in it, (K, K, P)."""
+    """For every two groups of devices, (K, P): the slowest link of the best matching, (K, K), 0 on the diagonal; and
+    each row's column, (K, K, P)."""
     stages, width = groups.shape
     slowest, match = np.zeros((stages, stages)), np.zeros((stages, stages, width), np.int64)
     for i in range(stages):

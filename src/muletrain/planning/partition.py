@@ -1,9 +1,9 @@
 """Cutting the layers into pipeline stages.
 
-SWARM (sec. 3.2) partitions the model into "evenly sized" stages of equally many layers. Counting layers forgets the
-embedding and the output head: with a large vocabulary the head costs as much as several layers, and the stage that has
-it holds up the others. Here the slowest stage is made as fast as can be, exactly: ``partition`` for stages that are
-alike, ``cheapest_cut`` for stages of unequal speed and memory.
+SWARM (sec. 3.2) partitions the model into "evenly sized" stages of equally many layers. Counting layers ignores the
+embedding and the output head: with a large vocabulary the head costs as much as several layers, and the last stage
+delays the pipeline. Here the time of the slowest stage is minimised exactly: ``partition`` for equal stages,
+``cheapest_cut`` for stages of unequal speed and memory.
 
 Arrays: K stages, L layers; ``cost[k, first, end]``.
 """
@@ -28,10 +28,10 @@ Cut = tuple[tuple[int, int], ...]
 
 
 def partition(layer_costs: Sequence[float], stages: int, *, first_extra: float = 0.0, last_extra: float = 0.0) -> Cut:
-    """The cut into ``stages`` contiguous runs whose largest cost is smallest, and among those the most even one.
+    """The cut into ``stages`` contiguous runs with the smallest largest cost, and the most even of equal cuts.
 
     ``layer_costs``: one per layer; ``first_extra`` (embedding) goes to the first stage, ``last_extra`` (head and loss)
-    to the last. Any unit, but one for all. Raises ValueError unless 1 <= stages <= layers.
+    to the last. Any unit, the same for all. Raises ValueError unless 1 <= stages <= layers.
     """
     layers = len(layer_costs)
     if not 1 <= stages <= layers:
@@ -43,33 +43,33 @@ def partition(layer_costs: Sequence[float], stages: int, *, first_extra: float =
 
 
 def cheapest_cut(costs: Floats) -> tuple[float, Cut] | None:
-    """The cut whose most expensive stage costs least, and among those the most even one; and what that stage costs.
-    ``costs``: as above, inf: not possible; None: no cut is."""
+    """The smallest cost of the most expensive stage, and the most even of the cuts with that cost. ``costs``: as above,
+    inf: not possible; None: no cut is possible."""
     largest = _best(costs, np.maximum)[0]
     return (largest, _most_even(costs)) if math.isfinite(largest) else None
 
 
 def _sums(values: Sequence[float] | Floats) -> Floats:
-    """Of those from ``first`` to before ``end``, (L + 1, L + 1); without meaning where end < first."""
+    """Sums of the values from ``first`` to before ``end``, (L + 1, L + 1); meaningless where end < first."""
     prefix: Floats = np.array([0.0, *np.cumsum(values)])
     between: Floats = prefix[None, :] - prefix[:, None]
     return between
 
 
 def _most_even(costs: Floats) -> Cut:
-    """The cut with the smallest largest cost, and among those the smallest sum of squares (a maximum alone says nothing
-    about the other stages): two dynamic programs, O(K L^2) each."""
+    """The cut with the smallest largest cost, and of such cuts the one with the smallest sum of squares (a maximum
+    alone does not constrain the remaining stages): two dynamic programs, O(K L^2) each."""
     largest, _ = _best(costs, np.maximum)
     bound = largest * (1 + 1e-9)  # sums of the same costs in another order differ in the last bits
     return _best(np.where(costs <= bound, costs * costs, np.inf), np.add)[1]
 
 
 def _best(costs: Floats, combine: np.ufunc) -> tuple[float, Cut]:
-    """The cheapest cut where the stages' costs are combined from left to right; of equal ones that with the earliest
+    """The cheapest cut by the stages' costs, combined from left to right; of equal cuts, the cut with the earliest
     ends."""
     stages, layers = len(costs), costs.shape[1] - 1
     first, end = np.indices(costs.shape[1:])
-    reached = np.full(layers + 1, np.inf)  # by layers given out so far: the cheapest way to do it
+    reached = np.full(layers + 1, np.inf)  # by layers given out so far: the lowest cost
     reached[0] = 0.0
     choices = []
     for k in range(stages):

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EXACT_STAGES = 12
-"""Number of stages up to which the order is optimal (2^stages subsets); with more, 2-opt moves improve the given or
-a greedy one."""
+"""Number of stages up to which the order is optimal (2^stages subsets); with more, 2-opt moves improve the given or a
+greedy order."""
 
 Group = tuple[int, ...]
-"""Devices of a stage by pipeline, sorted; repeated if they serve several."""
+"""Devices of a stage by pipeline, sorted; repeated if serving several pipelines."""
 
 
 def shortest_path(weights: NDArray[np.float64]) -> tuple[float, tuple[int, ...]]:
-    """The cheapest path through all stages (eq. 4): its cost and order. ``weights``: (K, K), symmetric."""
+    """The cost and order of the cheapest path through all stages (eq. 4). ``weights``: (K, K), symmetric."""
     stages = len(weights)
     if stages > EXACT_STAGES:
         starts = (list(range(stages)), _greedy(weights))
         return min((_two_opt(weights, order) for order in starts), key=lambda found: found[0])
-    best = np.full((1 << stages, stages), math.inf)  # by the set of stages that were passed, and the last of them
+    best = np.full((1 << stages, stages), math.inf)  # by the set of passed stages, and the last stage
     before = np.zeros((1 << stages, stages), dtype=np.intp)
     best[1 << np.arange(stages), np.arange(stages)] = 0.0
     for sets, last, without in _layers(stages):
@@ -49,7 +49,7 @@ def shortest_path(weights: NDArray[np.float64]) -> tuple[float, tuple[int, ...]]
 
 @lru_cache
 def _layers(stages: int) -> list[tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]]:
-    """For sets of 2, 3... stages: (set, last stage, set without it), all of them as arrays."""
+    """For sets of 2, 3... stages: (set, last stage, set without that stage), as arrays."""
     by_size: list[list[tuple[int, int, int]]] = [[] for _ in range(stages + 1)]
     for passed in range(1 << stages):
         by_size[passed.bit_count()] += [(passed, s, passed ^ 1 << s) for s in range(stages) if passed >> s & 1]
@@ -65,7 +65,7 @@ def _greedy(weights: NDArray[np.float64]) -> list[int]:
 
 
 def _two_opt(weights: NDArray[np.float64], order: list[int]) -> tuple[float, tuple[int, ...]]:
-    """Reverse parts of the path while that makes it cheaper."""
+    """Reverse parts of the path while that lowers the cost."""
     w, n = weights.tolist(), len(order)
 
     def step(i: int, j: int) -> float:
@@ -90,11 +90,11 @@ class Threader:
         self._link = link
 
     def cost(self, groups: Sequence[Group]) -> float:
-        """One way [s]."""
+        """The cost of the best pipelines, one way [s]."""
         return shortest_path(self._matched(groups)[0])[0]
 
     def thread(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups in the order of the pipeline, each with its devices by pipeline."""
+        """The groups in the order of the pipeline, each with the devices by pipeline."""
         weights, matches = self._matched(groups)
         _, order = shortest_path(weights)
         positions = [list(range(len(groups[0])))]  # in each group, by pipeline

@@ -1,4 +1,4 @@
-"""Find a placement, and check it with the independent evaluator."""
+"""Finds a placement, and checks the cost with the independent evaluator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """A solution and its quality."""
+    """A solution and the quality."""
 
     assignment: Assignment
     cost: Cost
@@ -32,16 +32,17 @@ class Placement:
     """Unused devices."""
     tried: int
     complete: bool
-    """True: the search ended by itself, and the same seed finds the same again; false: the time limit ended it."""
+    """True: the search ended by itself, and the same seed gives the same result; false: the time limit ended the
+    search."""
 
     @property
     def gap(self) -> float:
-        """Bound on how much dearer it is than the best placement, as a share of its cost."""
+        """Upper bound on the excess over the best placement's cost, as a share of ``cost``."""
         return max(0.0, 1 - self.lower_bound_s / self.cost.cost_s) if self.cost.cost_s else 0.0
 
     @property
     def matching(self) -> list[list[tuple[int, int]]]:
-        """Pairs of devices that talk to each other, by neighbouring stages."""
+        """Pairs of communicating devices, by pair of neighbouring stages."""
         return [list(zip(a, b, strict=True)) for a, b in zip(self.assignment, self.assignment[1:], strict=False)]
 
 
@@ -53,8 +54,8 @@ def place(
     time_limit_s: float = 30.0,
     watch: Callable[[float, float], None] = lambda share, best_s: None,
 ) -> Placement:
-    """Place a task. ``watch`` hears the share of the work done and the best cost [s]. Raises ConfigError if nothing
-    can be placed."""
+    """Place a task. ``watch`` gets the share of the work done and the best cost [s]. Raises ConfigError without a
+    possible placement."""
     check(task)
     found = search(task, seed=seed, time_limit_s=time_limit_s, watch=watch)
     cost = evaluate(task, found.assignment)
@@ -69,8 +70,7 @@ def place(
 
 
 def check(task: Task) -> None:
-    """Check a task. Raises ConfigError for too few devices, too little memory, or too few devices that can reach
-    each other."""
+    """Check a task. Raises ConfigError for too few devices, too little memory, or too few connected devices."""
     places, total = sum(task.replicas), len(task.delay_ms)
     if total < places:
         raise ConfigError(

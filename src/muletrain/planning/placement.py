@@ -1,19 +1,19 @@
-"""What a placement of pipeline stages and their replicas on machines costs, when the links between these differ.
+"""The cost of a placement of pipeline stages and replicas on machines with unequal links.
 
 The cost model of DT-FM (Yuan et al. 2022, sec. 2 and 3.1-3.3). A placement gives each tasklet (stage, pipeline) a
 device. Times are in seconds, of one step:
 
 - a link takes delay + bytes * 8 / bandwidth; of two unequal directions both delay and bandwidth are averaged (sec. 2),
   and a pair with no bandwidth in one direction has no link;
-- data-parallel (eq. 2): each device exchanges its share of the gradient, gradient bytes / replicas of its stage, with
-  each other replica, twice (reduce, then gather), one after another; the slowest device of the slowest stage counts;
+- data-parallel (eq. 2): each device exchanges a share of the gradient, gradient bytes / replicas of the stage, with
+  each further replica, twice (reduce, then gather), one after another; the slowest device of the slowest stage counts;
 - pipeline (eq. 3 and 4): the slowest link between devices of one pipeline in neighbouring stages, summed over the
   neighbouring stages;
 - cost: data-parallel + 2 x pipeline (forward and backward).
 
-Beyond the paper: stages of unequal size (a device of a smaller stage serves several pipelines, each of them as many as
-the others or one more, at the same time), machines of unequal speed (the slowest device of each stage adds its time for
-one macro-batch), machines that lack the memory for a stage, and more machines than places.
+Beyond the paper: stages of unequal size (a device of a smaller stage serves several pipelines, with counts that differ
+by at most one, at the same time), machines of unequal speed (the slowest device of each stage adds the time for one
+macro-batch), machines that lack the memory for a stage, and more machines than places.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Assignment = tuple[tuple[int, ...], ...]
-"""Stages in the order of the pipeline; each lists its devices by pipeline."""
+"""Stages in the order of the pipeline; each with the devices by pipeline."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,15 +41,15 @@ class Task:
     delay_ms: NDArray[np.float64]
     bandwidth_gbps: NDArray[np.float64]
     replicas: tuple[int, ...]
-    """Numbers of devices of the stages, in any order. The largest is the number of pipelines."""
+    """Numbers of devices of the stages, in any order. The largest number is the number of pipelines."""
     activation_bytes: float
-    """Bytes of one macro-batch from a stage to the next; its gradient is as large."""
+    """Bytes of one macro-batch from a stage to the next; the gradient has the same size."""
     gradient_bytes: float
-    """Of one stage."""
+    """Bytes of the gradient of one stage."""
     compute_s: tuple[float, ...] = ()
     """By device: seconds of one macro-batch at any stage, forward and backward; (): not counted."""
     fits: tuple[bool, ...] = ()
-    """By device: whether its memory holds a stage; (): all do."""
+    """By device: whether the memory holds a stage; (): true for all."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -64,11 +64,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one placement [s]."""
+    """The cost of one placement [s]."""
 
     data_parallel_s: float
     pipeline_s: float
-    """One way."""
+    """The pipeline term, one way."""
     compute_s: float = 0.0
 
     @property
@@ -77,8 +77,8 @@ class Cost:
 
 
 def evaluate(task: Task, assignment: Assignment) -> Cost:
-    """Evaluate a placement from the definition. Every solution of every search passes through here, and no search
-    uses it for its own sums. Raises ValueError for an invalid placement."""
+    """Evaluate a placement from the definition. Every solution of every search is evaluated here, independently of the
+    search's sums. Raises ValueError for an invalid placement."""
     _check(task, assignment)
     data_parallel_s = 0.0
     for stage in assignment:
@@ -131,16 +131,16 @@ def link_times(task: Task, nbytes: float) -> NDArray[np.float64]:
 
 
 def finite(times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Replace missing links by ones a hundred times slower than the slowest; ``evaluate`` finds the placements that
-    need them."""
+    """Replace missing links by links a hundred times slower than the slowest; ``evaluate`` finds infinite cost with
+    such links."""
     known = times[np.isfinite(times)]
     return np.where(np.isfinite(times), times, 100 * (known.max(initial=0.0) or 1.0))
 
 
 def lower_bound_s(task: Task) -> float:
-    """Lower bound of any placement's cost [s], in O(N^2 log N): each term at its best by itself. Each device
-    exchanges its shares over links no better than its nearest. Each hop has no better link than the nearest of any
-    device in it, and the h worst hops include 2 h P devices."""
+    """Lower bound of any placement's cost [s], in O(N^2 log N): each term minimised separately. Each device exchanges
+    shares over links no faster than the nearest. A hop's slowest link is no faster than the nearest link of any device
+    in the hop, and the h worst hops include 2 h P devices."""
     usable = list(task.devices)
     used, stages = sum(task.replicas), len(task.replicas)
 
@@ -162,5 +162,5 @@ def lower_bound_s(task: Task) -> float:
 
 
 def slots(members: Sequence[int], pipelines: int) -> tuple[int, ...]:
-    """Devices of a stage by pipeline; of fewer devices the first ones serve one more."""
+    """Devices of a stage by pipeline; if devices are fewer than pipelines, the first devices serve one more."""
     return tuple(members[i % len(members)] for i in range(pipelines))

@@ -1,12 +1,12 @@
 """Simulated annealing of the devices of each stage, with the best matching of each hop at every move; compiled by
 numba.
 
-For given devices of two neighbouring stages the best partners are a bottleneck matching (DT-FM eq. 3). So moves that
-only change the matching need not be tried. There are three kinds of moves: swap two devices; swap two runs of devices,
-each along one pipeline, which keeps the fast links inside both; reverse the order of some neighbouring stages.
+For given devices of two neighbouring stages the best partners are a bottleneck matching (DT-FM eq. 3). So no moves
+change only the matching. There are three kinds of moves: swap two devices; swap two runs of devices, each along one
+pipeline, which keeps the fast links inside both runs; reverse the order of some neighbouring stages.
 
-Arrays: K stages, P pipelines, n devices, S sizes of stages. Slot p of a stage of m devices is served by its device p
-mod m, so devices of a smaller stage serve several pipelines. All times in seconds.
+Arrays: K stages, P pipelines, n devices, S sizes of stages. Slot p of a stage of m devices is served by device p mod m,
+so devices of a smaller stage serve several pipelines. All times in seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 LONGEST_RUN = 4
 SINGLE, REVERSALS = 0.6, 0.02
-"""Shares of moves that swap two devices, and that reverse stages; the others swap runs."""
+"""Shares of moves that swap two devices, and that reverse stages; the remaining moves swap runs."""
 SAME = 1e-9
 """Relative difference below which times are equal."""
 LOOK = 1024
-"""Moves after which all sums are computed anew, to limit rounding errors."""
+"""Moves after which all sums are recomputed, to limit rounding errors."""
 
 
 class Problem(NamedTuple):
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """A placement without its matchings."""
+    """A placement without matchings."""
 
     at: Ints
     """The device of each slot, (K, P)."""
@@ -60,16 +60,16 @@ class Groups(NamedTuple):
 class Sums(NamedTuple):
     """Sums of a placement that are kept from move to move."""
 
-    sums: Floats  # what each device exchanges with its stage, (n,)
-    slowest: Floats  # by stage, the most of these, (K,)
+    sums: Floats  # seconds for which each device exchanges with the stage, (n,)
+    slowest: Floats  # by stage, the largest of ``sums``, (K,)
     computing: Floats  # by stage, (K,)
-    hops: Floats  # the slowest link of each stage with the next one, (K,); the last is 0
+    hops: Floats  # the slowest link of each stage to the next, (K,); the last is 0
     guides: Floats  # of hops, (K,)
-    match: Ints  # the slot of the next stage that each slot talks to, (K, P)
+    match: Ints  # the next stage's slot for each slot, (K, P)
 
 
 class Proposal(NamedTuple):
-    """A move: devices that leave stages and those that take their places, and the resulting sums."""
+    """A move: devices that leave stages, replacements, and the resulting sums."""
 
     stage: Ints
     member: Ints
@@ -78,7 +78,7 @@ class Proposal(NamedTuple):
     sums: Floats  # (changes, P)
     slowest: Floats
     computing: Floats
-    hop: Ints  # indices of those that are touched
+    hop: Ints  # indices of the changed hops
     hops: Floats
     guides: Floats
     match: Ints
@@ -122,7 +122,7 @@ def working(stages: int, pipelines: int, devices: int) -> Working:
 
 @part
 def settle(problem: Problem, groups: Groups, kept: Sums, scratch: Scratch, weight: float) -> None:
-    """Compute all sums anew."""
+    """Recompute all sums."""
     stages = len(groups.at)
     for k in range(stages):
         row, members = groups.at[k], problem.sizes[groups.size[k]]
@@ -172,7 +172,7 @@ def _put(groups: Groups, members: int, stage: int, member: int, device: int) -> 
 def reverse_stages(
     problem: Problem, groups: Groups, kept: Sums, new: Proposal, scratch: Scratch, weight: float, room: float, rng: Any
 ) -> bool:
-    """Reverse the order of some stages, if their hops together then take at most ``room`` longer."""
+    """Reverse the order of some stages, if the hops then take at most ``room`` longer in total."""
     stages, width = groups.at.shape
     first, last = int(rng.random() * stages), int(rng.random() * stages)
     if first > last:
@@ -180,7 +180,7 @@ def reverse_stages(
     if first == last or (first == 0 and last == stages - 1):
         return False
     for side in range(2):
-        h, other = (first - 1, last) if side == 0 else (last, first)  # ``other`` is next to the stages outside then
+        h, other = (first - 1, last) if side == 0 else (last, first)  # ``other`` is next to ``outside`` then
         outside = first - 1 if side == 0 else last + 1
         if 0 <= outside < stages and room >= -kept.hops[h] - weight * kept.guides[h]:
             room += kept.hops[h] + weight * kept.guides[h]
@@ -207,7 +207,7 @@ def reverse_stages(
 
 @part
 def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any) -> tuple[int, int, int, int]:
-    """Draw two devices or runs to swap into ``new``; return the first stages of both, their length, and the spare
+    """Draw two devices or runs to swap into ``new``; return the first stages of both, the length, and the spare
     device's index or -1. Length 0: no change."""
     stages, width = groups.at.shape
     longest, length, spare = min(stages, len(new.stage)) // 2, 1, -1
@@ -225,7 +225,7 @@ def _drawn(problem: Problem, groups: Groups, kept: Sums, new: Proposal, rng: Any
     p = int(rng.random() * problem.sizes[groups.size[f]])
     q = int(rng.random() * problem.sizes[groups.size[g]]) if spare < 0 else 0
     if f == g:
-        more = width % problem.sizes[groups.size[f]]  # so many devices serve one pipeline more than the others
+        more = width % problem.sizes[groups.size[f]]  # number of devices that serve one more pipeline
         if (p < more) == (q < more):
             return f, g, 0, spare
     c = 0
@@ -258,7 +258,7 @@ def _stages_after(
     weight: float,
     room: float,
 ) -> float:
-    """Rest of ``room`` after the stages' exchange and compute; negative as soon as it is used up."""
+    """Rest of ``room`` after the stages' exchange and compute; negative as soon as the room is used up."""
     stages, slowest, before = len(groups.at), 0.0, 0.0
     for k in range(stages):
         before = max(before, kept.slowest[k])
@@ -299,9 +299,9 @@ def _hops_after(
     weight: float,
     room: float,
 ) -> float:
-    """Rest of ``room`` after the changed hops; negative as soon as it is used up."""
+    """Rest of ``room`` after the changed hops; negative as soon as the room is used up."""
     stages, width = groups.at.shape
-    for c in range(changes):  # each joining device must reach one in time
+    for c in range(changes):  # each joining device must reach a neighbour in time
         for k in (new.stage[c] - 1, new.stage[c] + 1):
             if 0 <= k < stages:
                 nearest_s, row = np.inf, problem.link[new.joins[c]]

@@ -1,10 +1,10 @@
-"""Estimate steps of strategies with planned membership in pure numbers, split a step into its parts, and recommend a
+"""Estimates steps of strategies with planned membership in pure numbers, splits a step into parts, and recommends a
 strategy.
 
 Strategy ``pipeline``: one estimate of a pipeline (``roughly_s``) ranks placements; ``sim.steps`` plays the best ones.
 Strategy ``swap``: every machine computes the whole model (``swapping``).
 
-A part of a step is the time that would be saved without it. A step without links and averaging is compute (the busiest
+A part of a step is the time saved without that part. A step without links and averaging is compute (the busiest
 machine's) and bubble; links between stages add the pipeline part; the end of a step adds the data-parallel part.
 """
 
@@ -37,11 +37,11 @@ ALIKE = 0.01
 
 @dataclass(frozen=True)
 class Station:
-    """One stage of one pipeline, and how long it takes for a microbatch [s].
+    """One stage of one pipeline, with the times for a microbatch [s].
 
     ``on_*`` is the transfer of activations to the next stage, ``back_*`` that of gradients to the stage before. The
-    path between two machines carries one transfer after another for ``on_s`` each, which arrives ``on_delay_s`` later.
-    ``on_up_s`` is the time on this machine's uplink, which all transfers share."""
+    path between two machines carries one transfer after another, for ``on_s`` each; a transfer arrives ``on_delay_s``
+    later. ``on_up_s`` is the time on this machine's uplink, which all transfers share."""
 
     forward_s: float
     backward_s: float
@@ -53,7 +53,7 @@ class Station:
     back_up_s: float = 0.0
 
     def slowed(self, by: float) -> Station:
-        """The same stage on a machine that also does other work, which leaves the paths alone."""
+        """The same stage on a machine that also does other work; the paths stay the same."""
         return replace(
             self,
             forward_s=by * self.forward_s,
@@ -70,7 +70,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Member:
-    """One replica of a stage: its own links, both directions [bytes/s]."""
+    """One replica of a stage: the machine's bandwidth in both directions [bytes/s]."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
@@ -86,8 +86,8 @@ def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, dela
 
 
 def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Share out ``items`` in proportion to ``speeds``, in whole numbers; the largest remainders get one more, the
-    first of equal ones."""
+    """Share out ``items`` in proportion to ``speeds``, in whole numbers; the largest remainders get one more, the first
+    of equal remainders."""
     total = sum(speeds)
     exact = [items * v / total for v in speeds]
     found = [math.floor(x) for x in exact]
@@ -102,8 +102,8 @@ def pipeline_shares(
     """Share out a step's microbatches over pipelines. ``machines``: by stage and pipeline, if some serve several
     pipelines.
 
-    Each microbatch goes to the pipeline whose busiest machine then has least to do, and among equals to the one with
-    the least work in all. If each machine serves one pipeline, the result is optimal."""
+    Each microbatch goes to the pipeline whose busiest machine then has the least work, and among equals to the pipeline
+    with the least total work. If each machine serves one pipeline, the result is optimal."""
     if not machines:
         machines = np.arange(len(pipelines) * len(pipelines[0])).reshape(len(pipelines[0]), -1).tolist()
     at, busy_s = np.array(machines), np.array([[s.busy_s for s in stations] for stations in pipelines]).T
@@ -132,10 +132,10 @@ def parted(compute_s: float, free_s: float, linked_s: float, step_s: float) -> S
 
 
 def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int) -> float:
-    """Estimate how long one pipeline computes [s].
+    """Estimate the time that one pipeline computes [s].
 
-    One microbatch passes through alone. The others follow at the pace of the busiest slot, or at that of a stage whose
-    microbatches in flight all wait for the last stage and back (Little's law)."""
+    One microbatch passes through alone. The rest follow at the pace of the busiest slot, or of a stage whose
+    microbatches in flight all travel to the last stage and back (Little's law)."""
     last, through_s = len(stations) - 1, 0.0
     rest_s = (microbatches - 1) * max(s.busy_s for s in stations)
     for s, station in reversed(list(enumerate(stations))):
@@ -148,9 +148,9 @@ def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int
 
 
 def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tuple[int | None, str]:
-    """Of what runs today and is possible the fastest under the fleet's churn; and why. Where that leaves machines out,
-    planned membership is preferred to an equal one: its plan names the machines that work. Unless ``all_stay``, no
-    planned pipeline is: it loses most when a machine goes."""
+    """The fastest possible strategy that runs today under the fleet's churn, and the reason. If that strategy leaves
+    machines out, an equally fast one with planned membership is preferred: the plan names the working machines. Unless
+    ``all_stay``, planned pipelines are avoided among equals: they lose most when a machine leaves."""
     possible = [i for i, p in enumerate(predictions) if not p.problem]
     able = [i for i in possible if predictions[i].runnable]
     if not able:

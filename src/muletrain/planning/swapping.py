@@ -1,17 +1,17 @@
-"""Plan how layers are swapped between a machine's memory and its device: which are loaded together, and how many
-minibatches hide the loading.
+"""Plans the swapping of layers between a machine's memory and device: the layers that are loaded together, and the
+number of minibatches that hides the loading.
 
 ATOM (Wu et al. 2024) sec. III-C, III-D and the constraints of fig. 13. The model is a chain of layers, cut into
-consecutive sub-models. While one computes C minibatches, the next one is loaded, so that
+consecutive sub-models. While a sub-model computes C minibatches, the next sub-model is loaded, so that
 
-- memory: the computing sub-model and the loading one fit into the device together (fig. 13 asks it of each by itself);
-- time: C x what a sub-model computes for a minibatch >= what loading its successor takes, forward and backward.
+- memory: the computing and the loading sub-model fit into the device together (in fig. 13, each alone);
+- time: C x a sub-model's compute time for a minibatch >= loading time of the successor, forward and backward.
 
-Among these cuts, fig. 13 wants the one across which the fewest bytes go. The last sub-model stays for its backward, and
-the first one for the next forward (fig. 12). Beyond the paper: where backward computes each forward again, the last
-sub-model need not, since its backward follows at once, so it may be worth more than hidden loads to make it large.
-Algorithm 1 of the paper is exhaustive. All of this concerns neighbours or the last sub-model only, so ``swapping`` finds
-the optimum by dynamic programming over pairs of neighbours, in O(layers^3).
+Of such cuts, fig. 13 chooses the cut with the fewest bytes crossing. The last sub-model stays for the backward, and the
+first for the next forward (fig. 12). Beyond the paper: if the backward recomputes the forward, the last sub-model saves
+that, since forward and backward are adjacent, so a large last sub-model may be worth more than hidden loads. Algorithm
+1 of the paper is exhaustive. All constraints concern neighbours or the last sub-model only, so ``swapping`` finds the
+optimum by dynamic programming over pairs of neighbours, in O(layers^3).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from muletrain.planning.partition import Cut
 
 CROSSINGS = 5
-"""Times that what goes from one sub-model to the next crosses the bus: it leaves, comes in forward and in backward, and its
-gradient leaves and comes."""
+"""Times that activations between two sub-models cross the bus: out, in for forward, in for backward, and the gradient
+out and in."""
 EQUAL = 1e-12
 """Relative difference below which two waiting times count as equal: sums of the same times in another order."""
 
@@ -48,28 +48,28 @@ class Layer:
     backward_s: float
     """Seconds for a minibatch, including recomputation."""
     load_bytes: float
-    """Bytes of the weights in the precision they compute in."""
+    """Bytes of the weights in the precision of compute."""
     work_bytes: float
-    """Bytes beside the weights while it computes: a minibatch's graph, gradients."""
+    """Bytes beside the weights while computing: a minibatch's graph, gradients."""
     cut_bytes: float = 1.0
-    """Bytes that go on to the next layer; by default all cuts are equal."""
+    """Bytes passed to the next layer; by default all cuts are equal."""
     sum_bytes: float = 0.0
-    """Of the bytes beside the weights, the gradient that is summed over a round."""
+    """The part of ``work_bytes`` for the gradient that is summed over a round."""
     again_s: float = 0.0
-    """Seconds of backward that compute the forward again. In the last sub-model they are saved: its forward comes just
+    """Seconds of backward that recompute the forward; saved in the last sub-model, since the forward comes just
     before."""
 
 
 @dataclass(frozen=True)
 class Swapping:
-    """How a model goes through one device, C minibatches for each load."""
+    """The plan for a model on one device, with C minibatches for each load."""
 
     runs: Cut
-    """Sub-models: (first layer, end layer). One: the model stays where it is."""
+    """Sub-models: (first layer, end layer). One sub-model: the model stays on the device."""
     minibatches: int
     """C."""
     accumulate: float
-    """The smallest C, as a real number, with which these sub-models hide all loading."""
+    """The smallest C, as a real number, with which the sub-models hide all loading."""
     device_bytes: float
     """Bytes that the device holds at most."""
     waits_s: float
@@ -77,7 +77,7 @@ class Swapping:
     round_s: float
     """Seconds for forward and backward of C minibatches."""
     kept: tuple[int, ...] = ()
-    """Sub-models that stay on the device once they were loaded, until the weights change. The others take turns."""
+    """Sub-models that stay on the device after the first load, until the weights change. The rest take turns."""
 
     @property
     def each_s(self) -> float:
@@ -91,8 +91,8 @@ class Swapping:
 
 
 def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Swapping:
-    """Find the sub-models that take the least time for ``minibatches`` in a row. Of equal ones, those with the fewest bytes
-    across their cuts are taken. The search is exact. Raises CapacityError if single layers do not fit."""
+    """Find the sub-models that take the least time for ``minibatches`` in a row. Of equal cuts, the cut with the fewest
+    crossing bytes is taken. The search is exact. Raises CapacityError if single layers do not fit."""
     runs = _best(layers, memory_bytes, load_bytes_per_s, minibatches)
     if runs is None:
         alone = tuple((i, i + 1) for i in range(len(layers)))
@@ -107,7 +107,7 @@ def swapping(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: flo
 def cut_into(
     layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int, kept: tuple[int, ...] = ()
 ) -> Swapping:
-    """How these sub-models go through the device."""
+    """The plan for given sub-models."""
     takes_s = round_s(layers, runs, load_bytes_per_s, minibatches, kept)
     return Swapping(
         runs=runs,
@@ -121,7 +121,8 @@ def cut_into(
 
 
 def staying(layers: Sequence[Layer], runs: Cut, memory_bytes: float) -> tuple[int, ...]:
-    """As many sub-models as can stay on the device, evenly spread: the next of the others comes while several compute."""
+    """As many sub-models as can stay on the device, evenly spread: while several such sub-models compute, the next
+    streamed sub-model is loaded."""
     for count in range(len(runs), 0, -1):
         kept = tuple((2 * i + 1) * len(runs) // (2 * count) for i in range(count))
         if places_bytes(layers, runs, kept) <= memory_bytes:
@@ -130,14 +131,14 @@ def staying(layers: Sequence[Layer], runs: Cut, memory_bytes: float) -> tuple[in
 
 
 def crossing_bytes(layers: Sequence[Layer], found: Swapping, minibatches: int) -> float:
-    """Bytes between memory and device in a round of so many ``minibatches``, gradients aside."""
+    """Bytes between memory and device in a round of ``minibatches``, without gradients."""
     streamed = [n for n in range(len(found.runs)) if n not in found.kept]
     loads = sum(layer.load_bytes for n in streamed for layer in layers[slice(*found.runs[n])])
     return 2 * loads + CROSSINGS * minibatches * sum(layers[end - 1].cut_bytes for _, end in found.runs[:-1])
 
 
 def hidden(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, most: int) -> Swapping:
-    """Find the best sub-models for the smallest C with which a minibatch takes no longer than with C = ``most``. Raises
+    """Find the best sub-models for the smallest C at which a minibatch takes no longer than at C = ``most``. Raises
     CapacityError as ``swapping`` does."""
     found = swapping(layers, memory_bytes, load_bytes_per_s, most)
     enough_s = found.each_s + EQUAL * sum(layer.forward_s + layer.backward_s for layer in layers)
@@ -160,9 +161,9 @@ def held_bytes(layers: Sequence[Layer], runs: Cut) -> float:
 
 
 def places_bytes(layers: Sequence[Layer], runs: Cut, kept: Collection[int] = ()) -> float:
-    """Bytes of a device on which weights and the summed gradient have fixed places, so that nothing is taken and given
-    back between sub-models: each place is as large as its largest use, and these may be at different sub-models. Sub-models
-    that are ``kept`` have one each."""
+    """Bytes of a device on which weights and the summed gradient have fixed places, so that nothing is allocated or
+    freed between sub-models: each place has the size of the largest use, perhaps by different sub-models. Sub-models
+    that are ``kept`` have a place each."""
     models = [layers[first:end] for first, end in runs]
     loads, sums = ([sum(getattr(x, name) for x in m) for m in models] for name in ("load_bytes", "sum_bytes"))
     rest: float = max(sum(x.work_bytes - x.sum_bytes for x in m) for m in models)
@@ -179,8 +180,8 @@ def accumulation(layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float) ->
 def round_s(
     layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, minibatches: int, kept: Collection[int] = ()
 ) -> float:
-    """Seconds for forward and backward of ``minibatches`` in a row: each sub-model takes as long as its compute or
-    its neighbour's loading."""
+    """Seconds for forward and backward of ``minibatches`` in a row: each sub-model takes the longer of computing and
+    loading the neighbour."""
     last = range(*runs[-1])
     busy_s = sum(x.forward_s + x.backward_s - (x.again_s if n in last else 0.0) for n, x in enumerate(layers))
     return minibatches * busy_s + _waits_s(layers, runs, load_bytes_per_s, minibatches, kept)
@@ -195,8 +196,9 @@ def _waits_s(
 def _beside(
     layers: Sequence[Layer], runs: Cut, load_bytes_per_s: float, kept: Collection[int] = ()
 ) -> list[tuple[float, float]]:
-    """Returns two times [s] for each load, those for forward first: of the computing per minibatch that hides it, and of the
-    load itself. Sub-models that are ``kept`` are loaded once after each update, for forward. Backward finds them there."""
+    """Returns two times [s] for each load, loads for forward first: the computing per minibatch that hides the load,
+    and the load itself. Sub-models that are ``kept`` are loaded once after each update, for forward, and are still
+    there in backward."""
     loads = [sum(layer.load_bytes for layer in layers[first:end]) / load_bytes_per_s for first, end in runs]
     ahead = [sum(layer.forward_s for layer in layers[first:end]) for first, end in runs]
     back = [sum(layer.backward_s for layer in layers[first:end]) for first, end in runs]
@@ -208,8 +210,8 @@ def _beside(
 
 
 def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float, minibatches: int) -> Cut | None:
-    """The best cut, None if none fits. State [i, j]: the last sub-model so far is the layers from i to before j. What
-    comes after it depends on nothing else."""
+    """The best cut, None if no cut fits. State [i, j]: the last sub-model so far has the layers from i to before j. All
+    later sub-models depend on nothing else."""
     count = len(layers)
     ahead_s, back_s, again_s, load, work = (
         np.array([0.0, *np.cumsum([getattr(layer, name) for layer in layers])])
@@ -240,7 +242,7 @@ def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float,
         best = np.where(cost <= least + slack_s, so_far[:, None], np.inf).argmin(0)
         waits_s[i, ends] = cost[best, np.arange(len(ends))]
         crossed[i, ends], before[i, ends] = so_far[best], begins[best]
-    takes_s = waits_s[1:, count] + minibatches * again_s[1:count]  # and what all cuts take
+    takes_s = waits_s[1:, count] + minibatches * again_s[1:count]  # plus a constant for all cuts
     least = takes_s.min(initial=np.inf)
     if not np.isfinite(least):
         return None
@@ -249,7 +251,7 @@ def _best(layers: Sequence[Layer], memory_bytes: float, load_bytes_per_s: float,
 
 
 def _traced(before: NDArray[np.int64], first: int, end: int) -> Cut:
-    """The cut whose last sub-model goes from ``first`` to ``end``."""
+    """The cut with the layers from ``first`` to before ``end`` as last sub-model."""
     runs = [(first, end)]
     while first > 0:
         first, end = int(before[first, end]), first

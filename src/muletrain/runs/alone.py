@@ -1,5 +1,5 @@
-"""A run of one peer that nobody can join: the peer works in this process, in a thread with an event loop of its own, and
-no daemon is started. It does, reports and writes what a peer's process does (``worker.work``)."""
+"""A run of one peer that nobody can join: the peer works in this process, in a thread with a separate event loop, and
+no daemon is started. Work, reports and files are the same as for a peer's process (``worker.work``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from muletrain.runs.worker import Worker
 
 KILL_S = 5.0
-"""Longest wait for the peer when it has to end at once [s]."""
+"""Longest wait for the peer's end after ``kill`` [s]."""
 
 
 class Alone(LocalFleet):
@@ -29,7 +29,7 @@ class Alone(LocalFleet):
 
     def __init__(self, folder: Path, threads: int) -> None:
         super().__init__(folder, threads)
-        os.environ.update(environment(threads))  # torch, which is not imported yet, reads it
+        os.environ.update(environment(threads))  # read by torch, which is not imported yet
         self._loop = asyncio.new_event_loop()
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class Alone(LocalFleet):
                 with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                     self._code = runner.run(work(spec, self._obey))
             except asyncio.CancelledError:
-                pass  # it was killed
+                pass  # killed
             except BaseException:
                 traceback.print_exc(file=log)
         self._over = True
@@ -70,7 +70,7 @@ class Alone(LocalFleet):
         self._in_loop(lambda: self._lines.put_nowait(line))
 
     def kill(self) -> None:
-        """End the peer now. What its device is at ends by itself."""
+        """End the peer now. A running device operation ends by itself."""
         self._in_loop(lambda: [task.cancel() for task in asyncio.all_tasks()])
         if self._thread is not None:
             self._thread.join(KILL_S)

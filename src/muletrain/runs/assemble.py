@@ -1,4 +1,4 @@
-"""From a configuration to the pieces of a run: the plan every peer shares, and one peer's compute."""
+"""Makes the pieces of a run from a configuration: the plan that all peers share, and one peer's compute."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RunFacts:
         return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers), alone)
 
     def drawn(self) -> RunFacts:
-        """The same facts with first weights from the seed, for a peer that will load others."""
+        """The same facts with first weights from the seed, for a peer that loads its state later."""
         model = self.config.model.model_copy(update={"from_": None, "factory": None})
         return dataclasses.replace(self, config=self.config.model_copy(update={"model": model}))
 
@@ -142,8 +142,8 @@ class RunFacts:
         )
 
     def heldout(self, data: Data) -> HeldoutSource | HeldoutSamples | None:
-        """Held-out microbatches of the run's ``data``; None if they are not measured during training. A module's own loss
-        knows no padding: it gets whole microbatches alone. Raises DataError if there is none."""
+        """Held-out microbatches of the run's ``data``; None without measurements during training. A module's own loss
+        knows no padding, so the module gets only whole microbatches. Raises DataError without a whole microbatch."""
         t = self.config.train
         if not t.validate_every:
             return None
@@ -170,13 +170,13 @@ class RunFacts:
         return SampleSource(data, t.seed, t.batch, t.microbatch, self.spec.vocab, t.data_offset)
 
     def source_of(self, tokens: TokenArray) -> MicrobatchSource:
-        """Microbatches of the training tokens. Raises DataError if they are shorter than one sequence."""
+        """Microbatches of the training tokens. Raises DataError for less than one sequence."""
         t = self.config.train
         sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
         return MicrobatchSource(tokens, t.seed, *sequences)
 
     def needs(self) -> list[StageMemory]:
-        """Memory that each stage needs; in fp32 if every machine chooses its own precision."""
+        """Memory that each stage needs; in fp32 if machines choose their precisions."""
         c = self.config
         precision = Precision.FP32 if c.compute.precision is Precision.AUTO else c.compute.precision
         found = [
@@ -214,12 +214,12 @@ class RunFacts:
         return [self.spec.stage_flops(self.cut, s) for s in range(self.config.fleet.stages)]
 
     def seating(self) -> Seating:
-        """What chooses a newcomer's stage."""
+        """Assigns newcomers to stages."""
         helpers = {name: s for s, names in enumerate(self.config.hub.helpers) for name in names}
         return Seating(self.needs(), self.stage_costs(), self.strategy, self.client_needs(), helpers)
 
     def manifest(self, run_id: str) -> dict[str, object]:
-        """A checkpoint's manifest, without its parts."""
+        """A checkpoint's manifest, without the parts."""
         return {
             "format": FORMAT,
             "run_id": run_id,
@@ -240,9 +240,9 @@ def build_compute(
     folder: Path | None = None,
 ) -> Compute:
     """Build the stage's compute, paced if the fleet profile declares service times. ``part``: the checkpoint part with
-    its weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``: of this
-    peer's own, for a stage that is larger than its device. Raises CheckpointError, and CapacityError if the stage can
-    only be swapped and backing memory is too small."""
+    the stage's weights; default: ``model.from``, or drawn from the seed. ``updates``: see ``StageSetup``. ``folder``:
+    private to this peer, for a stage that is larger than the device. Raises CheckpointError, and CapacityError if the
+    stage can only be swapped and backing memory is too small."""
     config, need = facts.config, (facts.needs() if updates else facts.client_needs())[stage]
     setup = StageSetup(
         optimizer=config.optimizer,
@@ -295,8 +295,8 @@ def _weights_in(part: Path) -> Callable[[str], Tensor]:
 
 
 def check_first_weights(facts: RunFacts, tell: Callable[[float], None]) -> None:
-    """Read all weights of ``model.from``. ``tell`` hears the share that is done. Raises CheckpointError for those that are not
-    finite, in ``compute.precision`` too if it is given."""
+    """Read all weights of ``model.from``. ``tell`` gets the share that is done. Raises CheckpointError for weights that
+    are not finite, or not finite in a given ``compute.precision``."""
     precision = facts.config.compute.precision
     dtype = torch.float32 if precision is Precision.AUTO else precision_dtype(precision)
     for stage in range(len(facts.cut)):
@@ -310,14 +310,14 @@ def check_first_weights(facts: RunFacts, tell: Callable[[float], None]) -> None:
 
 
 def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
-    """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError, also when they are loaded, if
-    they are not finite."""
+    """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError; so does the loader for
+    weights that are not finite."""
     load = _given_weights(facts, stage)
     return None if load is None else finite(load, facts.config.model.given or "")
 
 
 def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:
-    """Raises CheckpointError if layers that are to be shared differ: all but the first would be lost."""
+    """Raises CheckpointError if layers to be shared differ: all but the first would be lost."""
     if facts.config.model.factory is not None and isinstance(facts.spec, TracedModel):
         return first_weights(facts.spec.config, facts.config.train.seed).__getitem__
     if facts.config.model.from_ is None:
@@ -341,10 +341,10 @@ def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | Non
 def resolve_start(
     config: RunConfig, *, weights: bool = True, note: Callable[[str], None] = lambda text: None
 ) -> RunConfig:
-    """``config`` with the sizes of the checkpoint in ``model.from``, and its tokenizer unless the user names another.
-    Sequence length, dropout, layer sharing and everything else stay the user's. With ``model.factory``, the sizes of its
-    module. Without ``weights`` only ``config.json`` is read, or fetched. ``note`` gets remarks for people. Raises
-    CheckpointError, or ConfigError if the user asks for other sizes."""
+    """``config`` with the sizes of the checkpoint in ``model.from``, and the checkpoint's tokenizer unless the user
+    names one. Sequence length, dropout, layer sharing and everything else stay the user's. With ``model.factory``, the
+    sizes of the built module. Without ``weights`` only ``config.json`` is read, or fetched. ``note`` gets remarks for
+    people. Raises CheckpointError, or ConfigError if the user asks for different sizes."""
     if config.model.factory is not None:
         return _resolve_factory(config)
     if config.model.from_ is None:
@@ -407,8 +407,8 @@ SIZES = ("layers", "width", "vocab", "context", "architecture")
 
 
 def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callable[[str], None]) -> dict[str, Any]:
-    """Fields of ``ModelConfig`` that describe the model in ``folder``, whose ``weights`` must fit if they count. Raises
-    CheckpointError or ConfigError."""
+    """Fields of ``ModelConfig`` that describe the model in ``folder``, with a check of its weights if ``weights``.
+    Raises CheckpointError or ConfigError."""
     context = run_context(folder, given.get("context"))
     if is_native(folder):
         untie = given.get("untie", False)
@@ -434,7 +434,7 @@ def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callab
 
 
 def check_given(given: dict[str, Any], sizes: Mapping[str, object], beside: str) -> None:
-    """Raises ConfigError if the user gave other sizes than ``sizes``, those of ``beside``."""
+    """Raises ConfigError if the user's sizes differ from ``sizes``, the sizes of ``beside``."""
     for name, value in given.items():
         if value != sizes.get(name):
             raise ConfigError(

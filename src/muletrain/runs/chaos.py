@@ -1,9 +1,8 @@
-"""Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to its processes, lines to its
-workers.
+"""Injects the faults of a chaos plan (``policy/chaos.py``) into a local fleet: signals to processes, lines to workers.
 
-Every injection is a ``FaultInjected`` event in the run folder, so that injected faults can be compared with noticed
-ones. For a fault at an exact point of a step, the target is told two steps before and does it itself (``Points``):
-nobody could hit that point from outside.
+Every injection is a ``FaultInjected`` event in the run folder, for comparison with detected faults. For a fault at an
+exact point of a step, the target is told two steps before and injects the fault itself (``Points``): no other process
+could hit that point.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class _Lasting:
 
 
 class Injector:
-    """Injects the faults of a plan. Show it every event (``see``), and call ``tick`` often. A fault waits until its
-    target is there."""
+    """Injects the faults of a plan. Pass every event to ``see``, and call ``tick`` often. A fault waits for a suitable
+    target."""
 
     def __init__(
         self,
@@ -74,8 +73,8 @@ class Injector:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: the fleet's peers, in the order in which a partition's sides count them; ``clients`` compute for
-        them, and no partition cuts them off. ``seed`` decides which peer 'any' is."""
+        """``names``: the fleet's peers, in the order in which a partition counts; ``clients``: the fleet's clients,
+        which no partition cuts off. ``seed`` decides which peer 'any' is."""
         self._waiting, self._founding = list(plan), frozenset(names)
         self._fleet, self._names, self._now = fleet, list(names), now
         self._rng = random.Random(f"targets/{seed}")
@@ -91,15 +90,15 @@ class Injector:
         self._step = 0
         self._lasting: list[_Lasting] = []
         self._away: set[str] = set()
-        """Peers that were frozen, cut off or moved, and have not finished a step since: they may be behind."""
+        """Peers that were frozen, cut off or moved, and have finished no step since: perhaps behind."""
         self._moving: set[str] = set()
         """Peers that were asked to serve another stage, and are not there yet."""
         self._killed: set[str] = set()
-        """Peers that we killed. Their processes may take a moment to end."""
+        """Peers that we killed; a process may take a moment to end."""
         self._told: dict[str, Fault] = {}
         """Peers that will inject a fault into themselves at an exact point."""
         self.newcomer: WorkerSpec | None = None
-        """The spec of a peer that joins later, except for its name."""
+        """The spec of a peer that joins later, except for the name."""
 
     def see(self, event: Event) -> None:
         match event:
@@ -124,9 +123,9 @@ class Injector:
                 pass
 
     def tick(self) -> None:
-        """Inject faults that are due, and end the ones that are over."""
+        """Inject faults that are due, and end faults that are over."""
         running = self._running()
-        for name in self._told.keys() - running:  # it ended before it came to the point
+        for name in self._told.keys() - running:  # ended before the point
             self._waiting.append(self._told.pop(name))
         for lasting in list(self._lasting):
             if self._now() >= lasting.until:
@@ -160,7 +159,7 @@ class Injector:
     # Who ------------------------------------------------------------------------------------------------------------
 
     def _targets(self, fault: Fault) -> tuple[str, ...]:
-        """The peers that ``fault`` hits; empty: none fits now."""
+        """The peers that ``fault`` hits; empty: no peer fits now."""
         if fault.kind == "join":
             return (f"peer-{len(self._names)}",)
         alive = self._running()
@@ -180,8 +179,8 @@ class Injector:
         return (self._rng.choice(meant),) if meant else ()
 
     def _helping(self, fault: Fault) -> list[str]:
-        """Clients at work that ``fault`` may hit. They do no steps, so they cannot be hit at a point of one. 'any' corrupts
-        none of them: its server would be blamed."""
+        """Clients at work that ``fault`` may hit. Clients do no steps, so a fault at a point of a step hits no client.
+        'any' corrupts no client: the client's server would be blamed."""
         if fault.kind not in ("kill", "freeze", "corrupt") or fault.phase is not None:
             return []
         targets = {"client"} if fault.kind == "corrupt" else {"any", "client"}
@@ -193,7 +192,7 @@ class Injector:
         return target in ("any", name, f"stage{peer.stage}") or roles.get(target, False)
 
     def _is_spared(self, name: str, running: list[str]) -> bool:
-        """Has its stage another peer that is up to date and stays?"""
+        """Does the stage of ``name`` have another peer that is up to date and stays?"""
         stage, unsure = self._peers[name].stage, {name, *self._away, *self._moving, *self._told}
         return any(other not in unsure and self._peers[other].stage == stage for other in running)
 
@@ -234,7 +233,7 @@ class Injector:
             self._away.update(who)
 
     def _happened(self, event: FaultInjected) -> None:
-        """A peer reports the fault that it was told to inject into itself."""
+        """Record a fault that a peer reports to have injected into itself."""
         if (fault := self._told.pop(event.peer, None)) is not None:
             self._lasts(fault, (event.peer,))
             if fault.kind == "kill":
@@ -256,7 +255,7 @@ class Injector:
 
 
 class Points:
-    """Injects faults into its own process, each at an exact point of a step."""
+    """Injects faults into this process, each at an exact point of a step."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -264,7 +263,7 @@ class Points:
         self._network: Libp2pNetwork | None = None
 
     def add(self, network: Libp2pNetwork, step: str, phase: str, event: str) -> None:
-        """Add the fault in the injector's line. Raises MuletrainError if there is no such point."""
+        """Add the fault in the injector's line. Raises MuletrainError for an unknown point."""
         if not step.isdecimal() or phase not in PHASES:
             raise MuletrainError(f"step {step!r}, {phase!r}: no such point")
         self._network = network
@@ -275,7 +274,7 @@ class Points:
         for waiting in [w for w in self._waiting if w[1] == phase and w[0] <= step + 1]:
             self._waiting.remove(waiting)
             event = dataclasses.replace(waiting[2], step=step)
-            self._log.emit(event)  # it must be on the disk before we die
+            self._log.emit(event)  # the event must be on the disk before we die
             if event.what == "corrupt":
                 assert self._network is not None
                 self._network.damage_next()
@@ -284,8 +283,8 @@ class Points:
 
 
 def spoil_next(compute: Compute) -> None:
-    """Make the next gradient that ``compute`` gives to averaging not finite, as faulty memory would. A gradient without
-    microbatches is passed over: it would not matter."""
+    """Make the next gradient that ``compute`` gives to averaging not finite, as faulty memory would. An all-zero
+    gradient (no microbatches) is passed over."""
     right = compute.gradient
 
     async def gradient(step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoint folders, opened with their content verified: for resuming, evaluation, generation and export."""
+"""Checkpoint folders, opened with verified content: for resuming, evaluation, generation and export."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 COULD_NOT = "the checkpoint at {} could not be copied to the run folder ({}); 'run --resume' tries again"
 FORMAT = 2
-"""Version of the format. It goes up when older and newer versions could not read each other's checkpoints."""
+"""Version of the format. Incremented when older and newer versions cannot read each other's checkpoints."""
 
 
 def bring_home(where: str, into: Path) -> None:
@@ -56,7 +56,7 @@ def bring_home(where: str, into: Path) -> None:
 
 
 def bring_newest_home(place: str, folder: Path) -> None:
-    """Copy the newest intact checkpoint of ``place`` into the run folder, unless it is there. Raises ConfigError or
+    """Copy the newest intact checkpoint of ``place`` into the run folder, unless present. Raises ConfigError or
     CheckpointError."""
     try:
         source = open_place(place, keep=1)
@@ -81,7 +81,7 @@ def _is_intact(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint. Its manifest was written last, and names every part by content."""
+    """A complete checkpoint. The manifest is written last, and names every part by content."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -90,8 +90,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint at ``path``, or the newest one of a run folder. Raises CheckpointError for a damaged or
-        foreign one."""
+        """Open the checkpoint at ``path``, or the newest in a run folder. Raises CheckpointError for a damaged or
+        foreign checkpoint."""
         folder = latest_checkpoint(path)
         try:
             manifest = read_manifest((folder / "manifest.json").read_bytes(), FORMAT)
@@ -105,8 +105,8 @@ class Checkpoint:
 
     @classmethod
     def newest_intact(cls, run: Path, say: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint of a run folder that is complete and intact, None if there is none. Removes
-        half-written ones. ``say`` hears about every checkpoint that is removed or passed over."""
+        """The newest checkpoint of a run folder that is complete and intact, or None. Removes half-written checkpoints.
+        ``say`` gets a message for every checkpoint that is removed or passed over."""
         for partial in (run / "checkpoints").glob(".step-*.partial"):
             say(f"{partial.name}: was being written when the run ended; removed")
             shutil.rmtree(partial, ignore_errors=True)
@@ -119,7 +119,7 @@ class Checkpoint:
 
     @classmethod
     def intact(cls, folder: Path) -> Checkpoint:
-        """Open a checkpoint and verify all its files. Raises CheckpointError."""
+        """Open a checkpoint and verify all files. Raises CheckpointError."""
         try:
             checkpoint = cls.open(folder)
             for file in checkpoint.manifest["files"]:
@@ -142,8 +142,8 @@ class Checkpoint:
         return [bytes.fromhex(part["sha256"]) for part in self.manifest["parts"]]
 
     def verify(self, part: dict[str, str]) -> Path:
-        """The path of one of the manifest's files. Raises CheckpointError when it is missing or has other content than
-        the manifest says."""
+        """The path of one of the manifest's files. Raises CheckpointError for a missing file, or content that does not
+        match the manifest."""
         path = self.folder / part["file"]
         try:
             with path.open("rb") as file:
@@ -167,7 +167,7 @@ class Checkpoint:
 
     @property
     def tokenizer_json(self) -> bytes:
-        """The tokenizer's JSON. Raises CheckpointError when it is missing or not what the manifest says."""
+        """The tokenizer's JSON. Raises CheckpointError for a file that is missing or does not match the manifest."""
         for file in self.manifest["files"]:
             if file["file"] == "tokenizer.json":
                 return self.verify(file).read_bytes()
@@ -180,11 +180,12 @@ class Checkpoint:
 
     @property
     def stops(self) -> set[int]:
-        """Tokens that end a text: the one that ends documents, and those of ``model.from``, if its tokenizer is the run's."""
+        """Tokens that end a text: the end of documents, and the stops of ``model.from``, if the run uses that
+        tokenizer."""
         return {*(self.config.model.stops or ()), *self.encoder.end}
 
     def source(self, moved_to: Path | None) -> Path | None:
-        """The Hugging Face folder that the run started from, if any. Raises CheckpointError when it is gone."""
+        """The Hugging Face folder that the run started from, if any. Raises CheckpointError for a missing folder."""
         if self.config.model.from_ is None:
             return None
         folder = moved_to or Path(self.config.model.from_)
@@ -196,13 +197,13 @@ class Checkpoint:
         return folder
 
     def corpus(self, path: str | None = None) -> Data:
-        """The run's tokens or samples. With another ``path``: the run's text, if it moved there, or else other text, of which
-        all tokens are held out. Raises DataError when there is no such text."""
+        """The run's tokens or samples. With another ``path``: the run's text, if moved there, or else a different text,
+        all held out. Raises DataError for a missing text."""
         data, own = self.config.data, str(self.folder / "tokenizer.json")
         if path is not None and data.factory is not None:
             raise DataError(f"data.path: the run trains on samples of data.factory = '{data.factory}', not on text")
         if path is None:
-            if data.tokenizer != "train":  # where it came from may be gone
+            if data.tokenizer != "train":  # the original may be gone
                 data = data.model_copy(update={"tokenizer": own})
             return open_data(data, self.spec)
         data = data.model_copy(update={"path": path, "tokenizer": own, "validation": None})
@@ -213,13 +214,14 @@ class Checkpoint:
         return TokenCache.build(data, self.spec.vocab, measured=True)
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by name, in fp32. Raises CheckpointError when a part is missing or not what the manifest says."""
+        """All weights by name, in fp32. Raises CheckpointError for a part that is missing or does not match the
+        manifest."""
         parts = (self._tensors(part, "model/") for part in self.manifest["parts"])
         return {name.removeprefix("model/"): tensor for part in parts for name, tensor in part}
 
     def _tensors(self, part: dict[str, str], prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one of the manifest's parts by name. Raises CheckpointError if it is missing or not what the manifest
-        says, and if a value is not finite."""
+        """The tensors of one of the manifest's parts by name. Raises CheckpointError if the part is missing or does not
+        match the manifest, and for a value that is not finite."""
         path = self.verify(part)
         with safetensors.safe_open(path, framework="pt") as file:
             load = finite(file.get_tensor, str(path), remedy="use another checkpoint of the run")
@@ -228,8 +230,8 @@ class Checkpoint:
                     yield name, load(name)
 
     def export_module(self, folder: Path, dtype: str) -> tuple[Path, str | None]:
-        """Write the state_dict of a user's module to ``folder``/model.safetensors, its parameters in ``dtype``. Returns that
-        file, and ``cast``'s remark. Raises CheckpointError, and ConfigError if its factory cannot be used."""
+        """Write the state_dict of a user's module to ``folder``/model.safetensors, with parameters in ``dtype``.
+        Returns that file, and ``cast``'s remark. Raises CheckpointError, and ConfigError for an unusable factory."""
         assert isinstance(self.spec, TracedModel)
         weights, remark = cast(self.weights(), dtype)
         state, file = state_dict(self.spec.config, weights), folder / "model.safetensors"
@@ -242,8 +244,8 @@ class Checkpoint:
         return load_model(self.spec, self.weights())
 
     def writer(self) -> StageModule:
-        """Load on the CPU what goes on with a text. Raises ConfigError if a user's module takes no text, or its factory
-        cannot be used."""
+        """Load the model that continues a text on the CPU. Raises ConfigError for a user's module that takes no text,
+        or an unusable factory."""
         if not self.spec.own_loss:
             return self.model()
         assert isinstance(self.spec, TracedModel)

@@ -1,5 +1,5 @@
-"""A client's process (strategy ``hub``), from its admission to its end: it waits until the run has begun, chooses a stage,
-and computes parts of microbatches for one server of it at a time (``runtime.pool.client``)."""
+"""A client's process (strategy ``hub``), from admission to end: the client waits until the run has begun, chooses a
+stage, and computes parts of microbatches for one server at a time (``runtime.pool.client``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from muletrain.runs.measure.machine import Machine
 
 ASK_EVERY_S = 1.0
-"""Seconds between two questions whether the run has begun, or who serves."""
+"""Seconds between two requests for the genesis, or for the list of servers."""
 CALL_S = 10.0
 PATIENCE_S = 120.0
 """Seconds within which some server must answer once the run has begun."""
@@ -38,7 +38,7 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Help:
-    """What a client needs to work for a run that has begun. ``stage``: the first that it works for; None: it chooses."""
+    """The context of a client in a run that has begun. ``stage``: the first to work for; None: the client chooses."""
 
     facts: RunFacts
     network: Network
@@ -56,8 +56,8 @@ async def admitted(
     machine: Machine,
     tell: Callable[[tuple[str, ...]], None],
 ) -> Help:
-    """Wait until the run has begun. ``tell`` hears now and then what it waits for. Raises AdmissionError if another run
-    begins than was said, and NetworkError when the founder goes away meanwhile."""
+    """Wait until the run has begun. ``tell`` gets the missing conditions now and then. Raises AdmissionError if the run
+    that begins has a different configuration, and NetworkError when the founder goes away meanwhile."""
     while not welcome.running:
         try:
             genesis = await talk.genesis()
@@ -102,7 +102,7 @@ class Helping:
         host.log.emit(ClientFinished(seconds=host.clock.now() - begin, reason=reason))
 
     async def _run(self, help: Help, tasks: Tasks) -> str:
-        """Returns why the work ended. Raises NoServer, and MuletrainError."""
+        """Returns the reason for the end. Raises NoServer, and MuletrainError."""
         facts, host = help.facts, self._host
         fits = [s for s, need in enumerate(facts.client_needs()) if need.fits(help.machine.offer)]
         servers, make = partial(self.servers, help), partial(self.client, help, tasks)
@@ -146,7 +146,7 @@ class Helping:
         return client
 
     async def servers(self, help: Help) -> dict[int, tuple[PeerId, ...]]:
-        """Ask who serves which stage. Raises NoServer."""
+        """Ask for the servers of each stage. Raises NoServer."""
         host, network = self._host, help.network
         ask, until = [help.admitter], host.clock.now() + PATIENCE_S
         problem = "no server is known"

@@ -1,4 +1,4 @@
-"""A peer's own data: the corpus that makes it a trainer, and its part in sharing the run's tokens."""
+"""A peer's own data: the corpus of a trainer, and the peer's part in sharing the run's tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 async def owners_sharing(facts: RunFacts, cache: TokenCache) -> Sharing:
-    """The ``Sharing`` of a peer that has the data. Reads all of it once. Raises DataError."""
+    """The ``Sharing`` of a peer that has the data. Reads all data once. Raises DataError."""
     disk, wanted = Disk(), facts.config.fleet.trainers or WANTED
     try:
         shared, copy = await asyncio.to_thread(share, *cache.train_file, cache.heldout_file, disk)
@@ -66,8 +66,8 @@ async def joiners_sharing(
 
 
 def own_data(host: Host, facts: RunFacts, tokenizer: bytes, digest: str) -> Data | None:
-    """The corpus or the samples, if this peer has them; only then can it be a trainer. Raises AdmissionError when they
-    are not the run's."""
+    """The corpus or the samples, if this peer has the data, and so can train at once. Raises AdmissionError for data
+    that differ from the run's."""
     where, data = host.spec.data, facts.config.data
     if data.factory is not None:
         return _own_samples(facts, digest) if data.factory in trusted() else None

@@ -1,7 +1,7 @@
-"""Peer processes on this machine: start them, watch them, end them all.
+"""Starts, watches and ends the peer processes on this machine.
 
-A process reads commands from its standard input alone, so it ends when we end, however we end. It runs in a session of
-its own and ignores the signals that ask for an end (``runs.signals``), so we alone answer these, and end the run in order.
+A process reads commands from standard input, and so ends with us, even if we crash. A process has a separate session
+and ignores ``runs.signals.ENDING``, so we alone answer such signals, and end the run in order.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ COMMON = {
     "KMP_BLOCKTIME": "0",
     "PYTHONSAFEPATH": "1",
 }
-"""The environment of all our processes. Threads of torch do not spin while they wait: where others use the cores, too, a
-spinning fleet ran at a twelfth of its speed. Processes of Python do not import from the working folder, whose random.py
-or queue.py would stand in for the library's."""
+"""The environment of all our processes. Idle threads of torch do not spin: on shared cores, a spinning fleet ran at a
+twelfth of its speed. Python does not import from the working folder, since a random.py or queue.py there would shadow
+the library's."""
 
 
 class LocalFleet:
-    """Owns the processes of one command. As a context manager it leaves none behind."""
+    """Owns the processes of one command. The context manager leaves no process behind."""
 
     def __init__(self, folder: Path, threads: int, wrap: Callable[[str], list[str]] = lambda name: []) -> None:
         """``wrap``: a prefix for the command of the peer of that name (``ip netns exec ...``)."""
         self.folder = folder
         self._wrap = wrap
         self._ending = ExitStack()
-        # a killed process cannot remove it
+        # a killed process cannot remove the folder
         self._scratch = str(self._ending.enter_context(temporary_folder()))
         self._threads = threads
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -66,7 +66,7 @@ class LocalFleet:
         self._ending.close()
 
     def spawn(self, names: list[str]) -> None:
-        """Start the interpreters, whose imports take seconds. ``begin`` gives each its work."""
+        """Start the interpreters, since imports take seconds; ``begin`` assigns the work."""
         for name in names:
             with open(self.folder / f"{name}.log", "ab") as log, begun_deaf():
                 process = subprocess.Popen(
@@ -80,12 +80,12 @@ class LocalFleet:
             self._running[name] = process
 
     def begin(self, spec: WorkerSpec) -> None:
-        """Tell a process what peer it is."""
+        """Send ``spec`` to the process of that name."""
         self.tell(spec.name, spec.model_dump_json())
 
     def wait_for_ticket(self, founder: str, tick: Callable[[], None]) -> Ticket:
-        """Wait until the founder listens and has written the ticket. Raises MuletrainError if it ends or takes too
-        long."""
+        """Wait until the founder listens and has written the ticket. Raises MuletrainError if the founder ends or takes
+        too long."""
         path = self.folder / TICKET_FILE
         deadline = time.monotonic() + START_S
         while not path.exists():
@@ -104,7 +104,8 @@ class LocalFleet:
         return words and f" ({words[:200]})"
 
     def alive(self) -> list[str]:
-        """Names of running processes. Closes our files for the others, or a long run with newcomers would run out."""
+        """Names of running processes. Closes our files for ended processes, or a long run with newcomers would run out
+        of files."""
         names = [name for name, process in self._running.items() if process.poll() is None]
         for name in self._running.keys() - names:
             self._hang_up(name)
@@ -128,8 +129,8 @@ class LocalFleet:
             self.tell(name, "stop")
 
     def kill(self) -> None:
-        """End every process and its children now. All are killed before any pipe closes: a process that saw another end
-        would report that as the reason, or remove files that the rest still uses."""
+        """Kill every process with all children now. All are killed before any pipe closes: a process that sees the end
+        of another process would report that as the reason, or remove files in use."""
         for name in self._running:
             self.signal(name, signal.SIGKILL)
         for name, process in self._running.items():
@@ -137,14 +138,14 @@ class LocalFleet:
             self._hang_up(name)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Signal a peer's process and its children, its daemon among them."""
+        """Signal a peer's process and its children, including the daemon."""
         with suppress(ProcessLookupError):
             os.killpg(self._running[name].pid, number)
 
     def tell(self, name: str, line: str) -> None:
         """Write a line to a peer's standard input (see ``worker.py``)."""
         stdin = self._running[name].stdin
-        with suppress(OSError, ValueError):  # it has ended; its exit code says more
+        with suppress(OSError, ValueError):  # the process has ended; the exit code says more
             assert stdin is not None
             stdin.write(f"{line}\n".encode())
             stdin.flush()
@@ -156,7 +157,7 @@ def threads_per_peer(asked: int | None, local_peers: int) -> int:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a peer process with so many threads."""
+    """The environment of a peer process with ``threads`` threads."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 ROOT = Path("runs")
 TEMPORARY = "mule-"
-"""Prefix of temporary folders. It is short, because paths of sockets must be."""
+"""Prefix of temporary folders, short since paths of sockets must be."""
 LOCK = f"lock-{platform.node()}"
-"""Lock file in a command's temporary folder. It names the machine: others may share the folder, but not its locks."""
+"""Lock file in a command's temporary folder. The name includes the machine: several machines may share the folder, but
+not the locks."""
 YOUNG_S = 60.0
-"""Seconds after its creation in which a folder may still be without its lock."""
+"""Seconds after creation in which a folder may still lack the lock."""
 WATCH_S = 1.0
 """Seconds between two looks at the disk."""
 LEAST_ROOM = 1 << 16
@@ -33,8 +34,8 @@ LEAST_ROOM = 1 << 16
 
 
 def new_run_folder(name: str) -> Path:
-    """Create ``runs/DATE-NAME`` (with a number behind it if that exists). Raises MuletrainError if it cannot be
-    written."""
+    """Create ``runs/DATE-NAME`` (with a number appended if that exists). Raises MuletrainError for a folder that cannot
+    be written."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = ROOT / f"{stamp}-{name}"
     try:
@@ -59,9 +60,10 @@ def new_run_folder(name: str) -> Path:
 def held(
     folder: Path, name: str = "lock", otherwise: str = "", say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Lock]:
-    """Hold the lock ``name`` of a folder; the default one is for writing into a run folder. The lock ends with the
-    process, however it ends. Where the file system has no locks, ``say`` hears of it, and nothing is held. Raises
-    MuletrainError with the words ``otherwise`` if another process holds the lock, and for a folder that cannot be written."""
+    """Hold the lock ``name`` of a folder; the default is for writing into a run folder. The lock ends with the process,
+    even after a crash. On a file system without locks, ``say`` gets a message, and nothing is held. Raises
+    MuletrainError with the words ``otherwise`` if another process holds the lock, and for a folder that cannot be
+    written."""
     try:
         file = os.open(folder / name, os.O_RDONLY | os.O_CREAT, 0o600)
     except OSError as e:
@@ -80,7 +82,7 @@ def held(
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Create a folder for a command's sockets and keys, and for the temporary files of its processes. A killed command
-    leaves it behind; the next command on this machine removes each folder whose lock nobody holds."""
+    leaves the folder behind; the next command on this machine removes each folder without a held lock."""
     try:
         made = tempfile.TemporaryDirectory(prefix=TEMPORARY)
     except OSError as e:
@@ -133,8 +135,9 @@ class DiskWatch:
 
 
 def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Path:
-    """The run folder that ``path`` names: itself, or the one in it whose run was begun or resumed last, of those in which a
-    step was done. ``say`` hears of newer ones that are passed over. Raises MuletrainError if there is none."""
+    """The run folder that ``path`` names: ``path`` itself, or the subfolder with the run that was begun or resumed last
+    and has done a step, or else the newest. ``say`` gets a message for each newer folder that is passed over. Raises
+    MuletrainError if no folder is found."""
     if _last_used(path) is not None:
         return path
     found = sorted(((t, f) for f in path.glob("*/") if (t := _last_used(f)) is not None), reverse=True)
@@ -143,7 +146,7 @@ def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Pa
             return folder
         say(f"{folder}: no step was done there; passed over")
     if found:
-        return found[0][1]  # there is nothing better, so it begins again
+        return found[0][1]  # the newest run begins again
     raise MuletrainError(
         f"{path}: no run folder (with a config.toml or checkpoints/), nor does it contain one; give a run's folder, or call '--resume' "
         f"alone where 'muletrain run' or 'start' was called: it takes the newest run of {ROOT}/"
@@ -151,8 +154,8 @@ def run_folder(path: Path, say: Callable[[str], None] = lambda text: None) -> Pa
 
 
 def _last_used(folder: Path) -> float | None:
-    """When the run in ``folder`` was begun or resumed, or, on a machine that joined it, its newest checkpoint written [s];
-    None: there is none."""
+    """The time at which the run in ``folder`` was begun or resumed, or, on a joined machine, of the newest checkpoint
+    [s]; None: no run folder."""
     for files in ([folder / "config.toml"], (folder / "checkpoints").glob("step-*/manifest.json")):
         if times := [file.stat().st_mtime for file in files if file.is_file()]:
             return max(times)
@@ -160,14 +163,14 @@ def _last_used(folder: Path) -> float | None:
 
 
 def _has_steps(folder: Path) -> bool:
-    """Is there a checkpoint in the run folder, or was at least one step done without one?"""
+    """Is there a checkpoint in the run folder, or was at least one step done without a checkpoint?"""
     from muletrain.events import StepDone, events_in
 
     return any((folder / "checkpoints").glob("step-*/manifest.json")) or bool(events_in(folder, StepDone))
 
 
 def _manifests(path: Path) -> list[Path]:
-    """The checkpoints that ``path`` may name, oldest first: itself, or those of a run folder."""
+    """The checkpoints that ``path`` may name, oldest first: ``path`` itself, or the checkpoints in a run folder."""
     if (path / "manifest.json").is_file():
         return [path / "manifest.json"]
     return sorted((path / "checkpoints").glob("step-*/manifest.json")) or sorted(path.glob("step-*/manifest.json"))
@@ -179,8 +182,8 @@ def has_checkpoint(path: Path) -> bool:
 
 
 def latest_checkpoint(path: Path) -> Path:
-    """The checkpoint folder that ``path`` names: itself, or the newest one of a run folder. Raises MuletrainError if
-    there is none."""
+    """The checkpoint folder that ``path`` names: ``path`` itself, or the newest checkpoint of a run folder. Raises
+    MuletrainError if no checkpoint is found."""
     if not path.exists():
         raise MuletrainError(f"{path}: no such folder; give that of a run ({ROOT}/...) or of a checkpoint")
     if not (found := _manifests(path)):

@@ -1,8 +1,8 @@
-"""Ends the process of a peer whose event loop hangs. If the loop itself waits for a device, no watchdog in it can run.
+"""Ends the process of a peer with a hanging event loop. While the loop itself waits for a device, no watchdog in the
+loop can run.
 
 Time counts only while the process runs, so a stopped process or a sleeping machine does not count as hanging. A call
-that never releases Python's interpreter lock stops this thread, too. Other peers still notice: the peer answers no
-probe.
+that never releases Python's interpreter lock stops this thread, too. Members still notice: the peer answers no probe.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 600.0
 """Seconds that the event loop may stand still before the process ends. A starved machine or a copy of a large tensor
-stops it for some."""
+stops the loop for some seconds."""
 LOOK_S = 1.0
 """Seconds between two beats, and between two checks."""
 SAY_S = 10.0
@@ -32,11 +32,11 @@ SAY_S = 10.0
 
 
 class Guard:
-    """A daemon thread that ends the process when ``beat`` stops: because the loop hangs, or because it is not closed
-    after ``beat`` was cancelled. Made in the loop that it watches."""
+    """A daemon thread that ends the process when ``beat`` stops: because the loop hangs, or stays open after ``beat``
+    was cancelled. Construct a guard in the watched loop."""
 
     def __init__(self, log: EventLog, at: Callable[[], str], limit_s: float = LIMIT_S) -> None:
-        """``at`` describes what the device's threads are doing, for the error."""
+        """``at`` describes the current work of the device's threads, for the error."""
         self._log, self._at, self._limit_s = log, at, limit_s
         self._beats, self._loop = 0, asyncio.get_running_loop()
         threading.Thread(target=self._watch, daemon=True, name="guard").start()

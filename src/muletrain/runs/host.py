@@ -1,5 +1,4 @@
-"""What a peer has on its machine, as founder or newcomer: its spec, log and ticket, the machine's resources, links and
-compute."""
+"""The resources of a peer, as founder or newcomer: spec, log, ticket, machine, links and compute."""
 
 from __future__ import annotations
 
@@ -42,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """Holds what one process has. ``rendezvous``: the founder's; ``known``: names of other peers by id, which a newcomer
-    hears before the run begins, and a server from its clients; ``survey``: what a founder can measure the fleet with until
-    then; ``roster``: None until then; ``compute``: the one in use."""
+    """Holds the resources of one process. ``rendezvous``: the founder's; ``known``: names of peers by id, received by a
+    newcomer before the run begins, and by a server from clients; ``survey``: the founder's, until the run begins;
+    ``roster``: None until then; ``compute``: the compute in use."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog, clock: Clock) -> None:
         self.spec, self.log, self.clock = spec, log, clock
@@ -68,13 +67,13 @@ class Host:
         return {} if roster is None else {p: name for p, name in self.known.items() if not roster.knows(p)}
 
     def hand_out(self, ticket: Ticket) -> None:
-        """Write the ticket into the folder where commands on this machine look for it."""
+        """Write the ticket into the folder in which commands on this machine look."""
         self.ticket = ticket
         if (self.spec.role == "found" and not self.spec.alone) or self.spec.keeps_ticket:
             write_secret(Path(self.spec.folder) / TICKET_FILE, str(ticket))
 
     async def probe_machine(self, config: RunConfig | None) -> Machine:
-        """Measure this machine. ``config``: the run's, if it is known yet."""
+        """Measure this machine. ``config``: the run's, if known."""
         spec = self.spec
         precision = config.compute.precision if config is not None else Precision(spec.precision or "auto")
         return await asyncio.to_thread(
@@ -95,27 +94,26 @@ class Host:
         )
 
     async def build_client(self, facts: RunFacts, stage: int, machine: Machine) -> Compute:
-        """Build what computes parts of ``stage`` for its servers, with weights that these replace. Raises
-        CapacityError."""
+        """Build a client's compute for ``stage``, with weights that servers replace. Raises CapacityError."""
         check_stage(facts, stage, machine.offer, client=True)
         index = self.spec.fleet_index
         return await asyncio.to_thread(build_compute, facts.drawn(), stage, machine, index, updates=False)
 
     async def build(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
-        """Build the compute of ``stage``, with the state in the checkpoint ``part`` if there is one. Raises
-        CapacityError if the stage does not fit, no matter who assigned it."""
+        """Build the compute of ``stage``, with the state in the checkpoint ``part``, if given. Raises CapacityError if
+        the stage does not fit, even if another member assigned the stage."""
         check_stage(facts, stage, machine.offer)
         folder = Path(self.spec.swap_folder or self.spec.folder)
         index = self.spec.fleet_index
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder)
         if part is not None:
             state = await compute.offload(safetensors.torch.load_file, part)
-            state.pop(SKIPPED, None)  # a resumed run may have other settings, and counts anew
+            state.pop(SKIPPED, None)  # a resumed run may have other settings, and restarts the count
             await compute.load_state(state)
         return compute
 
     def prober(self, facts: RunFacts, network: Network, founder: PeerId, machine: Machine) -> Prober:
-        """Make the ``Prober`` that measures when ``founder`` asks for it."""
+        """Make the ``Prober`` that measures at the request of ``founder``."""
         spec = self.spec
         emulated = "" if facts.config.fleet.profile is None or spec.fleet_index is None else spec.name
         identity = identity_of(self.ticket.run_id, emulated)
@@ -130,11 +128,11 @@ class Host:
     def close_compute(self) -> None:
         if self.compute is not None:
             self.compute.close()
-            self.compute = None  # so that a next one finds the memory that it held free
+            self.compute = None  # frees the memory for the next compute
 
     def links(self, facts: RunFacts, network: Network) -> Network:
-        """``network``, shaped as the fleet profile says if there is one (peer i of the profile is the i-th name of the
-        local fleet)."""
+        """``network``, shaped by the fleet profile, if any (peer i of the profile is the i-th name of the local
+        fleet)."""
         index, profile, spec = self.spec.fleet_index, facts.config.fleet.profile, self.spec
         if self.shaped is not None:
             return self.shaped
@@ -150,7 +148,7 @@ class Host:
         return self.shaped or network
 
     def _called(self, peer: PeerId) -> str:
-        """The name of a peer or client; of an unknown one its id."""
+        """The name of a peer or client; of an unknown peer the id."""
         if self.roster is not None and self.roster.knows(peer):
             return self.roster.name(peer)
         return self.known.get(peer) or self.names().get(peer, peer)
@@ -168,15 +166,15 @@ class Host:
 def _machine_of(name: str, config: RunConfig, fleet: Fleet) -> int:
     """The machine of the fleet profile that this peer emulates; a newcomer gets some machine's links."""
     number = name.removeprefix("client-")
-    if config.hub.clients and number != name and number.isdecimal():  # they come after the local fleet's peers
+    if config.hub.clients and number != name and number.isdecimal():  # clients come after the local fleet's peers
         return (config.fleet.local_peers + int(number)) % len(fleet.peers())
     return fleet.number(name)
 
 
 def place_of(config: RunConfig, spec: WorkerSpec, note: Callable[..., None]) -> CheckpointStore:
-    """Where this peer writes checkpoints: the run's shared place only if the owner of this machine named it, too,
-    because opening it uses this machine's disk or credentials. Raises ConfigError if the owner named another place, or
-    the founder cannot use it."""
+    """The place for this peer's checkpoints: the run's shared place only if the owner of this machine named the same
+    place, because opening a place uses this machine's disk or credentials. Raises ConfigError if the owner named a
+    different place, or the founder cannot use the place."""
     shared, keep = config.checkpoint.place, config.checkpoint.keep
     own = Folder(Path(spec.folder) / "checkpoints", keep)
     if spec.place is not None and spec.place != shared:

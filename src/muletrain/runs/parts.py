@@ -1,4 +1,4 @@
-"""Checkpoint folders that a command writes: first weights for machines that join, and a checkpoint cut in another way.
+"""Checkpoint folders that a command writes: first weights for machines that join, and a checkpoint with a new cut.
 
 A part may be larger than this machine's memory, so tensors are read and written one by one, in the format of
 safetensors (eight bytes: the header's size; the header as JSON; the tensors).
@@ -35,22 +35,22 @@ _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Part(NamedTuple):
-    """The tensors of one stage: types and shapes by name, and what reads each."""
+    """The tensors of one stage: types and shapes by name, and a loader."""
 
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     load: Callable[[str], Tensor]
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of all tensors."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.tensors.values())
 
 
 def write_checkpoint(
     final: Path, about: Mapping[str, object], tokenizer: bytes, parts: Sequence[Part], tell: Callable[[float], None]
 ) -> None:
-    """Write the checkpoint folder ``final``, with what ``about`` says in its manifest. ``tell`` hears the share that is
-    done. Raises CheckpointError."""
+    """Write the checkpoint folder ``final``, with ``about`` in the manifest. ``tell`` gets the share that is done.
+    Raises CheckpointError."""
     partial = final.with_name(f".{final.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -122,8 +122,8 @@ def _part(facts: RunFacts, stage: int) -> Part:
 
 
 def fitting(checkpoint: Checkpoint, facts: RunFacts, tell: Callable[[float], None]) -> Checkpoint:
-    """``checkpoint``, or a copy beside it that is cut as ``facts`` say. ``tell`` hears the share that is written. Raises
-    CheckpointError, also if the parameters are not those of the model."""
+    """``checkpoint``, or a sibling copy with the cut of ``facts``. ``tell`` gets the share that is written. Raises
+    CheckpointError, also if the parameters do not match the model."""
     cut = [list(stage) for stage in facts.cut]
     with ExitStack() as stack:
         try:
@@ -142,7 +142,7 @@ def fitting(checkpoint: Checkpoint, facts: RunFacts, tell: Callable[[float], Non
 
 
 def _recut_part(facts: RunFacts, stage: int, where: dict[str, Any], checkpoint: Checkpoint) -> Part:
-    """What ``stage`` has: each parameter and its moments, and what is none of a parameter's, such as the loss scale."""
+    """The tensors of ``stage``: parameters, moments, and the remaining tensors, such as the loss scale."""
     shapes = make_stage(facts.spec, stage, facts.cut).shapes()
     tensors = {}
     for key in where:

@@ -1,4 +1,4 @@
-"""The model of a Hugging Face folder, or of the Hub, as it is used without a run: measured, and to write text."""
+"""The model of a Hugging Face folder, or of the Hub, for use without a run: to measure the loss, and to write text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained_in(where: Path) -> Checkpoint:
 
 
 class Pretrained(Checkpoint):
-    """A model of ``transformers`` as its own class computes it, which nobody trained here: nothing is traced."""
+    """A model of ``transformers`` that was not trained here: computed by the model's class, not traced."""
 
     spec: TracedModel
 
@@ -46,7 +46,7 @@ class Pretrained(Checkpoint):
         folder = local_folder(name).resolve()
         try:
             spec = traced_in(folder)
-        except ConfigError:  # without a longest sequence, any is one
+        except ConfigError:  # the model declares no longest sequence
             spec = traced_in(folder, context=USUAL_CONTEXT)
         config = RunConfig.model_validate({"model": {"from": str(folder), "stops": stops_in(folder)}})
         return cls(folder, {"step": 0, "parts": [], "files": []}, spec, config)
@@ -57,7 +57,8 @@ class Pretrained(Checkpoint):
 
     @property
     def tokenizer_json(self) -> bytes:
-        """See ``Checkpoint``. Without a declared end of documents, a text ends only where its room does. Raises DataError."""
+        """See ``Checkpoint``. Without a declared end of documents, a text ends only at the maximum length. Raises
+        DataError."""
         check_own(self.folder, self.spec.vocab)
         tokenizer, end = read_tokenizer(str(self.folder))
         return tokenizer_json(tokenizer if end is None else with_end(tokenizer, end))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HELDOUT_TOKENS = 1 << 20
 """Most held-out tokens to measure on: the loss then has an error of about 0.002 nats."""
 COUNTED_TOKENS = 1 << 23
-"""Most training tokens that the baselines count: sorting them takes about 1 GB."""
+"""Most training tokens that the baselines count: sorting takes about 1 GB."""
 REPORT_FLOPS = 4e12
 """FLOPs that the end of a run spends on measuring: about a minute on two cores."""
 MEMORY_SHARE = 0.5
@@ -54,14 +54,14 @@ def check_memory(params: int) -> None:
 
 
 def report_tokens(spec: Model) -> int:
-    """Held-out tokens that the end of a run measures, so that it takes about ``REPORT_FLOPS``."""
+    """Number of held-out tokens that the end of a run measures with about ``REPORT_FLOPS``."""
     return max(spec.context, int(REPORT_FLOPS / (spec.layers * spec.layer_flops() + spec.head_flops)))
 
 
 def quality(checkpoint: Checkpoint, model: StageModule, cache: Data, tokens: int = HELDOUT_TOKENS) -> Quality:
     """Measure mean cross-entropy [nats/token] on at most ``tokens`` held-out tokens, of the model and of the baselines.
-    The first token is no target. Of a module with its own loss, measure that, on samples or whole sequences. Raises
-    DataError when the corpus has another tokenizer than the run."""
+    The first token is no target. A module's own loss is measured on samples or whole sequences. Raises DataError if the
+    tokenizers of corpus and run differ."""
     if checkpoint.spec.own_loss:
         return _own_quality(checkpoint.spec, model, cache, min(tokens, HELDOUT_TOKENS))
     assert isinstance(cache, TokenCache)
@@ -80,8 +80,8 @@ def quality(checkpoint: Checkpoint, model: StageModule, cache: Data, tokens: int
 
 
 def loss_before(checkpoint: Checkpoint, cache: TokenCache, tokens: int = HELDOUT_TOKENS) -> float | None:
-    """Measure the loss [nats/token] of the weights of ``model.from`` on the text on which ``quality`` measures those of
-    the checkpoint; None: the run began with weights from its seed. Raises MuletrainError when the folder is gone."""
+    """Measure the loss [nats/token] of the weights of ``model.from`` on the text that ``quality`` uses for the
+    checkpoint; None: the run began with weights from a seed. Raises MuletrainError when the folder is gone."""
     if checkpoint.config.model.from_ is None:
         return None
     cut: Cut = tuple((first, end) for first, end in checkpoint.manifest["cut"])
@@ -110,7 +110,7 @@ def _loss(spec: Model, model: StageModule, heldout: TokenArray) -> float:
 
 
 def _own_quality(spec: Model, model: StageModule, data: Data, tokens: int) -> Quality:
-    """``tokens``: at most so many are measured; a sample that is no text counts as one. Raises DataError."""
+    """Measure at most ``tokens``; a sample that is no text counts as one token. Raises DataError."""
     left_out = list[str]()
     if isinstance(data, TokenCache):
         heldout = spread(data.heldout, tokens + 1)[

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed. ``TABLE`` decides it, and docs/runs.md shows it."""
+"""The changes to the configuration that a resume may make: ``TABLE`` is the rule, also shown in docs/runs.md."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Rule(NamedTuple):
-    """What a resume may do to ``fields``: one field, or ``SECTION.*`` for the section's fields without a rule of their
-    own."""
+    """The permission to change ``fields`` at a resume: one field, or ``SECTION.*`` for the section's fields without a
+    separate rule."""
 
     fields: str
     may: Literal["yes", "from then on", "no"]
-    """'yes': the numbers stay those of the same run, up to rounding. 'from then on': the steps after the checkpoint are
-    others, and the run says so. 'no': it would be another run."""
+    """'yes': the run's numbers stay the same, up to rounding. 'from then on': the steps after the checkpoint differ,
+    and the run reports the change. 'no': the result would be a different run."""
     effect: str
 
 
@@ -68,14 +68,14 @@ TABLE = (
     Rule("checkpoint.*", "yes", "when and where checkpoints are written"),
     Rule("network.*", "yes", "where peers listen"),
 )
-"""The first rule that names a field, else its section's."""
+"""A field's rule is the first that names the field, else the section's."""
 
 DERIVED = frozenset({"model.chain"})
-"""Fields that follow from ``model.context`` and ``model.dropout``: they may change with these."""
+"""Fields that follow from ``model.context`` and ``model.dropout``: a change follows from a change of either."""
 
 
 class Change(NamedTuple):
-    """A field that differs between a checkpoint and the run that goes on from it."""
+    """A field that differs between a checkpoint and the resumed run."""
 
     field: str
     before: Any
@@ -102,8 +102,8 @@ def as_markdown() -> str:
 
 
 def changes(before: RunConfig, now: RunConfig) -> list[Change]:
-    """The fields that differ, in the order of the configuration. A field that an older version did not have was at its
-    default."""
+    """The fields that differ, in the order of the configuration. A field that is missing in an older version had the
+    default value."""
     found = []
     for section in RunConfig.model_fields:
         old, new = getattr(before, section), getattr(now, section)
@@ -116,8 +116,8 @@ def changes(before: RunConfig, now: RunConfig) -> list[Change]:
 
 
 def checked(checkpoint: Checkpoint, config: RunConfig) -> list[Change]:
-    """What ``config``, resolved, changes in the run of ``checkpoint``. Raises ConfigError for changes that make it
-    another run."""
+    """The changes of ``config``, resolved, to the run of ``checkpoint``. Raises ConfigError for changes that a resume
+    may not make."""
     found = changes(checkpoint.config, config)
     names = {change.field for change in found}
     derived = DERIVED if names & {"model.context", "model.dropout"} else frozenset()
@@ -134,10 +134,9 @@ def checked(checkpoint: Checkpoint, config: RunConfig) -> list[Change]:
 
 
 def continued(checkpoint: Checkpoint, config: RunConfig, data: Data, *, meant: bool) -> tuple[RunConfig, list[str]]:
-    """``config``, checked and resolved, as it goes on after ``checkpoint``, and what changes in its numbers, a line each.
-
-    ``data``: the run's, now; ``meant``: the user named data for this resume. Raises CheckpointError if they changed
-    unasked, and ConfigError for another tokenizer."""
+    """``config``, checked and resolved, for the steps after ``checkpoint``, and the changes that affect the run's
+    numbers, a line each. ``data``: the run's current data; ``meant``: the user named data for this resume. Raises
+    CheckpointError for data that changed unasked, and ConfigError for a changed tokenizer."""
     found, step, before = checked(checkpoint, config), checkpoint.step, checkpoint.config
     said = [c for c in found if c.rule.may == "from then on" and not c.field.startswith("data.")]
     if config.compute.precision is Precision.AUTO and "precision" in checkpoint.manifest:

@@ -1,5 +1,5 @@
-"""Signals that ask a command to end. The command answers them for its processes too, which ignore them: batch systems and
-systemd send a signal to every process of a job."""
+"""Signals that ask a command to end. The command alone answers, and the command's processes ignore such signals: batch
+systems and systemd send a signal to every process of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def begun_deaf() -> Iterator[None]:
-    """What is started meanwhile does not hear ``ENDING`` before it calls ``ignore``. Ours wait until then."""
+    """A process that is started meanwhile gets no ``ENDING`` before ``ignore``. Our signals wait until the end of the
+    block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -25,7 +26,7 @@ def begun_deaf() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignore ``ENDING`` in this process, those that wait included."""
+    """Ignore ``ENDING`` in this process, including pending signals."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

@@ -1,4 +1,4 @@
-"""The work of one peer process, as JSON on its standard input."""
+"""The work of one peer process, as JSON on standard input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from muletrain.config.trusted import trusted
 
 
 class WorkerSpec(BaseModel):
-    """Tells a process what peer it is. It travels by pipe, never by argument or file: the ticket holds a secret."""
+    """Describes the peer of a process. A spec travels by pipe, never by argument or file: the ticket holds a secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,9 +24,9 @@ class WorkerSpec(BaseModel):
     resume: str | None = None
     """Founder: the checkpoint folder of a resumed run."""
     alone: bool = False
-    """Founder: it is the run's only peer, and none can join, so it needs no network outside its process."""
+    """Founder: the only peer of a run that cannot be joined; needs no network outside the process."""
     client: bool = False
-    """Joiner: it becomes a client if the run has any (strategy 'hub'), and is in no roster."""
+    """Joiner: becomes a client if the run has clients (strategy 'hub'), and is in no roster."""
     stage: int | None = None
     device: str = "auto"
     precision: str | None = None
@@ -34,34 +34,33 @@ class WorkerSpec(BaseModel):
     sharing: int = 1
     """Peers that compute on this device."""
     host_memory: int | None = None
-    """This peer's share of the machine's memory [bytes], measured before any of its peers used it; default: all that is
-    free."""
+    """This peer's share of the machine's memory [bytes], measured before any peer used memory; default: all free
+    memory."""
     threads: int = 1
     data: Literal["config", "none"] | str = "none"
-    """Where this peer has the corpus: as in the run's configuration (the founder's machine), nowhere, or at this
-    path."""
+    """Place of this peer's corpus: as in the run's configuration (the founder's machine), nowhere, or at this path."""
     factories: tuple[str, ...] = Field(default_factory=trusted)
-    """Factories that this machine's owner allows: the peer imports no other, whatever the run says."""
+    """Factories that this machine's owner allows: the peer imports no other factory, even if the run names one."""
     tokens_gib: float = 1.0
     """Most GiB of shared tokens that this peer may keep in the cache of this machine's owner."""
     place: str | None = None
-    """The shared place for checkpoints that this machine's owner allows. This peer opens no other, whatever the run
-    says."""
+    """The shared place for checkpoints that this machine's owner allows. The peer opens no other place, even if the run
+    names one."""
     swap_folder: str | None = None
     """Folder on this machine for a stage that is larger than the peer's device; default: ``folder``."""
     listen: str = "127.0.0.1"
     port: int = 0
     announce: tuple[str, ...] = ()
-    """Addresses that others should dial instead of the ones it listens on."""
+    """Addresses to dial instead of the listening addresses."""
     private: bool = False
-    """No other machine can connect to this one. It dials members, and they relay for it."""
+    """No other machine can connect to this machine; the peer dials members, which relay its traffic."""
     keeps_ticket: bool = False
-    """Joiner on a machine without the founder: it writes a ticket that its owner can pass on."""
+    """Joiner on a machine without the founder: writes a ticket that the machine's owner can pass on."""
     bandwidth_bytes_per_s: float | None = None
     """Most bytes per second that this peer may send, and receive, for the training."""
     probe: bool = False
     """Founder: measure machines and links before training."""
     faults: bool = False
-    """Faults may be injected: this peer can be cut off from others."""
+    """Faults may be injected: this peer can be cut off from other peers."""
     fleet_index: int | None = None
     """Number of the peer in the configuration's fleet profile that this process emulates."""

@@ -1,4 +1,4 @@
-"""What a run is about to do, as one event: data, model, steps, and where it computes."""
+"""The plan of a run as one event: data, model, steps, and devices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TensorBoard files as a fold over events.
 
-``SummaryWriter`` is not used: it imports torch, and on a full disk its thread dies with half a record written, where
-readers stop.
+``SummaryWriter`` is not used: that class imports torch, and on a full disk the writer's thread dies after half a
+record, at which readers stop.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Writes loss, learning rate, gradient norm and speed of every step, and evaluations. Call it with each event.
-
-    On a full disk it skips records; training goes on, and the event log reports the disk."""
+    """Writes loss, learning rate, gradient norm and speed of every step, and evaluations. Call the sink with each
+    event. On a full disk, records are skipped; training goes on, and the event log reports the disk."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{os.getpid()}"

@@ -1,4 +1,4 @@
-"""A peer's training, from the moment that it knows its stage and the other members to the end of the run."""
+"""A peer's training, from the assignment of stage and members to the end of the run."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a peer needs to train. ``compute``: its stage's, ready; ``cache``: its corpus, if it has the data;
-    ``joining``: the run has begun without it."""
+    """The parts of a peer that is ready to train. ``compute``: the stage's; ``cache``: the corpus, if this peer has the
+    data; ``joining``: the run has already begun."""
 
     facts: RunFacts
     roster: Roster
@@ -58,7 +58,7 @@ class Seat:
 
 
 class Training:
-    """Trains one peer after the other, as the process serves other stages or begins anew."""
+    """Trains one peer after another: a new peer for each change of stage, and after each new beginning."""
 
     def __init__(self, host: Host, points: Points) -> None:
         """``points``: where faults are injected into this peer."""
@@ -69,9 +69,9 @@ class Training:
         self.skipped, self._taken, self._in_a_row = 0, 0, 0
         self._stopped = False
         self._left_out = set[str]()
-        """Samples of which it was reported that they cannot be used."""
+        """Reasons for unusable samples that were already reported."""
         self._stops = True
-        """Does such a sample end the run?"""
+        """Does an unusable sample end the run?"""
         self._begin = 0.0
 
     @property
@@ -89,8 +89,8 @@ class Training:
         return self._host.log
 
     def stop(self) -> None:
-        """End in order, after the current step. A joiner on a machine without the founder only leaves: the run is not
-        its own."""
+        """End in order, after the current step. A joiner on a machine without the founder only leaves: the run belongs
+        to another owner."""
         self._stopped = True
         if self.peer is not None and self._host.spec.keeps_ticket:
             self.peer.leave()
@@ -114,7 +114,7 @@ class Training:
         book = Book(seat.place, about, {"tokenizer.json": seat.info.tokenizer})
 
         async def make(joins: bool, back: StepBack | None) -> Peer:
-            """Make our peer for the stage in the roster. The first one's compute is ready."""
+            """Make our peer for the stage in the roster. The first peer's compute is ready."""
             if ready:
                 host.compute = ready.pop()
             else:
@@ -161,7 +161,7 @@ class Training:
         return peer
 
     def _unusable(self, sample: int, other: int, reason: str) -> None:
-        """Report a sample that cannot be used, once; ``data.on_error`` says whether the run ends after the step."""
+        """Report an unusable sample, once; ``data.on_error`` says whether the run ends after the step."""
         if self.peer is None or reason in self._left_out:
             return
         self._left_out.add(reason)
@@ -171,7 +171,7 @@ class Training:
             self.peer.stop()
 
     def _of_pool(self, event: Event) -> None:
-        """Report what the clients did, also on the coordinator's machine."""
+        """Report the clients' work, also on the coordinator's machine."""
         if isinstance(event, ClientEnlisted):
             self._host.known[event.peer_id] = event.name
         if isinstance(event, PoolWorked) and self.peer is not None:
@@ -180,7 +180,7 @@ class Training:
             self._host.log.emit(event)
 
     def _ended(self, job: Job, seconds: float) -> None:
-        """Report for the trace what a swapped stage did with a sub-model. Callable from any thread."""
+        """Report, for the trace, the work of a swapped stage on a sub-model. Callable from any thread."""
         if job.part is not None:
             slot = job.what if job.what in ("load", "drain") else "sub-model"
             what = f"{job.what} part {job.part}"

@@ -1,11 +1,11 @@
 """The process of one peer: ``python -m muletrain.runs.worker`` with a ``WorkerSpec`` on standard input.
 
 Later lines on standard input are commands. ``stop`` ends the run in order (a joiner on a machine without the founder
-leaves it); ``cut NAME NAME`` drops all traffic with these peers, ``cut`` alone with none; ``corrupt`` damages the next
-frame and gradient; ``probe`` measures the fleet; ``expect N`` begins the run once N peers are there; ``move STAGE`` asks
-to serve another stage; ``at STEP PHASE EVENT`` injects a fault at that point (``runs/chaos.py``). At end of file the
-starting command is gone, and the process ends at once. Signals that ask for an end are ignored (``runs/signals.py``). It
-reports everything in its event log.
+leaves the run); ``cut NAME NAME`` drops all traffic with the named peers, ``cut`` alone ends that; ``corrupt`` damages
+the next frame and gradient; ``probe`` measures the fleet; ``expect N`` begins the run once N peers are there; ``move
+STAGE`` asks to serve another stage; ``at STEP PHASE EVENT`` injects a fault at that point (``runs/chaos.py``). At end
+of file the starting command is gone, and the process ends at once. Signals that ask for an end are ignored
+(``runs/signals.py``). All reports go to the event log.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Builds one peer from its spec and runs it to the end."""
+    """Builds one peer from a spec and runs the peer to the end."""
 
     def __init__(self, spec: WorkerSpec, log: EventLog) -> None:
         self._host = host = Host(spec, log, LoopClock())
@@ -89,7 +89,7 @@ class Worker:
         self._helping.stop()
 
     def at(self) -> str:
-        """What the device's threads are doing, in words for an error; empty: nothing. Callable from any thread."""
+        """The current work of the device's threads, in words for an error; empty: nothing. Callable from any thread."""
         compute = self._host.compute
         jobs = () if compute is None else compute.jobs.running()
         return f" while the device is at {', '.join(repr(job.what) for job in jobs)}" if jobs else ""
@@ -109,7 +109,7 @@ class Worker:
             case ["probe"]:
                 self._measure()
             case ["move", stage] if peer is not None and stage.isdecimal():
-                peer.rebalancer.settled = False  # this move is not its decision
+                peer.rebalancer.settled = False  # the rebalancer did not decide this move
                 peer.move(int(stage))
             case ["at", step, phase, *_] if self._network is not None:
                 self._points.add(self._network, step, phase, line.split(maxsplit=3)[-1])
@@ -219,7 +219,7 @@ class Worker:
     def _renewed(self, gone: frozenset[PeerId]) -> None:
         """The owner removed peers, perhaps us."""
         if self._network is None or self._main is None:
-            return  # the member that admitted us a moment ago had not heard of it
+            return  # our admitter did not know of the removal yet
         names, trust = self._host.names() | self._host.clients(), self._network.trust
         for peer in gone & names.keys():
             self._host.log.emit(MemberRemoved(peer_id=peer, name=names[peer]))
@@ -231,15 +231,16 @@ class Worker:
 
 
 async def _listen_to_parent(reader: asyncio.StreamReader, worker: Worker) -> None:
-    """Obey lines on standard input. At its end the starting command is gone, and so are we."""
+    """Obey lines on standard input. The end of the input means that the starting command is gone, and ends this
+    process."""
     while line := await reader.readline():
         worker.obey(line.decode(errors="replace"))
     _tidy_up()
-    os._exit(EXIT_ERROR)  # the daemon ends with us, and nobody reads a report
+    os._exit(EXIT_ERROR)  # the daemon ends with us, and no process reads a report
 
 
 def _tidy_up() -> None:
-    """Remove the temporary folder, which a killed parent cannot."""
+    """Remove the temporary folder, since a killed parent cannot."""
     if scratch := os.environ.get(SCRATCH):
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -257,7 +258,7 @@ async def _main() -> int:
 
 
 async def work(spec: WorkerSpec, listen: Callable[[Worker], Coroutine[Any, Any, None]]) -> int:
-    """Run the peer of ``spec`` to the end, while ``listen`` has it obey commands. Returns the exit code of its process."""
+    """Run the peer of ``spec`` to the end, while ``listen`` passes commands on. Returns the process' exit code."""
     with EventLog(Path(spec.folder) / f"{spec.name}.jsonl", spec.name) as log:
         try:
             worker = Worker(spec, log)
@@ -274,7 +275,7 @@ async def work(spec: WorkerSpec, listen: Callable[[Worker], Coroutine[Any, Any, 
         except BaseException as e:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the command in whose process we are ends at once
+                raise  # the enclosing command ends at once
             full = of_the_disk(e)
             whose = "an operation of your module failed, or this is a bug" if spec.factories else "a bug"
             log.note(full or f"{type(e).__name__}: {e} ({whose}; {spec.name}.log has the traceback)", "error")

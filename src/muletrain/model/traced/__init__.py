@@ -1,13 +1,14 @@
-"""This package makes chains of blocks by tracing: any causal language model of ``transformers``, or a user's module.
+"""Makes chains of blocks by tracing: any causal language model of ``transformers``, or a user's module.
 
-``architecture`` builds a module of ``transformers`` from its configuration, ``factory`` a user's own, without weights; the
-former also runs whole, to evaluate a model and to write text.
-``export`` traces it to one flat graph of operators, ``cutting`` cuts that graph where a block begins, and ``operators``
-replaces what draws random numbers. ``costs`` counts parameters, FLOPs and memory, and ``outline`` keeps them in the
-user's cache. ``making`` does all of this, for the whole model or for a shorter one that planning needs. ``chain`` is the
-model as planning and runs see it, and ``stage`` a run of its blocks with weights.
-``folder`` reads Hugging Face folders, and ``source`` writes the parts as Python for readers.
+``architecture`` builds a module of ``transformers`` from a configuration, ``factory`` a user's module, without weights;
+the former also runs the whole model, to evaluate and to write text. ``export`` traces the module to one flat graph of
+operators, ``cutting`` cuts that graph at the beginning of each block, and ``operators`` replaces random operators.
+``costs`` counts parameters, FLOPs and memory, and ``outline`` keeps the results in the user's cache. ``making``
+combines all steps, for the whole model or for a shorter model for planning. ``chain`` is the model for planning and
+runs, and ``stage`` a run of blocks with weights. ``folder`` reads Hugging Face folders, and ``source`` writes the parts
+as Python for readers.
 
-Nothing here executes code that came over the network: a joiner gets sizes and names of an architecture, or the name of a
-factory that its own user must have named too. It builds the chain with its own software, and compares digests.
+Nothing here executes code that came over the network: a joiner gets sizes and names of an architecture, or the name of
+a factory, which the joiner's user must have named, too. The joiner builds the chain with the installed software, and
+compares digests.
 """

@@ -1,8 +1,8 @@
-"""Builds a causal language model of ``transformers`` from its configuration: on the meta device, to be traced, or whole
+"""Builds a causal language model of ``transformers`` from a configuration: on the meta device, to be traced, or whole
 with given weights, to evaluate and to write text.
 
-The configuration may come from another machine. It chooses among the architectures that the installed ``transformers``
-has, and says how large they are; nothing in it is imported, evaluated or downloaded.
+The configuration may come from another machine. The configuration selects an architecture of the installed
+``transformers``, and sets the sizes; no entry is imported, evaluated or downloaded.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from muletrain.model.dropout import Masks
 
 MOST_LAYERS = 1024
-"""More are refused: a configuration that another machine sent must not keep this one busy."""
+"""More are refused: a configuration from another machine must not keep this machine busy."""
 MOST_BUFFER_BYTES = 1 << 30
-"""Of one module: tables are made when the model is, on every machine."""
+"""Largest tables of one module: every machine makes the tables with the model."""
 _FOREIGN = ("auto_map", "custom_pipelines", "factory", "quantization_config", "kernel_config")
-"""Entries that have ``transformers`` run other code than its own, or change what a weight is."""
+"""Entries that make ``transformers`` run foreign code, or change the meaning of weights."""
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_local_experts", "num_experts")
 _CACHES = ("cache", "past_key_values")
 """Names of the cache of keys and values in versions of ``transformers``."""
 
 
 class Whole(StageModule):
-    """All of a causal language model, as its own class computes it, for tracing and for writing text."""
+    """A whole causal language model, computed by the model's class, for tracing and for writing text."""
 
     def __init__(self, spec: Model, model: nn.Module) -> None:
         super().__init__(spec, first=True, last=True)
@@ -46,7 +46,7 @@ class Whole(StageModule):
         return {name.removeprefix(INSIDE): shape for name, shape in super().shapes().items()}
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """See ``StageModule.bind``; from then on without dropout."""
+        """See ``StageModule.bind``; afterwards without dropout."""
         for name, table in buffers_of(self.model).items():
             path, _, leaf = name.rpartition(".")
             self.model.get_submodule(path)._buffers[leaf] = table
@@ -71,21 +71,21 @@ class Whole(StageModule):
 
 
 class _Written:
-    """The text so far, with its keys and values if ``transformers`` keeps them."""
+    """The text so far, with the keys and values, if ``transformers`` keeps any."""
 
     def __init__(self) -> None:
         self._tokens: Tensor | None = None
         self._kept: dict[str, Any] = {}
 
     def goes_on(self, model: nn.Module, fresh: Tensor) -> Tensor:
-        """Logits of the tokens that were computed, ``fresh`` int64 [1, T] at the end."""
+        """Logits of the computed tokens, which end with ``fresh`` int64 [1, T]."""
         self._tokens = fresh if self._tokens is None else torch.cat((self._tokens, fresh), dim=1)
-        stateful = getattr(model, "_is_stateful", False)  # it may keep more than keys and values, some in itself
+        stateful = getattr(model, "_is_stateful", False)  # may keep more state than keys and values
         before = _frequencies(model)
         out = model(input_ids=fresh if self._kept else self._tokens, use_cache=not stateful, **self._kept)
-        if self._kept and not all(map(torch.equal, before, _frequencies(model))):  # the keys have been turned otherwise
+        if self._kept and not all(map(torch.equal, before, _frequencies(model))):  # the keys have old rotations
             out = model(input_ids=self._tokens, use_cache=True)
-        names = [] if stateful else [name for name in _CACHES if name in out.keys()]  # noqa: SIM118 # it warns of older ones
+        names = [] if stateful else [name for name in _CACHES if name in out.keys()]  # noqa: SIM118 # warns of older names
         self._kept = {name: out[name] for name in names}
         logits: Tensor = out.logits
         return logits
@@ -96,8 +96,7 @@ def _frequencies(model: nn.Module) -> list[Tensor]:
 
 
 def checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without the entries that describe files and software. Raises ConfigError for entries that this machine will not
-    build."""
+    """``config`` without the entries that describe files and software. Raises ConfigError for refused entries."""
     for name in _FOREIGN:
         if config.get(name):
             what = "remote code" if name in _FOREIGN[:3] else name
@@ -121,7 +120,7 @@ def checked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(value: Any) -> Any:
-    """Infinity and NaN as ``transformers`` writes them: JSON has none."""
+    """Infinity and NaN in the notation of ``transformers``, since JSON lacks both."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -140,7 +139,7 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
         kind = config.get("model_type")
         try:
             hf = CONFIG_MAPPING[kind].from_dict(dict(config))
-        except Exception as e:  # transformers raises what it likes
+        except Exception as e:  # transformers raises any exception
             raise ConfigError(
                 f"model.from: transformers {version} cannot build a {kind!r} model from config.json ({' '.join(str(e).split())}); correct "
                 f"what it says, or install a version that can"
@@ -163,8 +162,8 @@ def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.M
 
 
 def _all_parameters(model: nn.Module) -> nn.Module:
-    """``model`` with each buffer that its files hold as a parameter that is not trained, so that it is loaded, carried and
-    exported like one. Other buffers follow from the configuration."""
+    """``model`` with each persistent buffer as an untrained parameter, to be loaded, carried and exported like a
+    parameter. The remaining buffers follow from the configuration."""
     for module in model.modules():
         for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
             if (buffer := module._buffers.pop(name)) is not None:
@@ -175,18 +174,17 @@ def _all_parameters(model: nn.Module) -> nn.Module:
 def _built(auto: Any, hf: Any, dtype: torch.dtype) -> Any:
     try:
         return auto.from_config(hf, attn_implementation="sdpa", dtype=dtype)
-    except ValueError:  # it has no implementation with scaled_dot_product_attention
+    except ValueError:  # no implementation with scaled_dot_product_attention
         return auto.from_config(hf, attn_implementation="eager", dtype=dtype)
 
 
 def turning(model: nn.Module) -> list[nn.Module]:
-    """The modules whose rotary frequencies ``transformers`` decides by the length of the text (``dynamic``,
-    ``longrope``)."""
+    """The modules with rotary frequencies that depend on the length of the text (``dynamic``, ``longrope``)."""
     return [module for module in model.modules() if _turns(module)]
 
 
 def _turns(module: nn.Module) -> list[str | None]:
-    """The kinds of layers for which it does so; None: for all of them."""
+    """The kinds of layers with such frequencies; None: all layers."""
     kinds: Any = getattr(module, "rope_type", None)
     each = kinds if isinstance(kinds, dict) else {None: kinds}
     return [
@@ -195,7 +193,7 @@ def _turns(module: nn.Module) -> list[str | None]:
 
 
 def at_one_length(model: nn.Module) -> nn.Module:
-    """``model`` with the rotary frequencies that its buffers have at every length of the text, for tracing."""
+    """``model`` with the buffers' rotary frequencies at every length of the text, for tracing."""
     for module in turning(model):
         plain = type(module).forward.__wrapped__  # type: ignore[attr-defined] # below ``dynamic_rope_update``
         module.forward = plain.__get__(module)
@@ -203,9 +201,9 @@ def at_one_length(model: nn.Module) -> nn.Module:
 
 
 def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]:
-    """The values of the model's buffers by name, on the CPU: tables that follow from its configuration, and from the
-    ``length`` of the text [tokens] where it is given. Raises ConfigError for a buffer that the architecture does not
-    compute itself."""
+    """The values of the model's buffers by name, on the CPU: tables that follow from the configuration, and from the
+    ``length`` of the text [tokens], if given. Raises ConfigError for a buffer that the architecture does not
+    compute."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         own = dict(module.named_buffers(recurse=False))
@@ -219,7 +217,7 @@ def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]
         with quiet(), torch.no_grad():
             model._init_weights(module)  # type: ignore[operator]
             if length is not None:
-                for layer in _turns(module):  # it decides by the last position
+                for layer in _turns(module):  # the last position decides
                     given = () if layer is None else (layer,)
                     type(module).forward(module, torch.zeros(1), torch.tensor([[length - 1]]), *given)
         for name in own:
@@ -238,7 +236,7 @@ def buffers_of(model: nn.Module, length: int | None = None) -> dict[str, Tensor]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remarks and progress bars that ``transformers`` shows on its own behalf."""
+    """Silence the remarks and progress bars of ``transformers``."""
     from transformers.utils import logging as theirs
 
     logger, bars = logging.getLogger("transformers"), theirs.is_progress_bar_enabled()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TracedModel(Described):
-    """The model that ``architecture`` describes, traced when something is asked that only its graph says."""
+    """The model that ``architecture`` describes, traced on the first use of the graph."""
 
     architecture: str
     context: int
@@ -77,8 +77,8 @@ class TracedModel(Described):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> TracedModel:
-        """The chain of a resolved configuration, built with this machine's software. Raises ConfigError if it differs
-        from the one that the run began with."""
+        """The chain of a resolved configuration, built with this machine's software. Raises ConfigError if the chain
+        differs from the run's."""
         assert config.architecture is not None
         model = cls(config.architecture, config.context)
         if config.chain is not None and config.chain.partition(" ")[0] != model.chain_name.partition(" ")[0]:
@@ -98,8 +98,8 @@ class TracedModel(Described):
 
     @property
     def chain_name(self) -> str:
-        """Digest of everything that decides the chain's numbers (names and shapes of its parameters, each part's code, and the
-        buffers of a user's module), and the versions that made it."""
+        """Digest of everything that decides the chain's numbers (names and shapes of parameters, each part's code, and
+        the buffers of a user's module), and the versions used."""
         if self.factory is None:
             maker = f"transformers {version('transformers')}"
         else:
@@ -143,7 +143,7 @@ class TracedModel(Described):
 
     @property
     def outline(self) -> Outline:
-        """Parameters and costs of the chain, known without its graph."""
+        """Parameters and costs of the chain, known without the graph."""
         return outlined(self)
 
     @property
@@ -160,12 +160,12 @@ class TracedModel(Described):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter; tied ones once."""
+        """Name -> shape of every parameter; tied parameters once."""
         return dict(self.outline.shapes)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The part before the first block, the blocks, the part after the last one."""
+        """The part before the first block, the blocks, the part after the last block."""
         return self._chain.parts
 
     @property
@@ -179,7 +179,7 @@ class TracedModel(Described):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """Inputs of the tables, in the order of their function."""
+        """Inputs of ``table_function``, in order."""
         return {name: self._made.constants[name] for name in self._chain.constants}
 
     @property
@@ -211,7 +211,7 @@ class TracedModel(Described):
         return self._module((index, index + 1))
 
     def middle_block(self) -> StageModule:
-        """The first block, without the part before it."""
+        """The first block, without the part before."""
         return self._module((1, 2))
 
     def _module(self, run: tuple[int, int]) -> StageModule:
@@ -233,7 +233,7 @@ class TracedModel(Described):
         return self.outline.parts[part]
 
     def _kept(self, part: int, size: int) -> float:
-        """A precision of 16 bits has a graph of its own: some values stay in fp32."""
+        """A precision of 16 bits has a separate graph: some values stay in fp32."""
         if size == 4:
             return self.outline.parts[part].kept_bytes
         return kept_in_16_bits(self)[part]
@@ -263,7 +263,7 @@ class TracedModel(Described):
 
     @property
     def embedding_flops(self) -> float:
-        """A lookup computes nothing; its backward scatters. About one addition per feature, for the cut's sake."""
+        """A lookup computes nothing, and the backward scatters. About one addition per feature, for the cut's sake."""
         return self._cost(0).flops(self.context) + float(self.width)
 
     @property

@@ -1,5 +1,5 @@
-"""Costs of traced parts: parameters and FLOPs are counted in the graph, and tensors that autograd keeps in a forward
-pass on the meta device, which computes no numbers. There attention keeps what fused kernels do."""
+"""Costs of traced parts: parameters and FLOPs are counted in the graph, and the tensors saved by autograd in a forward
+pass on the meta device, which computes no numbers. Attention saves the same tensors as fused kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PRODUCTS = {
     "grouped_mm_fallback": 0,
 }
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-"""Matrix products -> which argument is the left factor."""
+"""Matrix product -> index of the left factor's argument."""
 _VIEWS = {
     "view",
     "reshape",
@@ -52,7 +52,7 @@ _VIEWS |= {"contiguous", "to", "type_as", "detach", "alias", "t", "unflatten", "
 
 
 def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -> tuple[PartOutline, ...]:
-    """Count the parts of ``chain``, which was cut from ``traced``. ``causal``: masks of attention that need no table."""
+    """Count the parts of ``chain``, a cut of ``traced``. ``causal``: masks of attention that need no table."""
     counted: set[str] = set()
     half, kept = max(1, context // 2), _Kept(chain, traced, context, causal)
     found = []
@@ -75,7 +75,7 @@ def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -
 
 
 class _Kept:
-    """Counts the bytes that autograd keeps of the parts of a chain, for one sequence of ``tokens``."""
+    """Counts the bytes that autograd saves for the parts of a chain, for one sequence of ``tokens``."""
 
     def __init__(self, chain: Parts, traced: Traced, tokens: int, causal: Collection[str]) -> None:
         self._chain, self._traced, self._tokens, self._causal = chain, traced, tokens, causal
@@ -104,7 +104,7 @@ class _Kept:
         if key not in self._known:
             try:
                 self._known[key] = self._passed(part, weights, inputs)
-            except Exception:  # whatever an operator that needs numbers raises; then at most every result is kept
+            except Exception:  # an operator needs numbers; then at most every result is kept
                 self._known[key] = sum(_size(node, self._traced, self._tokens) for node in part.nodes)
         return self._known[key]
 
@@ -120,7 +120,7 @@ class _Kept:
         kept: dict[int, Any] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()  # which stays, so that no other one has its address
+            storage = tensor.untyped_storage()  # kept alive, so that addresses stay unique
             if storage._cdata not in others:
                 kept[storage._cdata] = storage
             return tensor
@@ -131,7 +131,7 @@ class _Kept:
 
     @functools.cached_property
     def _tables(self) -> dict[str, Any]:
-        """Storages that the parts share, so that they do not count."""
+        """The tables, which all parts share, so that these storages do not count."""
         names = {name: node for node, name in self._traced.constants.items()}
         given = [self._meta(names[name]).detach() for name in self._chain.constants]
         made = self._chain.tables(*given, 1, self._tokens, torch.device("meta"))
@@ -149,7 +149,8 @@ class _Dry(fx.Interpreter):
 
 
 class _Fused(torch.autograd.Function):
-    """Saves what fused kernels for attention save (Dao et al. 2022, sec. 3.1), and a mask as the numbers that they add."""
+    """Saves the same tensors as fused kernels for attention (Dao et al. 2022, sec. 3.1), and a mask as the added
+    numbers."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: object) -> Tensor:
@@ -164,7 +165,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _flops(part: Part, traced: Traced, tokens: int) -> float:
-    """Of one sequence."""
+    """FLOPs of one sequence."""
     return sum(_node_flops(node, traced, tokens) for node in part.nodes)
 
 
@@ -197,7 +198,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _shape(node: Any, traced: Traced, tokens: int) -> tuple[int, ...]:
-    """Of one sequence of ``tokens``. A size that depends on data counts as ``tokens``."""
+    """The shape of a result for one sequence of ``tokens``. A size that depends on data counts as ``tokens``."""
     sizes = [traced.sizes, *([] if traced.targets is None else [traced.targets.meta["val"].shape[: len(traced.sizes)]])]
     pairs = [pair for lead in sizes for pair in zip(lead, (1, tokens), strict=False)]
     known = {size.node.expr: value for size, value in pairs if _symbolic(size)}

@@ -1,8 +1,8 @@
-"""Cuts a flat graph into parts: one before the first block, the blocks, one after the last block.
+"""Cuts a flat graph into parts: a part before the first block, the blocks, and a part after the last block.
 
-A part is a function of weights, of values that earlier parts made, and of *tables*: values that depend on the shape of
-the microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that
-depend on samples or weights travel. Targets reach every stage, and the last part alone uses them. Equal parts have equal
+A part is a function of weights, of values from earlier parts, and of *tables*: values that depend on the shape of the
+microbatch alone (positions, masks, rotary angles). Every stage computes the tables itself, so only values that depend
+on samples or weights travel. Targets reach every stage, but only the last part uses targets. Equal parts have equal
 code, and share one function.
 """
 
@@ -31,13 +31,13 @@ _FIRST_ARGUMENTS_OF_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_
 
 
 def by_need(parts: Sequence[Sequence[fx.Node]], output: fx.Node) -> list[list[fx.Node]]:
-    """The nodes of each part of a graph in the order of need, without those that nothing needs. ``parts``: in the order in
-    which they compute, for ``output``.
+    """The nodes of each part of a graph in the order of need, without unused nodes. ``parts``: in order of computing,
+    for ``output``.
 
-    The code of ``transformers`` loops over sets (of kinds of layers), whose order differs from process to process. Here
-    each node comes where it is first needed, so machines make the same code of one model, pack values in the same
-    order, and add gradients in the same order. Nodes that draw random numbers or write into tensors stay where they
-    are."""
+    The code of ``transformers`` loops over sets (of kinds of layers), and a set's order differs from process to
+    process. Here each node is placed at the first need, so machines make the same code of one model, pack values in the
+    same order, and add gradients in the same order. Nodes that draw random numbers or write into tensors stay in
+    place."""
     ordered: list[list[fx.Node]] = []
     wanted = [output]
     for part in reversed(parts):
@@ -48,8 +48,7 @@ def by_need(parts: Sequence[Sequence[fx.Node]], output: fx.Node) -> list[list[fx
 
 
 def in_order(nodes: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> list[fx.Node]:
-    """``nodes``, which compute one after the other, in the order of need, if those of ``wanted`` among them are needed
-    afterwards."""
+    """The sequence ``nodes`` in the order of need, if nodes in ``wanted`` are needed afterwards."""
     runs: list[list[fx.Node]] = [[]]
     for node in nodes:
         if _stays(node):
@@ -64,12 +63,12 @@ def in_order(nodes: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> list[fx.Nod
 
 
 def inputs_of(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """Inputs of ``nodes``, one after the other."""
+    """Inputs of ``nodes``, one after another."""
     return chain.from_iterable(node.all_input_nodes for node in nodes)
 
 
 def _needed_of(run: Sequence[fx.Node], wanted: Iterable[fx.Node]) -> list[fx.Node]:
-    """Each of ``wanted`` in ``run`` after what it needs itself."""
+    """The nodes of ``wanted`` in ``run``, each after all needed nodes of ``run``."""
     own, done = set(run), dict[fx.Node, None]()
     for root in wanted:
         stack = [root] if root in own else []
@@ -99,16 +98,16 @@ class Part:
 
     function: fx.GraphModule
     """(weights, values, tables, where, masks, site, sequences) -> values, each of the first three unpacked. Equal parts
-    have the same one."""
+    have the same function."""
     weights: tuple[str, ...]
     """Parameters, in the function's order."""
     inputs: tuple[str, ...]
     tables: tuple[str, ...]
     outputs: tuple[str, ...]
     site: int
-    """Number of its first dropout."""
+    """Number of the part's first dropout."""
     nodes: tuple[fx.Node, ...]
-    """Where it comes from, in the flat graph."""
+    """The part's nodes in the flat graph."""
 
     @property
     def code(self) -> str:
@@ -126,9 +125,9 @@ class Parts:
     """Buffers and constants that the tables follow from."""
     table_names: tuple[str, ...]
     masks: frozenset[str]
-    """Tables that only say which tokens attention sees."""
+    """Tables that are used only as attention masks."""
     passed: tuple[tuple[fx.Node, ...], ...]
-    """Values that go from each part to the next ones."""
+    """Values passed from each part to later parts."""
     lead: int
     """Dimensions that all values between blocks begin with: batch and length, or batch alone."""
     inputs: str
@@ -184,8 +183,8 @@ def cut(traced: Traced, module: nn.Module) -> Parts:
 
 
 def _blocks(module: nn.Module, traced: Traced) -> tuple[str, dict[int, int]]:
-    """Path of the list of modules that holds most of the parameters, and the block of each of its members: the layers. A
-    member without parameters (an activation) belongs to the block before it."""
+    """Path of the list of modules with most of the parameters, and the block of each member. The members are the
+    layers; a member without parameters (an activation) belongs to the block before."""
     seen = {name for node in traced.graph.nodes if node.op == "call_function" for name in _around(node)}
     best, most = None, 0
     for path, child in module.named_modules():
@@ -206,12 +205,12 @@ def _blocks(module: nn.Module, traced: Traced) -> tuple[str, dict[int, int]]:
 
 
 def _around(node: fx.Node) -> list[str]:
-    """Paths of the modules that a node is in."""
+    """Paths of the modules around a node."""
     return [str(entry[0]) for entry in (node.meta.get("nn_module_stack") or {}).values() if isinstance(entry, tuple)]
 
 
 def _refuse_random(node: fx.Node) -> None:
-    """Two kinds of random operators have a counterpart whose numbers are facts."""
+    """Raises ConfigError for a random operator, except for the two kinds with a deterministic counterpart."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return
@@ -238,7 +237,7 @@ def _drops(node: fx.Node) -> bool:
 
 
 def _places(traced: Traced, fixed: set[fx.Node], path: str, block_of: dict[int, int]) -> dict[fx.Node, int]:
-    """Node -> its part: 0 before the blocks, 1 + k in block k, then the part after them; -1: the tables."""
+    """Node -> part: 0 before the blocks, 1 + k in block k, then the part after the blocks; -1: the tables."""
     place: dict[fx.Node, int] = {traced.inputs: 0}
     now, count = 0, max(block_of.values()) + 1
     prefix = f"{path}."
@@ -281,9 +280,9 @@ def _number(node: fx.Node, prefix: str) -> int | None:
 
 
 def _hoist(traced: Traced, fixed: set[fx.Node], place: dict[fx.Node, int]) -> None:
-    """A fixed value that another part needs is a table, with all that it follows from. So is a size that a block computes:
-    the graph has it once, in the first block that needs it, and the code of that block is not to tell whether there
-    is another one."""
+    """A fixed value that another part needs is a table, with all its origins. So is a size that a block computes: the
+    graph has the size once, in the first block that needs the size, and that block's code must not depend on later
+    blocks."""
     blocks = range(1, max(place.values()))
     for node in reversed(list(traced.graph.nodes)):
         if node not in fixed or (here := place.get(node, -1)) < 0:
@@ -296,7 +295,7 @@ def _hoist(traced: Traced, fixed: set[fx.Node], place: dict[fx.Node, int]) -> No
 def _passed(
     traced: Traced, ordered: Iterable[fx.Node], place: dict[fx.Node, int], parts: int
 ) -> list[tuple[fx.Node, ...]]:
-    """Values that are alive after each part, in the order they are made."""
+    """Values that are alive after each part, in order of creation."""
     alive: list[list[fx.Node]] = [[] for _ in range(parts)]
     for node in ordered:
         until = max((place[u] for u in node.users if u in place), default=-1)
@@ -323,7 +322,7 @@ def _describe(val: object) -> str:
 
 
 class _Function:
-    """Makes a part's function from its nodes."""
+    """Makes a part's function from the part's nodes."""
 
     def __init__(self, traced: Traced, nodes: Sequence[fx.Node], tables: set[fx.Node]) -> None:
         self._traced, self._nodes, own = traced, nodes, {*nodes, traced.device}
@@ -343,7 +342,7 @@ class _Function:
         masks, first, sequences = (graph.placeholder(name) for name in ("masks", "site", "sequences"))
         for node in self._nodes:
             env[node] = self._copied(graph, node, lambda n: env[n], (masks, first, sequences))
-            env[node].meta.update(node.meta)  # for those who read the code
+            env[node].meta.update(node.meta)  # for readers of the code
         graph.output(tuple(env[n] for n in outputs))
         module = fx.GraphModule(nn.Module(), graph)
         shared = functions.setdefault(str(module.code), module)
@@ -363,7 +362,7 @@ class _Function:
         if node.target is aten.histc.default:
             return graph.call_function(operators.histogram, fx.map_arg(node.args, new))
         if not _drops(node):
-            # named after its operator alone, so that equal parts have equal code
+            # named after the operator alone, so that equal parts have equal code
             args, kwargs = fx.map_arg((node.args, node.kwargs), new)
             return graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         masks, site, sequences = drop
@@ -385,7 +384,7 @@ class _Function:
 def _tables(
     traced: Traced, place: dict[fx.Node, int], parts: Iterable[Part]
 ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[str, ...], frozenset[str]]:
-    """The function that makes the tables which ``parts`` use, the constants that it takes, and its outputs' names."""
+    """The function that makes the tables of ``parts``, with the names of constants (inputs) and outputs."""
     wanted = list(dict.fromkeys(name for part in parts for name in part.tables))
     flat = {node.name: node for node in traced.graph.nodes}
     roots = [flat[name] for name in wanted]
@@ -401,7 +400,7 @@ def _tables(
         if (size := traced.size_of(node)) is not None:
             env[node] = sizes[size]
         else:
-            # named after its operator alone, so that the order of tracing does not show
+            # named after the operator alone, so that the order of tracing does not show
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
             env[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             env[node].meta.update(node.meta)
@@ -412,6 +411,6 @@ def _tables(
 
 
 def _masks(user: fx.Node, node: fx.Node) -> bool:
-    """Does ``user`` take ``node`` as its attention mask, and as nothing else?"""
+    """Does ``user`` take ``node`` only as the attention mask?"""
     attends = user.target is aten.scaled_dot_product_attention.default
     return attends and len(user.args) > 3 and user.args[3] is node and user.all_input_nodes.count(node) == 1

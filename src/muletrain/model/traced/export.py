@@ -1,8 +1,8 @@
 """Traces a module to one flat graph of operators, ready to be cut.
 
-``torch.export`` records what the module computes on the meta device, with batch and length (of tokens) symbolic. Regions that only
-switch gradients or autocasting off are inlined, checks of tensors' metadata are dropped, and devices become an input:
-the graph runs anywhere.
+``torch.export`` records the module's operators on the meta device, with batch and length (of tokens) symbolic. Regions
+that only switch gradients or autocasting off are inlined, checks of tensors' metadata are dropped, and devices become
+an input: the graph runs anywhere.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 TRACED_SHAPE = (3, 24)
-"""Sequences and tokens that are traced with; both are symbolic in the graph, and no size of a model should equal
-them."""
+"""Sequences and tokens for tracing; both are symbolic in the graph, and should differ from all sizes of a model."""
 _CHECKS = {
     "_assert_tensor_metadata",
     "_assert_scalar",
@@ -42,13 +41,13 @@ _CHECKS = {
 }
 _REGIONS = {"wrap_with_set_grad_enabled", "wrap_with_autocast"}
 INSIDE = "model."
-"""The traced module holds the model under this name, which is not part of its parameters' names."""
+"""The traced module holds the model under this name, which parameters' names omit."""
 
 
 @dataclass
 class Traced:
-    """One graph: placeholders for parameters, buffers, constants, the inputs, the targets (of a module with a loss of
-    its own) and the device; logits or loss are its output."""
+    """One graph: placeholders for parameters, buffers, constants, the inputs, the targets (of a module with its own
+    loss) and the device; the output is logits or loss."""
 
     graph: fx.Graph
     inputs: fx.Node
@@ -56,19 +55,19 @@ class Traced:
     device: fx.Node
     output: fx.Node
     parameters: dict[fx.Node, str] = field(default_factory=dict)
-    """Placeholder -> name of the parameter; of names for one tensor the first."""
+    """Placeholder -> name of the parameter; the first if a tensor has several names."""
     frozen: dict[str, torch.dtype] = field(default_factory=dict)
     """Parameters that are not trained, with the types that the graph computes with."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[fx.Node, str] = field(default_factory=dict)
     """Placeholder -> name of the buffer or constant."""
     values: dict[str, Tensor] = field(default_factory=dict)
-    """Constants that tracing found; buffers are not among them."""
+    """Constants found by tracing, without buffers."""
     sizes: tuple[Any, ...] = ()
-    """Symbols of batch and, with tokens, length. The shapes of all values between blocks begin with them."""
+    """Symbols of batch and, with tokens, length. First dimensions of all values between blocks."""
 
     def size_of(self, node: fx.Node) -> int | None:
-        """Which of ``sizes`` a node reads off inputs or targets; None: it does something else."""
+        """The index in ``sizes`` of the size that a node reads from inputs or targets; None: another node."""
         if node.target is not aten.sym_size.int or node.args[0] not in (self.inputs, self.targets):
             return None
         size = node.args[0].meta["val"].shape[node.args[1]]  # type: ignore[union-attr]
@@ -83,10 +82,10 @@ def trace(
     *,
     repeats: bool = True,
 ) -> Traced:
-    """Trace ``module``, which lies on the meta device and maps the ``given`` inputs to logits [B, T, V] (tokens alone) or to
-    a loss (inputs and targets; floats are in ``dtype``). ``repeats``: it has many equal layers, so what torch finds out
-    about an operator is kept for the next one; for few that takes longer. Raises ConfigError that says where tracing
-    failed, and why."""
+    """Trace ``module``, which lies on the meta device and maps the ``given`` inputs to logits [B, T, V] (tokens alone)
+    or to a loss (inputs and targets; floats are in ``dtype``). ``repeats``: the module has many equal layers, so
+    torch's findings about an operator are cached; with few layers, caching is slower. Raises ConfigError with the place
+    and cause of a failure."""
     own = len(given) > 1
     examples = tuple(
         torch.zeros(
@@ -104,7 +103,7 @@ def trace(
             program = torch.export.export(module, examples, dynamic_shapes=dynamic, strict=False)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as e:  # whatever the model's own code, or torch's tracer, raises
+    except (Exception, SystemExit) as e:  # any error of the model's code, or of torch's tracer
         if first_line(e).startswith("Constraints violated"):
             _look_for_fixed_sizes(module, examples, dynamic, own=own)
         remedy = (
@@ -129,7 +128,7 @@ def trace(
 
 
 class _Constants(TorchFunctionMode):
-    """Tensors that the module makes from numbers keep these, which the meta device would forget."""
+    """Keeps the values of tensors that the module makes from numbers, despite the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}
@@ -141,7 +140,7 @@ class _Constants(TorchFunctionMode):
 def _look_for_fixed_sizes(
     module: nn.Module, examples: tuple[Tensor, ...], dynamic: tuple[Any, ...], *, own: bool
 ) -> None:
-    """Raises ConfigError for the line of the model's code with which it takes one number of samples or of tokens only."""
+    """Raises ConfigError for the line of the model's code that fixes the number of samples or of tokens."""
     try:
         with torch.device("meta"), _Constants(), _silenced():
             torch.export.export(_Watched(module), examples, dynamic_shapes=(dynamic,), strict=False)
@@ -241,8 +240,8 @@ class _Flattening:
         return copy
 
     def _copy(self, body: fx.GraphModule, env: dict[fx.Node, Any], stack: dict[str, Any]) -> tuple[Any, ...]:
-        """Copy the nodes of ``body``, whose placeholders are in ``env``. Returns its outputs. ``stack``: the modules
-        around it."""
+        """Copy the nodes of ``body``, with placeholders from ``env``. Returns the outputs of ``body``. ``stack``: the
+        modules around ``body``."""
         for node in body.graph.nodes:
             if node.op == "output":
                 return tuple(fx.map_arg(node.args[0], lambda n: env[n]))
@@ -277,7 +276,7 @@ class _Flattening:
         return tuple(self._detached(value) for value in outputs)
 
     def _detached(self, value: Any) -> Any:
-        """Gradients end where the module switched them off."""
+        """Detach a tensor where the module switched gradients off."""
         if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
             return value
         copy = self._graph.call_function(aten.detach.default, (value,))
@@ -300,8 +299,8 @@ class _Flattening:
         return copy
 
     def _functional(self, node: fx.Node, env: dict[fx.Node, Any], stack: dict[str, Any]) -> Any:
-        """The operator of ``node``; in a user's module one that leaves its inputs as they are. Raises ConfigError for one
-        that changes what lasts longer than a microbatch, or in a user's module a tensor that others are views of."""
+        """The operator of ``node``; in a user's module, the variant that does not change inputs. Raises ConfigError for
+        an operator that changes state beyond a microbatch, or, in a user's module, a tensor with views."""
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
             return target
@@ -333,7 +332,7 @@ class _Flattening:
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Without the whole graph that torch prints when tracing fails: the error names the place."""
+    """Suppress the graph that torch prints when tracing fails: the error names the place."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -345,7 +344,7 @@ def _silenced() -> Iterator[None]:
 
 
 def path_of(node: fx.Node) -> str:
-    """The module that a node belongs to, as a dotted path."""
+    """The dotted path of a node's module."""
     return _path(node.meta.get("nn_module_stack") or {})
 
 
@@ -365,7 +364,7 @@ def _path(stack: dict[str, Any]) -> str:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Does a node's result lie in the memory of its input?"""
+    """Does a node's result share the memory of an input?"""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     returns = node.target._schema.returns
@@ -390,7 +389,7 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def where(e: BaseException) -> str:
-    """Of the last line of the model's own code that the tracer was in."""
+    """The place of the last traced line of the model's code, in words."""
     trace, found = e.__traceback__, ""
     while trace is not None:
         package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
@@ -402,6 +401,6 @@ def where(e: BaseException) -> str:
 
 
 def first_line(e: BaseException) -> str:
-    """Of the message."""
+    """The first line of the error's message."""
     text = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
     return text[:300]

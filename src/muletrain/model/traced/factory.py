@@ -1,7 +1,7 @@
-"""Builds a user's own module by an importable factory: without storage to trace it, or whole for its first weights.
+"""Builds a user's own module by an importable factory: without storage for tracing, or whole for the first weights.
 
-The name of a factory may come from another machine. A factory is imported only if this machine's own user named it
-(``config.trusted``); its arguments are numbers, booleans and strings.
+The name of a factory may come from another machine. A factory is imported only if this machine's user named the factory
+(``config.trusted``); arguments are numbers, booleans and strings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _TAKEN = {"spec", "is_first", "is_last"}
-"""Attributes of a stage, whose parameters have the module's names."""
+"""Attributes of a stage, which a user's module cannot have as parameters."""
 _MOVES = {
     "view",
     "reshape",
@@ -46,7 +46,7 @@ _MOVES = {
     "_to_copy",
     "clone",
 }
-"""Operators that keep integers as they are."""
+"""Operators that do not change integers."""
 
 
 class Loss(nn.Module):
@@ -69,8 +69,8 @@ class Loss(nn.Module):
 
 
 def build(about: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The module in training mode, on the meta device, and the values of its buffers by name. ``about``: 'factory' and
-    its 'arguments'. Raises ConfigError if it cannot be built, or its parameters cannot be trained."""
+    """The module in training mode, on the meta device, and the values of buffers by name. ``about``: 'factory' and
+    'arguments'. Raises ConfigError for a module that cannot be built or trained."""
     with _without_storage():
         module = _called(about, seed=0)  # random buffers are the same on every machine
     _check(module)
@@ -80,15 +80,15 @@ def build(about: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> tuple
 
 
 def first_weights(about: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
-    """The fp32 weights that the factory gives the module, by name, with torch's generator at ``seed``; the whole module
-    is held on the CPU meanwhile. Raises ConfigError."""
+    """The factory's fp32 weights, by name, with torch's generator at ``seed``; the whole module is held on the CPU
+    meanwhile. Raises ConfigError."""
     module = _called(about, seed)
     return {name: parameter.detach().cpu().float().contiguous() for name, parameter in module.named_parameters()}
 
 
 def state_dict(about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Argument of the module's ``load_state_dict``: ``weights`` (of each tensor by its first name) under all names, and
-    its persistent buffers."""
+    """Argument of the module's ``load_state_dict``: ``weights`` (by each tensor's first name) under all names, and the
+    persistent buffers."""
     with _without_storage():
         module = _called(about, seed=0)
     first = first_names(module)
@@ -105,7 +105,7 @@ def check_vocabulary(traced: Traced, vocab: int) -> None:
         elif node.target is aten.cross_entropy_loss.default:
             scores = given[0].meta["val"]
             numbers, count, takes = given[1], scores.shape[min(1, scores.dim() - 1)], "compares {} classes"
-            if len(given) > 4 and given[4] >= count:  # a number that does not count
+            if len(given) > 4 and given[4] >= count:  # an ignored number
                 continue
         else:
             continue
@@ -119,7 +119,7 @@ def check_vocabulary(traced: Traced, vocab: int) -> None:
 
 
 def check_positions(parts: Parts, tables: Tables, context: int) -> None:
-    """Raises ConfigError if a module looks up positions that its table does not have, in sequences of ``context``."""
+    """Raises ConfigError if a module looks up positions beyond a table's end, in sequences of ``context``."""
     for node in (n for part in parts.parts for n in part.nodes if n.target is aten.embedding.default):
         given: Any = node.args
         count, name = given[0].meta["val"].shape[0], given[1].name
@@ -133,8 +133,8 @@ def check_positions(parts: Parts, tables: Tables, context: int) -> None:
 
 
 class Writes(StageModule):
-    """A user's module that is called with tokens int64 [B, T] alone, for logits [B, T, V]: one that can continue a text. Raises
-    ConfigError if it gives no logits then."""
+    """A user's module that is called with tokens int64 [B, T] alone, for logits [B, T, V], to continue a text. Raises
+    ConfigError for another output."""
 
     def __init__(self, spec: Model, about: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         super().__init__(spec, first=True, last=True)
@@ -148,7 +148,7 @@ class Writes(StageModule):
         remedy = "give 'targets' the default None, and return logits [B, T, vocab] then"
         try:
             found = self.module(inputs)
-        except (Exception, SystemExit) as e:  # whatever the user's code raises
+        except (Exception, SystemExit) as e:  # any error of the user's code
             raise ConfigError(
                 f"model.factory: to write text, forward(inputs) of '{self._name}' is called without targets, and raises "
                 f"{type(e).__name__}{where(e)}: {first_line(e)}; {remedy}"
@@ -164,7 +164,7 @@ class Writes(StageModule):
 
 
 def version_of(name: str) -> str:
-    """The package of a factory, which has been imported, and its version."""
+    """The package of an imported factory, and the version."""
     package = name.partition(":")[0].partition(".")[0]
     known: object = getattr(sys.modules.get(package), "__version__", None)
     try:
@@ -175,7 +175,7 @@ def version_of(name: str) -> str:
 
 
 def fingerprint(name: str, buffer: Tensor) -> str:
-    """Contents of a buffer, in a few digits: alike on machines whose processors round differently."""
+    """Contents of a buffer, in a few digits: independent of a processor's rounding."""
     values = buffer.double().flatten()
     weights = values.new_tensor(range(1, len(values) + 1))
     sums = ((values.abs() * weights).sum(), ((values + 1).abs() * weights).sum())
@@ -189,7 +189,7 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
         torch.manual_seed(seed)
         try:
             module = make(**about["arguments"])
-        except (Exception, SystemExit) as e:  # whatever the user's code raises
+        except (Exception, SystemExit) as e:  # any error of the user's code
             raise ConfigError(
                 f"model.factory: '{name}' raises {type(e).__name__}{where(e)}: {first_line(e)}; call it with "
                 f"model.arguments = {about['arguments']} yourself to see why"
@@ -200,7 +200,7 @@ def _called(about: Mapping[str, Any], seed: int) -> nn.Module:
 
 
 def _check(module: nn.Module) -> None:
-    """Raises ConfigError for a module that would be trained otherwise than in a plain loop."""
+    """Raises ConfigError for a module that a plain training loop would train differently."""
     for name, parameter in module.named_parameters():
         head = name.partition(".")[0]
         if not parameter.is_floating_point():
@@ -222,10 +222,10 @@ def _check(module: nn.Module) -> None:
 
 @contextmanager
 def _without_storage() -> Iterator[None]:
-    """Parameters lose their storage as soon as a module has them, so that a model larger than memory can be built."""
+    """Parameters lose their storage on registration, so that a model larger than memory can be built."""
 
     def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":  # in place: it may be shared (tied weights)
+        if parameter is not None and parameter.device.type != "meta":  # in place, since possibly shared (tied weights)
             hollow = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
 

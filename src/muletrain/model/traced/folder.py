@@ -1,5 +1,5 @@
-"""Reads the Hugging Face folder of a model that is traced: its configuration, and its weights under the names that the
-traced parameters have."""
+"""Reads the Hugging Face folder of a traced model: the configuration, and the weights under the names of the traced
+parameters."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "se
 """Names of the longest sequence in configurations."""
 _INV_FREQ = "rotary_emb.inv_freq"
 USUAL_CONTEXT = 1024
-"""Tokens of a sequence, at most, where the user names no ``model.context``."""
+"""Most tokens of a sequence if the user names no ``model.context``."""
 
 
 def import_traced(
     folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False
 ) -> TracedModel:
     """The chain of the model in ``folder``. ``context`` limits the sequence length; ``dropout`` replaces every dropout
-    probability of its configuration. Tensors that ``config.json`` ties and that differ are not tied. Raises CheckpointError
-    for weights that are not the architecture's, and ConfigError for a model that cannot be built, traced or cut."""
+    probability of the configuration. Tensors that ``config.json`` ties and that differ are not tied. Raises
+    CheckpointError for weights that do not fit the architecture, and ConfigError for a model that cannot be built,
+    traced or cut."""
     model = traced_in(folder, context=context, dropout=dropout, untie=untie)
     if not untie and stored(folder).keys() != model.shapes.keys() and other_heads(folder):
         model = traced_in(folder, context=context, dropout=dropout, untie=True)
@@ -41,8 +42,8 @@ def import_traced(
 
 
 def check_config(folder: Path, *, context: int | None = None, dropout: float | None = None, untie: bool = False) -> int:
-    """The vocabulary of the model that ``config.json`` in ``folder`` describes. Raises ConfigError if it is neither native nor
-    can be traced."""
+    """The vocabulary of the model that ``config.json`` in ``folder`` describes. Raises ConfigError for a model that is
+    neither native nor traceable."""
     if is_native(folder):
         return spec_in(folder).vocab
     traced = traced_in(folder, context=run_context(folder, context), dropout=dropout, untie=untie)
@@ -51,7 +52,7 @@ def check_config(folder: Path, *, context: int | None = None, dropout: float | N
 
 
 def run_context(folder: Path, context: int | None) -> int:
-    """The sequence length of a run [tokens]: ``context``, or the longest that the model in ``folder`` declares, up to
+    """The sequence length of a run [tokens]: ``context``, or the declared maximum of the model in ``folder``, up to
     ``USUAL_CONTEXT``."""
     if context is not None:
         return context
@@ -72,7 +73,7 @@ def traced_in(
         config |= {name: dropout for name, value in config.items() if _is_dropout(name, value)}
     longest = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     if context is None and longest is None:
-        build(config)  # refuses what is no text model, which has none
+        build(config)  # refuses models of no text, which declare no length
         raise ConfigError(f"model.context: {folder}/config.json names no longest sequence; set model.context=N")
     most = None if longest is None else int(longest * _stretched(config))
     if context is not None and most is not None and context > most:
@@ -81,7 +82,7 @@ def traced_in(
 
 
 def _stretched(config: dict[str, Any]) -> float:
-    """How many times longer a text may be than ``config`` says: rotary embeddings of type 'dynamic' are made for that."""
+    """Factor by which a text may be longer than declared: rotary embeddings of type 'dynamic' allow that."""
     rope = rope_of(config)
     factor = rope.get("factor") if "dynamic" in (rope.get("rope_type"), rope.get("type")) else 1
     return factor if isinstance(factor, int | float) and factor > 1 else 1
@@ -93,9 +94,9 @@ def _is_dropout(name: str, value: object) -> bool:
 
 
 def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
-    """A loader of the fp32 weights in ``folder`` by name, one tensor at a time. Names and shapes are checked before it
-    is returned. If an older version of ``transformers`` wrote the folder under other names, the whole model is read
-    through ``transformers``. Raises CheckpointError, also for tensors that the model does not take."""
+    """A loader of the fp32 weights in ``folder`` by name, one tensor at a time. Names and shapes are checked before the
+    return. If an older version of ``transformers`` wrote the folder with old names, the whole model is read through
+    ``transformers``. Raises CheckpointError, also for tensors that the model does not take."""
     tensors = stored(folder)
     where = _stored_names(folder, model, tensors)
     if where is None:
@@ -106,8 +107,8 @@ def load_traced(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
 
 
 def other_heads(folder: Path) -> list[str]:
-    """Tensors in ``folder`` that ``config.json`` ties to another one, and that differ from it: ``transformers`` does not tie
-    them then. Raises CheckpointError."""
+    """Tensors in ``folder`` that ``config.json`` ties to a tensor with different values, and that ``transformers``
+    therefore does not tie. Raises CheckpointError."""
     tensors, known = stored(folder), _known(folder)
     found = []
     for name, first in known.first.items():
@@ -117,7 +118,7 @@ def other_heads(folder: Path) -> list[str]:
 
 
 def _stored_names(folder: Path, model: TracedModel, tensors: Mapping[str, Stored]) -> dict[str, str] | None:
-    """Name of each parameter -> its name in the files; None if some are not there under a name that we know. Raises
+    """Name of each parameter -> name in the files; None if a parameter is missing under all known names. Raises
     CheckpointError for tensors that no parameter takes."""
     if tensors.keys() == model.shapes.keys():
         return {name: name for name in tensors}
@@ -133,7 +134,7 @@ def _stored_names(folder: Path, model: TracedModel, tensors: Mapping[str, Stored
 
 
 class _Known:
-    """Facts about the files of a model that its class declares."""
+    """Facts about the files of a model, declared by the model's class."""
 
     def __init__(self, model: nn.Module) -> None:
         from muletrain.model.traced.export import first_names
@@ -142,11 +143,11 @@ class _Known:
         self.first = first_names(model)
         """Each parameter's name -> the first name of the same tensor."""
         self._prefix = f"{getattr(own, 'base_model_prefix', '')}."
-        """Prefix of names that a model without its head leaves out."""
+        """Prefix of names that a model without a head leaves out."""
         patterns = {*(own._keys_to_ignore_on_load_unexpected or ())}
         for ending, pattern in ((_INV_FREQ, r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
             if any(name.endswith(ending) for name, _ in model.named_buffers()):
-                patterns.add(pattern)  # as ``transformers`` does: older versions stored them
+                patterns.add(pattern)  # as in ``transformers``: older versions stored such tables
         self._ignored = [re.compile(pattern) for pattern in sorted(patterns)]
 
     def name_in(self, stored: Collection[str], name: str) -> str | None:
@@ -155,7 +156,7 @@ class _Known:
         return next((n for full in same for n in (full, full.removeprefix(self._prefix)) if n in stored), None)
 
     def ignores(self, name: str) -> bool:
-        """Does ``transformers`` leave a tensor of this name out, without a word?"""
+        """Does ``transformers`` silently ignore a tensor of this name?"""
         return any(pattern.search(name) for pattern in self._ignored)
 
 
@@ -171,7 +172,7 @@ def _known_of(config: str) -> _Known:
 
 
 def _converted(folder: Path, model: TracedModel) -> Callable[[str], Tensor]:
-    """Through ``transformers``, which knows the names that its older versions wrote."""
+    """Load through ``transformers``, which knows the names of older versions."""
     state = _whole(str(folder), model.architecture)
     for name, shape in model.shapes.items():
         if name not in state or tuple(state[name].shape) != shape:
@@ -192,7 +193,7 @@ def _whole(folder: str, architecture: str) -> dict[str, Tensor]:
 
 
 def whole_in(folder: str, architecture: str) -> nn.Module:
-    """The model in ``folder`` with its weights in fp32, as ``transformers`` reads it. Raises CheckpointError."""
+    """The model in ``folder`` with weights in fp32, read by ``transformers``. Raises CheckpointError."""
     import torch
 
     from muletrain.model.traced.architecture import quiet
@@ -201,7 +202,7 @@ def whole_in(folder: str, architecture: str) -> nn.Module:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
         config: dict[str, Any] = json.loads(architecture)
-        torch.manual_seed(0)  # for what the class lets be missing: the same on every machine
+        torch.manual_seed(0)  # for weights that may be missing: the same on every machine
         try:
             loaded, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -212,7 +213,7 @@ def whole_in(folder: str, architecture: str) -> nn.Module:
                 use_safetensors=True,
                 output_loading_info=True,
             )
-        except Exception as e:  # transformers raises what it likes
+        except Exception as e:  # transformers raises any exception
             raise CheckpointError(f"{folder}: transformers cannot read the weights: {e}") from e
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:

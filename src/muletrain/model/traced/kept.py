@@ -1,8 +1,8 @@
 """Graphs of traced chains in the user's cache (``config.cache``), so that a machine traces a model once: a process that
-only computes rebuilds them in a tenth of a second.
+only computes rebuilds the graphs in a tenth of a second.
 
-An entry is data. Its operators are looked up by name among those of torch, of ``transformers``, and of ``operators``, and
-the rebuilt functions must have the very text that was traced. Otherwise the model is traced again.
+An entry is data. Operators are looked up by name in torch, ``transformers``, and ``operators``, and the rebuilt
+functions must equal the traced text exactly. Otherwise the model is traced again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KIND = "graphs"
 """The cache's folder."""
 MOST_BYTES = 32 << 20
-"""Of the constants of a chain; one that has more is traced each time."""
+"""Most bytes of constants; a chain with more is traced each time."""
 _OWN = {"histogram": operators.histogram, "dropout": operators.dropout, "attention": operators.attention}
 
 
@@ -37,7 +37,7 @@ class Computing(NamedTuple):
     """The graph and the constants of a stage."""
 
     parts: Parts
-    """Without their ``Part.nodes``."""
+    """Parts without ``Part.nodes``."""
     constants: dict[str, Tensor]
 
 
@@ -47,11 +47,11 @@ class _Entry(Section):
 
 
 class _NotData(Exception):
-    """A graph has something that cannot be written as data, or an entry something that cannot be read."""
+    """A graph that cannot be written as data, or an entry that cannot be read."""
 
 
 def keep_graphs(parts: Parts, constants: Mapping[str, Tensor], architecture: str, context: int, precision: str) -> None:
-    """Keep the graphs, unless they cannot be written and read again as they are."""
+    """Keep the graphs, if the written graphs can be read back unchanged."""
     if sum(constants[name].nbytes for name in parts.constants) > MOST_BYTES:
         return
     try:
@@ -64,7 +64,7 @@ def keep_graphs(parts: Parts, constants: Mapping[str, Tensor], architecture: str
 
 
 def kept_graphs(architecture: str, context: int, precision: str) -> Computing | None:
-    """The graphs that were kept; None: there are none, or they cannot be used here."""
+    """The kept graphs; None: missing, or unusable here."""
     entry = kept(KIND, _about(architecture, context, precision), _Entry)
     if entry is None:
         return None
@@ -80,7 +80,7 @@ def _about(architecture: str, context: int, precision: str) -> dict[str, object]
 
 
 def _text(parts: Parts) -> list[object]:
-    """All that decides what the chain computes, apart from constants."""
+    """Everything that decides the chain's results, except constants."""
     own = [(p.code, p.weights, p.inputs, p.tables, p.outputs, p.site) for p in parts.parts]
     passed = [[(n.name, n.meta["val"].dtype) for n in nodes] for nodes in parts.passed]
     return [own, passed, str(parts.tables.code), parts.constants, parts.table_names, parts.masks]
@@ -164,7 +164,7 @@ def _name_of(target: Any) -> str:
 
 
 def _value(x: Any) -> Any:
-    """A value of a node's arguments as JSON; a kind of value that JSON lacks is an object with that kind."""
+    """A value of a node's arguments as JSON; other types than JSON's become an object with the type's name."""
     if isinstance(x, fx.Node):
         return {"node": x.name}
     if x is None or isinstance(x, bool | int | str):
@@ -214,7 +214,7 @@ def _read(content: str) -> Computing:
 
 
 def _passed(graph: fx.Graph, known: dict[str, fx.Node], lead: int, name: str, dtype: str, shape: list[int]) -> fx.Node:
-    """A node that says what a value between blocks is, and computes nothing."""
+    """A node that describes a value between blocks, and computes nothing."""
     if name not in known:
         node = known[name] = graph.placeholder(name)
         node.meta["val"] = torch.empty(*[1] * lead, *shape, dtype=_dtype(dtype), device="meta")

@@ -1,7 +1,8 @@
 """Builds, traces and cuts a model, once in a process.
 
-Planning asks for the outline alone. It comes from the cache, or else from a short model with the first block of each kind,
-since tracing takes a quarter of a second for each block. A chain that computes, or that machines compare, is traced whole.
+Planning asks for the outline alone. The outline comes from the cache, or else from a short model with the first block
+of each kind, since tracing takes a quarter of a second for each block. A chain for computing or for comparing digests
+is traced whole.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from muletrain.model.traced.stage import Tables
 
 WORTHWHILE = 8
-"""Blocks that a short model must save; otherwise the whole one is traced at once."""
+"""Blocks that a short model must save; otherwise the whole model is traced at once."""
 
 
 class Described(Model):
     """A model that is traced."""
 
     architecture: str
-    """As JSON with sorted keys: the ``transformers`` configuration, or the 'factory' of a module with a loss of its own,
-    with its 'arguments' and inputs ('inputs', 'targets', 'vocab_size')."""
+    """As JSON with sorted keys: the ``transformers`` configuration, or the 'factory' of a module with its own loss,
+    with 'arguments' and inputs ('inputs', 'targets', 'vocab_size')."""
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
@@ -56,19 +57,19 @@ class Made:
 
 
 class _Kinds(NamedTuple):
-    """The blocks of a model of ``transformers``, as it is built."""
+    """The blocks of a built model of ``transformers``."""
 
     path: str
-    """Of their list."""
+    """Path of the list of blocks."""
     first: list[int]
-    """For each block the first one that is like it."""
+    """For each block, the first block of that kind."""
     shapes: dict[str, tuple[int, ...]]
-    """Of all parameters of the model; tied ones once."""
+    """Shapes of all parameters of the model; tied parameters once."""
 
 
 @functools.lru_cache(maxsize=16)
 def outlined(spec: Described) -> Outline:
-    """Without tracing if the cache has it. A user's own module is always traced: its code may change."""
+    """The outline, without tracing if cached. A user's module is always traced: the code may change."""
     if spec.own_loss:
         return made(spec, "float32").outline
     return known(spec.architecture, spec.context) or _of_short(spec) or made(spec, "float32").outline
@@ -84,7 +85,7 @@ def digest_of(spec: Described) -> str:
 
 @functools.lru_cache(maxsize=8)
 def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
-    """Build, trace and cut the model, or a model of its first ``blocks``; ``precision``: 'float32', 'bfloat16' or
+    """Build, trace and cut the model, or a model of the first ``blocks``; ``precision``: 'float32', 'bfloat16' or
     'float16'. Raises ConfigError."""
     import torch
 
@@ -134,7 +135,7 @@ def made(spec: Described, precision: str, blocks: int | None = None) -> Made:
 
 @functools.lru_cache(maxsize=8)
 def computing(spec: Described, precision: str) -> Tables:
-    """The graphs and tables that stages compute with. From the cache if they are the chain that was agreed on, or else by
+    """The graphs and tables that stages compute with. From the cache if equal to the agreed chain, or else by
     tracing."""
     from muletrain.model.traced.kept import keep_graphs, kept_graphs
     from muletrain.model.traced.stage import Tables
@@ -151,7 +152,7 @@ def computing(spec: Described, precision: str) -> Tables:
 
 @functools.lru_cache(maxsize=8)
 def kept_in_16_bits(spec: Described) -> tuple[float, ...]:
-    """``PartOutline.kept_bytes`` of each part in bf16, from the cache where it has them."""
+    """``PartOutline.kept_bytes`` of each part in bf16, from the cache if present."""
     if not (found := outlined(spec).kept_16):
         kinds = outlined(spec).kinds[1:-1]
         like = [kinds.index(kind) for kind in kinds]
@@ -167,7 +168,7 @@ def kept_in_16_bits(spec: Described) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=64)
 def tables_bytes_of(spec: Described, sequences: int) -> int:
-    """See ``Model.tables_bytes``; from the cache where it has them."""
+    """See ``Model.tables_bytes``; from the cache if present."""
     found = outlined(spec).tables.get(sequences)
     if found is None:
         found = (_short_made(spec) or made(spec, "float32")).tables.most_bytes(sequences, spec.context)
@@ -177,7 +178,7 @@ def tables_bytes_of(spec: Described, sequences: int) -> int:
 
 
 def _of_short(spec: Described) -> Outline | None:
-    """The outline of the whole model, of which only the first block of each kind is traced."""
+    """The outline of the whole model, by tracing only the first block of each kind."""
     with _without_collection():
         if (kinds := _kinds(spec)) is None or (short := _short(spec, "float32", kinds.first)) is None:
             return None
@@ -189,8 +190,8 @@ def _of_short(spec: Described) -> Outline | None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Without garbage collection: the modules of torch and ``transformers`` that are imported, and the graph, are none, and
-    looking through them takes a tenth of the time."""
+    """Suspend garbage collection: imported modules of torch and ``transformers``, and the graph, are no garbage, and
+    scanning takes a tenth of the time."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -205,8 +206,8 @@ def _short_made(spec: Described) -> Made | None:
 
 
 def _short(spec: Described, precision: str, first: Sequence[int]) -> Made | None:
-    """The model up to the first block of the last kind, and one more, so that shared values are seen; None: it is no
-    shorter, or cannot be traced. ``first``: for each block, the first one like it."""
+    """The model up to the first block of the last kind, and one more, so that shared values are seen; None: no shorter,
+    or not traceable. ``first``: for each block, the first block of that kind."""
     blocks = max(first) + 2
     if blocks >= len(first):
         return None
@@ -219,7 +220,7 @@ def _short(spec: Described, precision: str, first: Sequence[int]) -> Made | None
 
 @functools.lru_cache(maxsize=8)
 def _kinds(spec: Described) -> _Kinds | None:
-    """None: a short model saves too little, or the blocks are in no list."""
+    """The kinds of blocks; None: a short model saves too little, or the blocks are in no list."""
     import torch
 
     from muletrain.model.traced.export import INSIDE
@@ -240,7 +241,7 @@ def _kinds(spec: Described) -> _Kinds | None:
 
 
 def _layers(module: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list that holds most of the parameters, and its path. Raises ConfigError if there is none."""
+    """Path and list of the modules with most of the parameters. Raises ConfigError if no list exists."""
     from torch import nn
 
     lists = [(path, child) for path, child in module.named_modules() if isinstance(child, nn.ModuleList) and len(child)]
@@ -257,7 +258,7 @@ def _digest(shapes: Mapping[str, tuple[int, ...]], parts: Parts, buffers: list[s
 
 
 def _built(spec: Described, dtype: torch.dtype) -> tuple[nn.Module, Callable[[], dict[str, Tensor]]]:
-    """The module to trace, and a function that makes the values of its buffers."""
+    """The module to trace, and a function that makes the buffers' values."""
     if spec.own_loss:
         from muletrain.model.traced import factory
 

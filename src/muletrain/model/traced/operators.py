@@ -1,4 +1,4 @@
-"""Functions that a traced graph calls in place of operators that draw random numbers: masks are facts here (``model.dropout``).
+"""Functions in place of a traced graph's random operators, with deterministic masks (``model.dropout``).
 
 ``aten.dropout`` draws from torch's generator, and so does the dropout inside ``aten.scaled_dot_product_attention``.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Causal:
-    """Stands for a mask that lets each token see itself and those before it: attention then needs no table."""
+    """Stands for a mask that lets each token see itself and all earlier tokens: attention then needs no table."""
 
 
 def dropout(x: Tensor, probability: float, masks: Masks | None, site: int, sequences: int) -> Tensor:
-    """``x`` with elements dropped by the counter hash at ``site``; ``x`` itself without ``masks``. The numbers of one
-    sequence lie together in ``x``, whose ``sequences`` are in order."""
+    """``x`` with elements dropped by the counter hash at ``site``; ``x`` itself without ``masks``. In ``x``, the
+    ``sequences`` lie one after another, in order."""
     return hashed_dropout(x.contiguous(), masks, site, probability, x.numel() // sequences)
 
 
@@ -47,7 +47,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Scaled dot-product attention [B, H, T, E] with dropout on the weights. Without dropout it is torch's own."""
+    """Scaled dot-product attention [B, H, T, E] with dropout on the weights. Without dropout, torch's own function."""
     if isinstance(mask, Causal):
         mask, is_causal = None, True
     if masks is None or drop_threshold(probability) == 0:

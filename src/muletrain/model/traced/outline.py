@@ -1,12 +1,11 @@
-"""Parameters and costs of a traced chain without its graph, for planning. Tracing takes seconds to minutes, so
-the outline is kept in the user's cache (``config.cache``).
+"""Parameters and costs of a traced chain without the graph, for planning. Tracing takes seconds to minutes, so the
+outline is kept in the user's cache (``config.cache``).
 
-Where only planning asks, one block of each kind is traced, and the outline of the others is that of the first one like
-them. Such an outline has no digest, so no machine agrees on it.
+For planning alone, one block of each kind is traced, and equal blocks share an outline. Such an outline has no digest,
+so machines never agree on it.
 
 An entry belongs to a configuration, a length, and the software that traces: versions, and the text of this package. A
-process that traces compares what it finds with the entry, so blocks that are computed are never other ones than those
-that were agreed on.
+process that traces compares the result with the entry, so computed blocks always equal the agreed blocks.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ class Outline(Section):
 
 
 told: dict[tuple[str, int], str] = {}
-"""Digests that the cache told this process, which may have agreed on them with others. The entries may change
+"""Digests that this process read from the cache, and perhaps agreed on with other machines. The entries may change
 meanwhile."""
 
 
 def known(architecture: str, context: int, *, whole: bool = False) -> Outline | None:
-    """The outline of a model of ``transformers`` in the cache. ``whole``: only one that has a digest."""
+    """The outline of a model of ``transformers`` in the cache. ``whole``: only an outline with a digest."""
     found = kept(KIND, about(architecture, context), Outline)
     if found is None or (whole and found.digest is None):
         return None
@@ -89,8 +88,8 @@ def known(architecture: str, context: int, *, whole: bool = False) -> Outline | 
 
 
 def agreed(found: Outline, architecture: str, context: int) -> Outline:
-    """Keep what tracing the whole chain found. Raises ConfigError if the cache has, or told this process, another chain;
-    the next process finds this chain there."""
+    """Keep the outline of the whole traced chain. Raises ConfigError if the cache has, or this process read, another
+    chain; the next process finds this chain there."""
     key = about(architecture, context)
     entry = kept(KIND, key, Outline)
     if entry is None or entry.digest != found.digest:
@@ -111,9 +110,9 @@ def keep_short(found: Outline, architecture: str, context: int) -> None:
 
 
 def alike(layers: Iterable[nn.Module], config: Mapping[str, object]) -> list[int]:
-    """For each layer the first one that is made like it: of the same modules, with parameters of the same shapes, and the
-    same settings in them and in the lists of ``config`` that have an entry for each layer. A layer's number does not
-    count. Values that cannot be compared count as different."""
+    """For each layer, the first equal layer: the same modules, shapes of parameters and settings, also in lists of
+    ``config`` with an entry for each layer. A layer's number does not count. Values that cannot be compared count as
+    different."""
     found = [dict(_settings(layer)) for layer in layers]
     for name, value in config.items():
         if isinstance(value, list) and len(value) == len(found):
@@ -138,8 +137,8 @@ def _settings(layer: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def lengthened(short: Outline, path: str, first: Sequence[int], shapes: dict[str, tuple[int, ...]]) -> Outline | None:
-    """The outline of a model whose block k is like block ``first[k]`` of the ``short`` one, without a digest; None: its
-    parameters would not be those of ``shapes``. ``path``: of the list of blocks."""
+    """The outline of a model with block k like block ``first[k]`` of ``short``, without a digest; None: the parameters
+    would differ from ``shapes``. ``path``: of the list of blocks."""
     before, *blocks, after = short.parts
     parts, counted = [before], set[str]()
     for number, kind in enumerate(first):
@@ -160,7 +159,7 @@ def lengthened(short: Outline, path: str, first: Sequence[int], shapes: dict[str
 def extend(
     architecture: str, context: int, *, tables: Mapping[int, int] | None = None, kept_16: tuple[float, ...] = ()
 ) -> None:
-    """Add to the entry what took time as well."""
+    """Add further slow results to the entry."""
     key = about(architecture, context)
     if (latest := kept(KIND, key, Outline)) is not None:
         update = {"tables": {**latest.tables, **(tables or {})}, "kept_16": kept_16 or latest.kept_16}

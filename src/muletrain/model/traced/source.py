@@ -1,4 +1,4 @@
-"""A traced chain as Python to read and compare: one function for each distinct part, as torch.fx writes its graph."""
+"""A traced chain as Python to read and compare: one function for each distinct part, as written by torch.fx."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ microbatch alone. ``masks`` draws dropouts, which are numbered from ``site`` on;
 
 
 def class_names(model: TracedModel) -> list[str]:
-    """The name of each part: equal parts have one."""
+    """The name of each part: equal parts share a name."""
     keys = [
         (id(part.function), *((model.shapes[name], name in model.frozen) for name in part.weights))
         for part in model.parts
@@ -41,7 +41,7 @@ def class_names(model: TracedModel) -> list[str]:
 
 
 def source_of(model: TracedModel) -> str:
-    """The source of all distinct parts of ``model``, and of its tables."""
+    """The source of all distinct parts of ``model``, and of the tables."""
     names, imports, functions = class_names(model), dict[str, None](), list[str]()
     for name in dict.fromkeys(names):
         number = names.index(name)
@@ -56,7 +56,7 @@ def source_of(model: TracedModel) -> str:
 
 
 def _function(name: str, says: list[str], module: fx.GraphModule, imports: dict[str, None]) -> str:
-    """The text of a function. Its imports are added to ``imports``."""
+    """The text of a function. Adds the function's imports to ``imports``."""
     code = module.graph.python_code("self")
     for known, value in code.globals.items():
         imports[_import(known, value)] = None
@@ -75,7 +75,7 @@ def _import(name: str, value: Any) -> str:
 
 
 def table_rows(model: TracedModel) -> Iterator[dict[str, Any]]:
-    """A row for each part: its function, its modules, and its costs."""
+    """A row for each part: function, modules, and costs."""
     for number, (name, part) in enumerate(zip(class_names(model), model.parts, strict=True)):
         last = len(model.parts) - 1
         where = "before" if number == 0 else "after" if number == last else str(number - 1)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from muletrain.model.traced.cutting import Parts
 
 TABLES = 4
-"""Shapes of microbatches whose tables are kept."""
+"""Number of microbatch shapes with kept tables."""
 MOST_MASK = 1 << 27
-"""Numbers of the largest mask that is made for an estimate."""
+"""Largest mask that is made for an estimate, in numbers."""
 
 
 class Tables:
-    """The tables of a ``chain``, which all of its stages and blocks in this process share."""
+    """The tables of a ``chain``, shared by all stages and blocks in this process."""
 
     def __init__(self, chain: Parts, constants: Mapping[str, Tensor]) -> None:
         self.chain, self._constants = chain, constants
@@ -42,9 +42,10 @@ class Tables:
     def causal(self, length: int) -> set[str]:
         """Masks for which fused kernels need no table, in sequences of ``length`` tokens.
 
-        A mask compares positions, and numbers in its function with their distance (a window) or quotient (chunks). If it
-        is causal a little beyond the largest of these numbers, so it is in longer sequences. A mask that comes from a
-        table, or from numbers too large to be tried, does not count as causal: the estimate has a table too many then.
+        A mask's function compares positions, and compares constants with distances (a window) or quotients (chunks) of
+        positions. A mask that is causal a little beyond the largest constant is causal in longer sequences, too. A mask
+        from a table, or with constants too large to try, does not count as causal: the estimate then has a table too
+        many.
         """
         tried = min(length, self._largest_number(length) + 2)
         if not self.chain.masks or tried**2 > MOST_MASK:
@@ -53,7 +54,7 @@ class Tables:
         return {name for name, table in made.items() if isinstance(table, Causal)}
 
     def _largest_number(self, length: int) -> int:
-        """The largest integer below ``length`` from which a mask follows; ``length`` if a table is among its origins."""
+        """The largest integer below ``length`` in the functions of masks; ``length`` if a mask depends on a table."""
         graph = self.chain.tables.graph
         named = zip(self.chain.table_names, graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
         origins, found = {node for name, node in named if name in self.chain.masks}, [0]
@@ -78,7 +79,7 @@ class Tables:
         return made
 
     def _most_bytes(self, sequences: int, length: int) -> int:
-        """Bytes of the tables of ``TABLES`` such shapes, and of the masks from which the last of them come."""
+        """Bytes of the tables of ``TABLES`` such shapes, and of the masks for the last shape."""
         made = zip(self.chain.table_names, self._values(sequences, length, torch.device("meta")), strict=True)
         sizes = {name: table.nbytes for name, table in made if isinstance(table, Tensor)}
         return sum(sizes.values()) + (TABLES - 1) * sum(sizes[name] for name in sizes.keys() - self.causal(length))
@@ -103,7 +104,8 @@ class TracedStage(StageModule):
             place(self, name, nn.Parameter(torch.empty(shapes[name], device="meta")))
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
-        """See ``StageModule.bind``. A part without parameters computes in the precision of any other ``weights``."""
+        """See ``StageModule.bind``. A part without parameters computes in the precision of the remaining
+        ``weights``."""
         super().bind(weights)
         exact = self.tables.chain.frozen
         kinds = (weight.dtype for name, weight in weights.items() if name not in exact)
@@ -158,7 +160,7 @@ class TracedStage(StageModule):
 
 
 def is_causal(mask: object, length: int) -> bool:
-    """Does a mask [..., T, T] let each token see exactly itself and those before it?"""
+    """Does a mask [..., T, T] let each token see exactly itself and all earlier tokens?"""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape[-2:]) != (length, length):
         return False
     return bool((mask == torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()).all())
@@ -177,20 +179,20 @@ def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def numbers(node: fx.Node, lead: int) -> int:
-    """Numbers per token of a value [B, T, ...] that goes from block to block (``lead`` 2), or per sample of [B, ...]."""
+    """Numbers per token of a value [B, T, ...] between blocks (``lead`` 2), or per sample of [B, ...]."""
     return math.prod(int(size) for size in node.meta["val"].shape[lead:])
 
 
 def pack(values: list[Tensor], width: int, lead: tuple[int, int]) -> Tensor:
-    """All ``values`` side by side in one tensor [B, T, width], with zeros at the end where they are fewer. ``lead``: B and
-    T, which is 1 for values [B, ...]."""
+    """All ``values`` side by side in one tensor [B, T, width], padded with zeros. ``lead``: B and T, which is 1 for
+    values [B, ...]."""
     flat = [value.reshape(*lead, -1) for value in values]
     packed = flat[0] if len(flat) == 1 else torch.cat(flat, dim=2)
     return packed if packed.shape[2] == width else nn.functional.pad(packed, (0, width - packed.shape[2]))
 
 
 def unpack(packed: Tensor, nodes: tuple[fx.Node, ...], lead: int) -> dict[str, Tensor]:
-    """The inverse of ``pack``: values by name, in the precision that the chain has there."""
+    """The inverse of ``pack``: values by name, in the chain's precision."""
     found, begin = {}, 0
     for node in nodes:
         val, count = node.meta["val"], numbers(node, lead)

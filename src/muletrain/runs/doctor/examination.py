@@ -1,7 +1,7 @@
-"""``muletrain doctor``: its checks, their verdicts, and advice.
+"""``muletrain doctor``: checks, verdicts, and advice.
 
-torch, drivers and networks can crash a process, or hang. They are checked in processes of their own
-(``runs.doctor.process``) with a time limit. A check that such a process does not reach is reported as missing.
+torch, drivers and networks can crash a process, or hang. So the checks run in separate processes
+(``runs.doctor.process``) with a time limit. A check that the process does not reach is reported as missing.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 PYTHON = ((3, 11), (3, 14))
 TORCH = ((2, 11), (2, 14))
-"""First supported version, and first unsupported one, as in pyproject.toml."""
+"""First supported and first unsupported version, as in pyproject.toml."""
 
 
 class Verdict(StrEnum):
-    """The result of a check. ``MISSING``: training needs it."""
+    """The result of a check. ``MISSING``: a requirement of training is missing."""
 
     OK = "ok"
     WARNING = "warning"
@@ -41,7 +41,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check. ``fix``: what to do; empty if nothing is wrong."""
+    """The result of one check. ``fix``: advice; empty if nothing is wrong."""
 
     name: str
     verdict: Verdict
@@ -65,7 +65,7 @@ class Question(BaseModel):
 
 @dataclass(frozen=True)
 class Part:
-    """The checks of one process, in order, with the fix for each that it does not reach."""
+    """The checks of one process, in order, with the fix for each check that is not reached."""
 
     name: str
     limit_s: float
@@ -105,7 +105,7 @@ PARTS = (MACHINE, NETWORK)
 
 
 def examine(question: Question, told: Callable[[str], None] = lambda part: None) -> Iterator[Check]:
-    """Yield the result of every check. ``told`` is called with the name of each part before it starts."""
+    """Yield the result of every check. ``told`` is called with the name of each part before the start."""
     yield python()
     for part in PARTS:
         told(part.name)
@@ -126,7 +126,7 @@ def python() -> Check:
 
 
 def ask(part: Part, question: Question, command: list[str]) -> Iterator[Check]:
-    """Yield the checks of a process, and a finding for each check that it did not reach."""
+    """Yield the checks of a process, and a finding for each check that was not reached."""
     with temporary_folder() as scratch:  # we remove it if the process is killed
         process = subprocess.Popen(
             command,
@@ -181,6 +181,6 @@ def _ending(code: int, err: str, limit_s: float | None) -> str:
 
 
 def advised(name: str, problem: str, fix: str) -> Check:
-    """A missing check from the error message ``problem``, whose own advice after a ';' replaces ``fix``."""
+    """A missing check from the error message ``problem``, with the advice after a ';' in place of ``fix``."""
     found, _, own = problem.partition("; ")
     return Check(name, Verdict.MISSING, found, own or fix)

@@ -25,7 +25,7 @@ LEAST_CACHE = 10**9
 
 
 def machine_checks(question: Question) -> Iterator[Check]:
-    """Yield the checks; without torch, only that one."""
+    """Yield the checks; without torch, only the check for torch."""
     config = RunConfig.model_validate_json(question.config, strict=True)
     yield (found := torch_check())
     if found.verdict is Verdict.MISSING:
@@ -36,7 +36,7 @@ def machine_checks(question: Question) -> Iterator[Check]:
 
 
 def torch_check() -> Check:
-    """Check the version of torch, and that it computes."""
+    """Check the version of torch, and a small product."""
     try:
         import torch
     except Exception as e:  # a missing shared library is an OSError, a broken build anything
@@ -76,7 +76,7 @@ def _gpu(device: torch.device) -> Check:
 
 
 def no_gpu_check(asked: str) -> Check:
-    """Why torch finds no GPU. ``asked``: ``compute.device``."""
+    """The check for a machine on which torch finds no GPU, with the reason. ``asked``: ``compute.device``."""
     import torch
 
     verdict = Verdict.MISSING if asked.startswith("cuda") or asked == "mps" else Verdict.WARNING
@@ -116,7 +116,7 @@ def memory_check(config: RunConfig) -> Check:
     from muletrain.runs.assemble import RunFacts, resolve_start
     from muletrain.runs.measure.machine import ADVICE, free_memory_of_machine, memory_of, own_devices
 
-    alone = config.fleet.local_peers == 1  # 'muletrain run' keeps nothing for others then
+    alone = config.fleet.local_peers == 1  # then 'muletrain run' reserves nothing for joiners
     try:
         needs = RunFacts.of(resolve_start(config), alone=alone).needs()
         names = own_devices(config.compute.device)

@@ -1,4 +1,4 @@
-"""The checks of ``muletrain doctor`` on the network: can this machine listen, and can a run's members reach it?"""
+"""The checks of ``muletrain doctor`` on the network: can this machine listen, and can a run's members connect?"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The process that makes the checks of one part. ``python -m muletrain.runs.doctor.process PART`` reads a ``Question``
-from standard input (it may contain a ticket), and prints a line of JSON per ``Check``."""
+from standard input (a question may contain a ticket), and prints a line of JSON per ``Check``."""
 
 from __future__ import annotations
 

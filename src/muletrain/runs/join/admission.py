@@ -1,8 +1,8 @@
 """Admission of newcomers, the same at every member and before every step.
 
 Before step 0 the founder admits guests to a waiting room (``rendezvous.Rendezvous``). Later any member admits newcomers
-to the roster (``LiveMembers``): replicas of the stage give them its state, and they introduce themselves to everyone
-(``runtime.members.membership``).
+to the roster (``LiveMembers``): a newcomer gets the state from replicas of the stage, and sends an introduction to all
+members (``runtime.members.membership``).
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
 
 
 REQUESTS, REQUESTS_PER_S = 20, 0.2
-"""Times that one machine may ask for a stage at once, and a second after that: each time is an event on the disk."""
+"""Requests for a stage that one machine may send at once, and per second after that: each request is an event on the
+disk."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a newcomer learns about the run. ``config``: its configuration as JSON; ``data``: the corpus' digest;
-    ``tokenizer``: its JSON; ``tokens``: see ``Welcome``."""
+    """The facts about the run for a newcomer. ``config``: the configuration as JSON; ``data``: the corpus' digest;
+    ``tokenizer``: the tokenizer's JSON; ``tokens``: see ``Welcome``."""
 
     config: str
     data: bytes
@@ -57,12 +58,12 @@ class Participants(Protocol):
     """The peers that are in the run so far."""
 
     def consider(self, request: JoinRequest) -> list[list[str]]:
-        """Hear of a newcomer, and return the device kinds of the peers of each stage. Raises AdmissionError when nobody
+        """Note a newcomer, and return the device kinds of the peers of each stage. Raises AdmissionError when no peer
         can be admitted now."""
         ...
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
-        """Add a newcomer to ``welcome.stage``. Returns the welcome with its name and what else it needs."""
+        """Add a newcomer to ``welcome.stage``. Returns the completed welcome, with the newcomer's name."""
         ...
 
     def machines(self) -> list[int]:
@@ -70,17 +71,17 @@ class Participants(Protocol):
         ...
 
     def remove(self, peer: PeerId) -> bool:
-        """Remove a newcomer that declined. Returns False if it was none."""
+        """Remove a newcomer that declined. Returns False if ``peer`` is unknown."""
         ...
 
     def genesis(self) -> Genesis:
-        """What the run began with. Raises AdmissionError before it begins."""
+        """The run's genesis. Raises AdmissionError before the beginning."""
         ...
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Admits newcomers for one member: chooses their stage or refuses them, and hands out what they need to begin."""
+    """Admits newcomers for one member: chooses a stage or refuses, and sends configuration, tokenizer and genesis."""
 
     net: Network
     emit: Callable[[Event], None]
@@ -98,7 +99,7 @@ class Admission:
         self.net.serve(AskGenesis.KIND, self._on_genesis)
 
     def admit(self, peer: PeerId, request: JoinRequest) -> Welcome:
-        """Choose a stage for ``peer`` and add it there. Raises AdmissionError or CapacityError."""
+        """Choose a stage for ``peer`` and add ``peer`` there. Raises AdmissionError or CapacityError."""
         if request.version != __version__:
             raise AdmissionError(
                 f"this run is muletrain {__version__}, the newcomer {request.version}: install "
@@ -119,7 +120,8 @@ class Admission:
         return self.participants.add(peer, request, welcome)
 
     def _admit_client(self, peer: PeerId, request: JoinRequest) -> Welcome:
-        """A client takes nobody's place, and needs no tokenizer. Raises AdmissionError or CapacityError."""
+        """Admit a client, which takes no peer's place, and needs no tokenizer. Raises AdmissionError or
+        CapacityError."""
         stage = self.seating.choose_for_client(request, self.participants.machines())
         welcome = Welcome(config=self.info.config, stage=stage, data=self.info.data, tokenizer_size=0, client=True)
         return self.participants.add(peer, request, welcome.model_copy(update={"name": request.name}))
@@ -152,8 +154,7 @@ class Admission:
 
 
 class LiveMembers:
-    """The members of a run that has begun, by one member's roster. A newcomer adds itself there when it introduces
-    itself."""
+    """The members of a run that has begun, by one member's roster. A newcomer enters the roster by its introduction."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -163,18 +164,18 @@ class LiveMembers:
         return [[m.device for m in live if m.stage == s] for s in range(self._roster.genesis.stages)]
 
     def add(self, peer: PeerId, request: JoinRequest, welcome: Welcome) -> Welcome:
-        """A newcomer may take the name of a dead peer, and in a planned pipeline so its place: a machine that joins again
-        keeps its name."""
+        """A newcomer may take the name of a dead peer, and so, in a planned pipeline, the place: a machine that joins
+        again keeps its name."""
         if welcome.client:
             return welcome.model_copy(update={"running": True})
         taken = {m.name for m in self._roster.members() if self._roster.is_alive(m.id)}
         return welcome.model_copy(update={"running": True, "name": unique_name(request.name, taken)})
 
     def machines(self) -> list[int]:
-        return [0] * self._roster.genesis.stages  # their servers know them, and they ask these
+        return [0] * self._roster.genesis.stages  # only servers know clients, and clients ask servers
 
     def remove(self, peer: PeerId) -> bool:
-        return True  # it is in no roster yet
+        return True  # a newcomer is in no roster yet
 
     def genesis(self) -> Genesis:
         return self._roster.genesis
@@ -195,13 +196,13 @@ def member_of(peer: PeerId, request: JoinRequest, welcome: Welcome, ready: Ready
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
-    """Return ``name``, with a number behind it if another peer has it."""
+    """Return ``name``, with a number appended if another peer has that name."""
     names = (name, *(f"{name[:100]}-{k}" for k in range(2, len(taken) + 3)))
     return next(n for n in names if n not in taken)
 
 
 def serve_admitter(net: Network, admitter: PeerId) -> None:
-    """Tell newcomers that ``admitter`` admits them."""
+    """Tell newcomers that ``admitter`` admits."""
 
     async def answer(sender: PeerId, payload: bytes) -> bytes:
         return Admitter(id=admitter).pack()

@@ -44,8 +44,8 @@ def members_in(addresses: tuple[str, ...]) -> list[PeerId]:
 
 
 async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
-    """Ask the members at a ticket's addresses who admits newcomers. Raises PeerUnreachable when none of them answers, and
-    AdmissionError when those that do cannot say."""
+    """Ask the members at a ticket's addresses for the peer that admits newcomers. Raises PeerUnreachable when no member
+    answers, and AdmissionError when no answer names a peer."""
     problems, silent = list[str](), True
     for member in members_in(addresses):
         try:
@@ -62,7 +62,7 @@ async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
 
 
 async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
-    """Ask the members at a ticket's addresses who founded the run. Raises as ``find_admitter``."""
+    """Ask the members at a ticket's addresses for the founder. Raises as ``find_admitter``."""
     admitter = await find_admitter(net, addresses)
     try:
         answer = await net.call(admitter, AskGenesis.KIND, AskGenesis().pack(), timeout_s=CALL_S)
@@ -72,7 +72,7 @@ async def find_founder(net: Network, addresses: tuple[str, ...]) -> PeerId:
 
 
 async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ...]:
-    """What a run waits for before it begins; nothing once it has begun. Raises AdmissionError when no member can be
+    """The conditions that a run waits for; empty after the beginning. Raises AdmissionError when no member can be
     asked."""
     admitter = await find_admitter(net, addresses)
     try:
@@ -82,10 +82,10 @@ async def ask_missing(net: Network, addresses: tuple[str, ...]) -> tuple[str, ..
 
 
 class JoinClient:
-    """A newcomer's talk with the member that admits it. Before step 0 that is the founder."""
+    """A newcomer's connection to the admitter, before step 0 the founder."""
 
     def __init__(self, net: Network, admitter: PeerId, tell: Callable[[str], None] = lambda reason: None) -> None:
-        """``tell`` hears why a question is repeated."""
+        """``tell`` gets the reason for a repeated question."""
         self.admitter = admitter
         self._net, self._tell = net, tell
         self._genesis: asyncio.Future[Genesis] = asyncio.get_running_loop().create_future()
@@ -101,8 +101,8 @@ class JoinClient:
         return b"".join([piece async for piece in self._pieces(AskTokenizer, welcome.tokenizer_size)])
 
     async def part(self, welcome: Welcome, into: Path) -> None:
-        """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for other content than
-        was promised, or another NetworkError."""
+        """Write our stage's part of the checkpoint to the file ``into``. Raises ProtocolError for content that differs
+        from the promised digest, or another NetworkError."""
         digest = hashlib.sha256()
         with into.open("wb") as file:
             async for piece in self._pieces(AskPart, welcome.part_size):
@@ -112,24 +112,24 @@ class JoinClient:
             raise ProtocolError("the checkpoint part that came is not the one that was promised; join again")
 
     async def decline(self, reason: str) -> None:
-        """Give the stage back, and tell the admitter why if it can be reached."""
+        """Give the stage back, with the reason, if the admitter can be reached."""
         declined = Declined(reason=reason[:1000])
         with suppress(NetworkError):
             await self._net.call(self.admitter, declined.KIND, declined.pack(), timeout_s=CALL_S)
 
     async def genesis(self) -> Genesis:
-        """Ask what the run began with, once it has."""
+        """Ask for the genesis of a run that has begun."""
         return Begin.unpack(await self._call(AskGenesis())).genesis
 
     async def missing(self) -> tuple[str, ...]:
-        """Ask what the run waits for; nothing once it has begun."""
+        """Ask for the conditions that the run waits for; empty after the beginning."""
         try:
             return Missing.unpack(await self._net.call(self.admitter, Missing.KIND, b"", timeout_s=CALL_S)).missing
-        except Refused:  # it began a moment ago
+        except Refused:  # the run began a moment ago
             return ()
 
     async def begin(self, ready: Ready, tell: Callable[[tuple[str, ...]], None] = lambda missing: None) -> Genesis:
-        """Report that we are ready, and wait for the beginning. ``tell`` hears now and then what the run waits for.
+        """Report that we are ready, and wait for the beginning. ``tell`` gets the missing conditions now and then.
         Raises NetworkError when the founder goes away meanwhile."""
         while True:
             tell(Missing.unpack(await self._call(ready)).missing)

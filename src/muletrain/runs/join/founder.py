@@ -1,4 +1,4 @@
-"""The founder of a run: it opens the rendezvous, waits for guests, and begins."""
+"""The founder of a run: opens the rendezvous, waits for guests, and begins."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def found(host: Host, network: Network) -> Seat:
     spec = host.spec
     assert spec.config is not None
     config = RunConfig.model_validate_json(spec.config, strict=True)
-    # a checkpoint has the sizes and weights of a model whose folder may be gone
+    # a checkpoint has the model's sizes and weights; the model's folder may be gone
     facts = RunFacts.of(resolve_start(config) if spec.resume is None else config, alone=spec.alone)
     cache = await asyncio.to_thread(facts.data)
     checkpoint = None if spec.resume is None else Checkpoint.open(Path(spec.resume))

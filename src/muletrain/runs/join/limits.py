@@ -1,5 +1,5 @@
-"""Limits of what a run may take of a joiner's machine. The joiner computes them from the configuration, and compares
-them with the sizes in the welcome, before it loads anything.
+"""Limits on a run's use of a joiner's machine. The joiner computes the limits from the configuration, and checks the
+sizes in the welcome before loading anything.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOKENIZER_BYTES, TOKENIZER_BYTES_PER_TOKEN = 4 << 20, 1 << 10
 
 
 def told_config(text: str) -> RunConfig:
-    """Parse the run's configuration as another member sent it. Raises AdmissionError."""
+    """Parse the run's configuration from another member. Raises AdmissionError."""
     try:
         return RunConfig.model_validate_json(text, strict=True)
     except ValidationError as e:

@@ -1,10 +1,10 @@
-"""Messages between a newcomer and the member that admits it.
+"""Messages between a newcomer and the admitting member.
 
-Before step 0 only the founder admits: any member names it (``join.admitter``). Later every member admits newcomers
-itself. A newcomer asks for a stage (``join.request``), loads the tokenizer and, in a resumed run, its stage's part of
-the checkpoint, in pieces. Before step 0 it then reports ``join.ready`` and waits for the founder's ``join.begin``;
-later it asks for the genesis. A client (strategy ``hub``) needs no tokenizer, and asks for the genesis until the run
-has begun.
+Before step 0 only the founder admits: any member names the founder (``join.admitter``). Later every member admits
+newcomers. A newcomer asks for a stage (``join.request``), loads the tokenizer and, in a resumed run, the stage's part
+of the checkpoint, in pieces. Before step 0 the newcomer then reports ``join.ready`` and waits for the founder's
+``join.begin``; later the newcomer asks for the genesis. A client (strategy ``hub``) needs no tokenizer, and asks for
+the genesis until the run has begun.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ PIECE = 512 * 1024
 CALL_S = 30.0
 """Seconds that a call of this protocol may take."""
 AGAIN = "join again in some seconds"
-"""Ends the refusal of a newcomer that would be admitted later: it tries again (``patience``)."""
+"""Ends a temporary refusal: the newcomer tries again (``patience``)."""
 READY_EVERY_S = 10.0
-"""Seconds between two reports of a guest that it is ready, and between two checks by the founder that guests live."""
+"""Seconds between two ``Ready`` of a guest, and between two checks by the founder that guests live."""
 
 
 class Admitter(Message):
-    """Names the peer that admits newcomers. The question is empty. The founder also asks its guests, to see that they
-    live."""
+    """Names the peer that admits newcomers. The question is empty. The founder also asks guests, to check that the
+    guests live."""
 
     KIND: ClassVar[str] = "join.admitter"
     id: Id
 
 
 class JoinRequest(Message):
-    """Asks for a stage. ``stage``: the wanted one, if any. ``device``: its kind; ``flops``: see ``Machine``.
-    ``memory``: device bytes that this peer may use; ``host_memory``: bytes beside a GPU (``Offer``). ``client``: it
-    would rather be a client, if the run has any."""
+    """Asks for a stage. ``stage``: the wanted stage, if any. ``device``: the device's kind; ``flops``: see ``Machine``.
+    ``memory``: device bytes that this peer may use; ``host_memory``: bytes beside a GPU (``Offer``). ``client``:
+    prefers to be a client, if the run has clients."""
 
     KIND: ClassVar[str] = "join.request"
     version: Text
@@ -70,13 +70,13 @@ class Welcome(Message):
     part_digest: Digest = bytes(32)
     """SHA-256 of that file."""
     running: bool = False
-    """The run has begun: replicas of the stage give its state."""
+    """The run has begun: the stage's replicas give the state."""
     name: Annotated[str, Field(max_length=128, pattern=r"^[\w.-]*$")] = ""
-    """The newcomer's name in the run (``Name``), once it has one."""
+    """The newcomer's name in the run (``Name``), once given."""
     tokens: Shared | None = None
     """The tokens that the run shares (``data.share``)."""
     client: bool = False
-    """The newcomer is a client, and no member. ``stage``: the one that it may as well take if the run has not begun."""
+    """The newcomer is a client, and no member. ``stage``: a proposal, if the run has not begun."""
 
 
 class AskTokenizer(Message):
@@ -94,8 +94,8 @@ class AskPart(Message):
 
 
 class Ready(Message):
-    """Reports that the sender has built its stage. ``trainer``: it has the run's data. ``place``: where it can write
-    checkpoints."""
+    """Reports that the sender has built the stage. ``trainer``: the sender has the run's data. ``place``: the sender's
+    place for checkpoints."""
 
     KIND: ClassVar[str] = "join.ready"
     trainer: bool
@@ -110,7 +110,8 @@ class Declined(Message):
 
 
 class Missing(Message):
-    """Lists in words what the run waits for; nothing once it has begun. Answers an empty question, and ``Ready``."""
+    """Lists, in words, the conditions that the run waits for; empty after the beginning. Answers an empty question, and
+    ``Ready``."""
 
     KIND: ClassVar[str] = "join.missing"
     missing: Annotated[tuple[Text, ...], Field(max_length=4096)]
@@ -124,6 +125,6 @@ class Begin(Message):
 
 
 class AskGenesis(Message):
-    """Asks a member what the run began with."""
+    """Asks a member for the run's genesis."""
 
     KIND: ClassVar[str] = "join.genesis"

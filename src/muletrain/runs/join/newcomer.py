@@ -1,4 +1,4 @@
-"""A newcomer to a run: it asks to be admitted, builds its stage, and learns who takes part."""
+"""A newcomer to a run: asks for admission, builds the stage, and gets the list of members."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 AGAIN_TRIES, AGAIN_S = 5, 5.0
-"""Times that a newcomer joins, at most, where a member tells it to come again, and the pause between [s]."""
+"""Most tries of a newcomer to join, repeated after temporary refusals, and the pause between two tries [s]."""
 
 
 async def join(host: Host, network: Network) -> Seat | Help:
-    """Join a run, before or after its beginning, as a member or as a client. Raises MuletrainError."""
+    """Join a run, before or after the beginning, as a member or as a client. Raises MuletrainError."""
     for tries in itertools.count(1):
         try:
             return await _join(host, network)
@@ -57,7 +57,7 @@ async def _join(host: Host, network: Network) -> Seat | Help:
     admitter = await patiently(lambda: find_admitter(network, host.ticket.addresses), host.log.note)
     client = JoinClient(network, admitter, host.log.note)
     host.hand_out(host.ticket.passed_on(client.admitter, network.addresses()))
-    trial = None if host.spec.data == "config" else Trial()  # the founder's own machine has built all of it
+    trial = None if host.spec.data == "config" else Trial()  # the founder's machine has already built everything
     try:
         machine = await host.probe_machine(None)
         if trial is not None:
@@ -81,7 +81,8 @@ async def _prepared(
     welcome: Welcome,
     trial: Trial | None,
 ) -> Seat | Help:
-    """Get ready for what ``welcome`` says. ``trial``: builds what came over the network first. Raises MuletrainError."""
+    """Prepare the seat, or the help, of ``welcome``. ``trial``: first builds everything that came over the network.
+    Raises MuletrainError."""
     try:
         if trial is not None:
             await trial.build(welcome.config, welcome.stage)
@@ -125,7 +126,7 @@ async def _prepared(
 
 
 def _as_the_run_computes(facts: RunFacts, machine: Machine) -> Machine:
-    """``machine`` with the run's precision; with 'auto' each machine measures its own."""
+    """``machine`` with the run's precision; with 'auto', the precision that was measured here."""
     precision = facts.config.compute.precision
     return machine if precision is Precision.AUTO else dataclasses.replace(machine, precision=precision)
 
@@ -144,7 +145,7 @@ async def _help(
 
 
 def _says_what_is_missing(host: Host) -> Callable[[tuple[str, ...]], None]:
-    """Report what the run waits for, on a machine without the founder. Beside the founder, the founder reports it."""
+    """Report the conditions that the run waits for, on a machine without the founder, which reports otherwise."""
     said: list[str] = []
 
     def waiting(missing: tuple[str, ...]) -> None:
@@ -156,13 +157,13 @@ def _says_what_is_missing(host: Host) -> Callable[[tuple[str, ...]], None]:
 
 
 async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunFacts, machine: Machine) -> Compute:
-    """Our stage's compute, with its state before the first step unless the run has begun."""
+    """Our stage's compute, with the state before the first step unless the run has begun."""
     if welcome.part_size:
         with tempfile.TemporaryDirectory(prefix="mule-part-") as folder:
             part = Path(folder) / "part.safetensors"
             await client.part(welcome, part)
             return await host.build(facts, welcome.stage, machine, part)
-    if welcome.running:  # replicas give the weights, so first ones may come from the seed
+    if welcome.running:  # replicas give the weights, so first weights may come from the seed
         return await host.build(facts.drawn(), welcome.stage, machine, None)
     if (given := facts.config.model.given) is not None and host.spec.data != "config":
         raise AdmissionError(
@@ -173,7 +174,7 @@ async def _compute(host: Host, client: JoinClient, welcome: Welcome, facts: RunF
 
 
 def _check(genesis: Genesis, facts: RunFacts, welcome: Welcome, stage: int) -> None:
-    """Raises AdmissionError unless ``genesis`` is of the run that admitted us."""
+    """Raises AdmissionError unless ``genesis`` belongs to the run that admitted us."""
     if (genesis.config, genesis.stages, stage) != (facts.config_digest, len(facts.cut), welcome.stage):
         raise AdmissionError("the run began with another configuration or stage than was sent; start it again")
     if genesis.data != welcome.data:

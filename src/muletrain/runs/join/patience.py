@@ -1,4 +1,4 @@
-"""How long a newcomer tries to reach the run: a member may be frozen, overloaded or cut off for a while."""
+"""A newcomer's patience in reaching the run: a member may be frozen, overloaded or cut off for a while."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
-"""Seconds within which a newcomer repeats what gets no answer."""
+"""Seconds for which a newcomer repeats a request without an answer."""
 FIRST_S, LONGEST_S = 0.5, 5.0
 """Pause after the first try, which doubles, and the longest pause [s]."""
 
 
 async def patiently(attempt: Callable[[], Awaitable[T]], tell: Callable[[str], None] = lambda reason: None) -> T:
-    """Repeat ``attempt`` while nobody answers, for ``PATIENCE_S``. ``tell`` hears why the first try failed. Raises what
-    the last one raised."""
+    """Repeat ``attempt`` without an answer, for ``PATIENCE_S``. ``tell`` gets the error of the first try. Raises the
+    error of the last try."""
     clock = asyncio.get_running_loop()
     until = clock.time() + PATIENCE_S
     for tries in itertools.count():

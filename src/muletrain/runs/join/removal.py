@@ -1,8 +1,8 @@
 """Removing a member: ``muletrain kick``, on the machine of the run's owner.
 
 A renewal names the members that stay (``network/trust.py``). So we first ask members for a list of all members, with
-the certificates that they have seen, and check those again. A peer without a valid certificate does not stay. Clients of
-a hub are in no roster, so every member is asked for its own.
+all seen certificates, and check the certificates again. A peer without a valid certificate does not stay. Clients of a
+hub are in no roster, so every member is asked for its clients.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 15.0
 """Seconds that a member has to answer."""
 ASKED = 8
-"""Most members that are asked before we have seen everyone's certificate."""
+"""Most members that are asked for certificates."""
 HEARD_S = 600.0
 """Seconds without a word after which a server does not list a client any more."""
 SHORTEST_ID = 6
-"""Fewest characters of the end of an id that may stand for it."""
+"""Fewest characters of the end of an id that may name a peer."""
 
 
 class Listed(Message):
-    """Describes one member. ``certificate``: empty if the answering peer has not seen it. ``stage``: None if the
-    answering peer believes it dead, and before the run begins."""
+    """Describes one member. ``certificate``: empty if the answering peer has seen none. ``stage``: None for a member
+    believed dead, and before the run begins."""
 
     id: Id
     name: Name
@@ -65,8 +65,8 @@ def serve_members(
     stages: Callable[[], dict[PeerId, int]] = dict,
     clients: Callable[[], dict[PeerId, str]] = dict,
 ) -> None:
-    """Answer who is in the run. ``names``: of all members; ``stages``: of the ones believed alive; ``clients``: names of
-    our clients, also of earlier ones."""
+    """Answer requests for the run's members. ``names``: of all members; ``stages``: of members believed alive;
+    ``clients``: names of our clients, including earlier clients."""
 
     def listed(p: PeerId, name: str, stage: int | None = None) -> Listed:
         return Listed(id=p, name=name, certificate=net.certificate(p), stage=stage)
@@ -84,7 +84,7 @@ def serve_members(
 
 
 async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
-    """The members that serve a stage, as the first of the members ``ask`` that answers believes; none if none does."""
+    """The members that serve a stage, by the first answer of the members ``ask``; empty without an answer."""
     for member in ask:
         with suppress(NetworkError, ProtocolError):
             answer = Members.unpack(await net.call(member, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
@@ -94,8 +94,8 @@ async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
 
 @dataclass(frozen=True)
 class Removal:
-    """The result of a removal. ``kept``: members that stay; ``told``: those of them that know. Others, and clients, hear
-    it from them."""
+    """The result of a removal. ``kept``: members that stay; ``told``: informed members among ``kept``, which inform all
+    other members and the clients."""
 
     name: str
     id: PeerId
@@ -103,18 +103,18 @@ class Removal:
     kept: int
     told: int
     unproven: tuple[str, ...]
-    """Names of peers whose certificate nobody had seen. They are out, too, and need the new ticket."""
+    """Names of peers with no seen certificate. Such peers are out, too, and need the new ticket."""
     out: frozenset[PeerId]
     """All peers that are out now."""
     emptied: int | None
-    """The stage that nobody serves any more, as far as the answering members know."""
+    """The stage that no peer serves any more, as far as the answering members know."""
 
 
 async def remove(
     net: Libp2pNetwork, addresses: tuple[str, ...], who: str, before: frozenset[PeerId] = frozenset()
 ) -> Removal:
     """Remove the peer with the name, id or end of id ``who``. ``net`` holds the owner's key; ``addresses`` are the
-    ticket's. ``before``: peers that are out already, which members still list. Raises MuletrainError when nobody is
+    ticket's. ``before``: peers that are out already, which members still list. Raises MuletrainError when no peer is
     removed."""
     founder = await find_founder(net, addresses)
     answers = await _ask_around(net, [founder, *(a.rsplit("/p2p/", 1)[-1] for a in addresses)], before)
@@ -128,7 +128,7 @@ async def remove(
         raise MuletrainError(
             f"{who} is the run's first peer, which collects checkpoints; 'muletrain stop' ends the run"
         )
-    said = [m for peer, listed in answers.items() for m in listed if target not in (peer, m.id)]  # it has no say
+    said = [m for peer, listed in answers.items() for m in listed if target not in (peer, m.id)]  # except the target
     names = {m.id: m.name for m in said}
     kept = {m.id for m in said if _counts(net, m)}
     if not kept - helping:
@@ -159,7 +159,8 @@ async def remove(
 
 
 def find(names: dict[PeerId, str], who: str) -> PeerId:
-    """The id of the peer with the name, id or end of id ``who``. Raises MuletrainError unless it is one."""
+    """The id of the peer with the name, id or end of id ``who``. Raises MuletrainError unless exactly one peer
+    matches."""
     found = [p for p, name in names.items() if who in (name, p)]
     if not found and len(who) >= SHORTEST_ID:
         found = [p for p in names if p.endswith(who)]
@@ -181,8 +182,8 @@ def _counts(net: Libp2pNetwork, m: Listed) -> bool:
 async def _ask_around(
     net: Libp2pNetwork, ask: list[PeerId], out: frozenset[PeerId]
 ) -> dict[PeerId, tuple[Listed, ...]]:
-    """Ask members until we have seen the certificates of all peers that they list. Returns the answers by member,
-    without peers that are ``out``."""
+    """Ask members until we have seen the certificates of all listed peers. Returns the answers by member, without peers
+    that are ``out``."""
     answers: dict[PeerId, tuple[Listed, ...]] = {}
     asked: set[PeerId] = set()
     problems = []
@@ -215,7 +216,7 @@ async def _clients(
     async def of(peer: PeerId) -> tuple[Listed, ...]:
         try:
             answer = OwnClients.unpack(await net.call(peer, OwnClients.KIND, b"", timeout_s=CALL_TIMEOUT_S))
-        except NetworkError:  # it is gone
+        except NetworkError:  # the member is gone
             return ()
         return tuple(m for m in answer.members if m.id not in out)
 

@@ -1,4 +1,4 @@
-"""The waiting room before step 0: guests come to the founder, build their stages, and the run begins when it can."""
+"""The waiting room before step 0: guests come to the founder and build their stages; then the run begins."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 
 
 PREPARE_S = 900.0
-"""Seconds without a sign of progress after which a guest that builds its stage loses its place. One that stopped, or cannot
-be reached, loses it at the next check."""
+"""Seconds without progress after which a guest that builds its stage loses the place. A guest that stopped, or cannot
+be reached, loses the place at the next check."""
 
 
 @dataclass
 class _Guest:
-    """A peer that has a stage. ``ready`` is None while it builds it; ``since``: when it came, or last took a piece."""
+    """A peer that has a stage. ``ready`` is None while the guest builds; ``since``: time of arrival, or of the last
+    piece taken."""
 
     request: JoinRequest
     welcome: Welcome
@@ -60,9 +61,8 @@ class _Guest:
 class Rendezvous:
     """Owns the founder's guests, and admits them, until the run begins.
 
-    ``config_digest``: of the run's configuration. ``expected``: peers to wait for, the founder among them.
-    ``trainers``: most guests that become trainers; None: all that have the data. ``checkpoint``: the one that a resumed
-    run begins with.
+    ``config_digest``: of the run's configuration. ``expected``: peers to wait for, including the founder. ``trainers``:
+    most guests that become trainers; None: all with the data. ``checkpoint``: the start of a resumed run.
     """
 
     net: Network
@@ -76,7 +76,7 @@ class Rendezvous:
     checkpoint: Checkpoint | None = None
     _guests: dict[PeerId, _Guest] = field(default_factory=dict)
     _clients: dict[PeerId, int] = field(default_factory=dict)
-    """Stages of clients, which nobody waits for."""
+    """Stages of clients, for which the run does not wait."""
     _largest: Offer | None = None
     """The largest offer so far, refused newcomers included."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,19 +93,19 @@ class Rendezvous:
         self.net.serve(Missing.KIND, self._on_missing)
 
     def seat(self, peer: PeerId, request: JoinRequest) -> int:
-        """Admit ``peer``, and return its stage. Raises AdmissionError or CapacityError."""
+        """Admit ``peer``, and return the stage. Raises AdmissionError or CapacityError."""
         return self._admission.admit(peer, request).stage
 
     def ready(self, peer: PeerId, ready: Ready) -> None:
-        """``peer`` has built its stage. Raises AdmissionError if it has none."""
+        """``peer`` has built its stage. Raises AdmissionError for a peer without a stage."""
         if peer not in self._guests:
             raise AdmissionError(f"the run did not wait for this machine, which took long to get ready; {AGAIN}")
-        if self._guests[peer].ready != ready:  # guests repeat themselves while they wait
+        if self._guests[peer].ready != ready:  # waiting guests repeat ``Ready``
             self._guests[peer].ready = ready
             self._changed.set()
 
     def expect(self, peers: int) -> None:
-        """Wait for so few ``peers`` only: others will not come."""
+        """Wait for ``peers`` at most: no more will come."""
         if peers < self.expected:
             self.expected = peers
             self._changed.set()
@@ -159,7 +159,7 @@ class Rendezvous:
         return {p: (g.welcome.name, g.request.offer) for p, g in self._guests.items() if g.ready is not None}
 
     def missing(self) -> list[str]:
-        """What the run still waits for, in words."""
+        """The missing conditions of the run, in words."""
         ready = [g for g in self._guests.values() if g.ready is not None]
         unserved = [s for s in range(self.seating.stages) if not any(g.welcome.stage == s for g in ready)]
         lacking = [f"stage {s} has no peer ({self._need(s)})" for s in unserved]
@@ -177,11 +177,8 @@ class Rendezvous:
         return f"needs {need.need(best)}{too_small}"
 
     async def gather(self, settled: Callable[[], Awaitable[bool]] | None = None) -> Genesis:
-        """Wait until the run can begin, then begin it.
-
-        ``settled`` is awaited when nothing is missing. It returns True if that took time, in which guests may have come
-        and gone.
-        """
+        """Wait until the run can begin, then begin. ``settled`` is awaited when nothing is missing, and returns True if
+        that took time, so that guests may have come or gone."""
         told: list[str] | None = None
         while True:
             if not (lacking := self.missing()):
@@ -200,7 +197,7 @@ class Rendezvous:
                 await self._sweep()
 
     async def _sweep(self) -> None:
-        """Free the places of guests that do not answer, and of those that get nowhere."""
+        """Free the places of guests that do not answer, or make no progress."""
         guests = [p for p in self._guests if p != self.net.peer_id]
         for peer in await self._unreached(guests, Admitter.KIND, b""):
             self._guests.pop(peer, None)
@@ -215,12 +212,13 @@ class Rendezvous:
         self._begun = genesis = self._make_genesis()
         others = [m.id for m in genesis.members if m.id != self.net.peer_id]
         for peer, error in (await self._unreached(others, Begin.KIND, Begin(genesis=genesis).pack())).items():
-            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"  # the first step finds it dead
+            # the first step finds the guest dead
+            message = f"{self._guests[peer].welcome.name} could not be told to begin: {error.why}"
             self.emit(Note(level="warning", message=message))
         return genesis
 
     async def _unreached(self, peers: list[PeerId], kind: str, payload: bytes) -> dict[PeerId, NetworkError]:
-        """Call all ``peers``, and return the errors of the ones that failed."""
+        """Call all ``peers``, and return the errors of failed calls."""
         calls = (self.net.call(p, kind, payload, timeout_s=CALL_S) for p in peers)
         failed = {}
         for peer, result in zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True):

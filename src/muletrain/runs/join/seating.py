@@ -1,4 +1,4 @@
-"""Which stage a newcomer gets, at any step."""
+"""Chooses a newcomer's stage, at any step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seating:
-    """The run's stages: the memory that each needs, its compute cost, the strategy that assigns peers to them, the memory
-    that each needs of a client, and the stages of planned clients by name."""
+    """The run's stages: memory needed by each, compute cost of each, the strategy that assigns peers, memory needed of
+    a client by each, and stages of planned clients by name."""
 
     needs: list[StageMemory]
     costs: list[float]
@@ -33,7 +33,7 @@ class Seating:
         return len(self.needs)
 
     def choose(self, newcomer: JoinRequest, kinds: list[list[str]]) -> int:
-        """The stage that ``newcomer`` asks for, or the one that the strategy assigns. ``kinds``: device kinds of each
+        """The stage that ``newcomer`` asks for, or the stage that the strategy assigns. ``kinds``: device kinds of each
         stage's peers. Raises AdmissionError for a stage that does not exist, CapacityError for too little memory."""
         stage = newcomer.stage
         if stage is None:
@@ -41,14 +41,14 @@ class Seating:
         return self._checked(newcomer, stage, self.needs)
 
     def is_client(self, newcomer: JoinRequest) -> bool:
-        """Is ``newcomer`` a client? Of machines that a plan names the plan says that, and of others their owners."""
+        """Is ``newcomer`` a client? A plan decides for the machines that it names, and the owner for other machines."""
         if newcomer.name in self.helpers:
             return True
         return newcomer.client and self.strategy.pooled and not self.strategy.has_place(newcomer.name)
 
     def choose_for_client(self, client: JoinRequest, speeds: Sequence[float]) -> int:
-        """The stage that ``client`` asks for, its planned one, or the one that it helps most. ``speeds``: of the machines
-        of each stage together, in any unit. Raises as ``choose``."""
+        """The stage that ``client`` asks for, the planned stage, or the stage with the largest gain. ``speeds``: the
+        total speed of each stage's machines, in any unit. Raises as ``choose``."""
         stage = self.helpers.get(client.name) if client.stage is None else client.stage
         if stage is None:
             fits = [s for s, need in enumerate(self.client_needs) if need.fits(client.offer)]
@@ -56,7 +56,7 @@ class Seating:
         return self._checked(client, stage, self.client_needs)
 
     def _checked(self, newcomer: JoinRequest, stage: int | None, needs: list[StageMemory]) -> int:
-        """``stage``, if it exists and fits. Raises AdmissionError or CapacityError."""
+        """``stage``, if that exists and fits. Raises AdmissionError or CapacityError."""
         offer = newcomer.offer
         if stage is not None and stage >= self.stages:
             raise AdmissionError(f"stage {stage} was asked for, but the run has stages 0..{self.stages - 1}")

@@ -41,15 +41,15 @@ class Ticket:
         return Ticket(secrets.token_hex(8), secrets.token_bytes(32), Key.at(folder / OWNER_FILE).public, ())
 
     def passed_on(self, founder: str, own: list[str]) -> Ticket:
-        """The ticket that a member gives to others: the founder's addresses and its own, up to half of the room each if
-        there are too many."""
+        """The ticket that a member passes on: addresses of the founder and of the member, at most half of the room each
+        if there are too many."""
         known = [a for a in self.addresses if a.endswith(f"/p2p/{founder}")]
         room = max(MAX_ADDRESSES // 2, MAX_ADDRESSES - len(own))
         addresses = dict.fromkeys((*known[:room], *own, *self.addresses))
         return dataclasses.replace(self, addresses=tuple(addresses)[:MAX_ADDRESSES])
 
     def ports(self) -> str:
-        """Describe where the members listen, for people."""
+        """Describe the members' listening addresses, for people."""
         found: dict[str, list[str]] = {}
         for parts in (a.split("/") for a in self.addresses):
             if len(parts) > 4 and parts[3] == "tcp":
@@ -65,7 +65,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
-        """Read a ticket. Raises AdmissionError unless it is whole."""
+        """Read a ticket. Raises AdmissionError for a damaged ticket."""
         text = text.strip()
         if not text.startswith(PREFIX) or len(text) > _MAX_CHARACTERS:
             raise AdmissionError(
@@ -94,8 +94,8 @@ def _check(body: bytes) -> bytes:
 
 
 def read_ticket(given: str | None) -> str | None:
-    """The ticket that an argument is or names: a file, or '-' for standard input, because other users of a machine see
-    the arguments of processes. Raises AdmissionError."""
+    """The ticket in an argument, in the named file, or, with '-', on standard input; the arguments of a process are
+    visible to all users of the machine. Raises AdmissionError."""
     if given is None or given.startswith(PREFIX):
         return given
     if given == "-":

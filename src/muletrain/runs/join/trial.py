@@ -1,6 +1,6 @@
-"""A joiner builds what came over the network in a process with limits first: the run's model from its configuration, and
-tokens of this machine's data by its tokenizer. No field needs a bound of its own then. What the process has got through,
-this one does again.
+"""A joiner first builds everything that came over the network in a process with limits: the run's model from the
+configuration, and tokens of this machine's data by the run's tokenizer. So no field needs a separate bound. After a
+success there, this process repeats the work.
 
 ``python -m muletrain.runs.join.trial`` reads a ``Question`` a line from standard input, and prints a line of JSON for each.
 """
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from muletrain.compute.estimate import Offer
 
 BUILD_S = 300.0
-"""CPU seconds, and seconds, within which the run's model must be built, and its tokenizer loaded."""
+"""CPU seconds, and seconds, within which the run's model must be built, and the run's tokenizer loaded."""
 LEAST_BYTES, MOST_BYTES = 1 << 30, 16 << 30
-"""Memory that the process may take beside its program, whatever this machine offers."""
+"""Lower and upper limit of the memory that the process may take beside the program."""
 SAMPLE = "The mules carried 12,345 loads, über alle Berge; 山を越えて。\n\n\t" * 200
-"""A text that a tokenizer must get through in that time, before it gets the machine's own."""
+"""A text that a tokenizer must encode in that time, before the machine's data."""
 STARTED_S = 120.0
-"""Seconds within which the process must have imported its program."""
+"""Seconds within which the process must have imported the program."""
 
 
 class Question(BaseModel):
-    """``config``: the run's; ``tokenizer``: base64 of its file, with ``data``: where this machine has the text, and
-    ``digest``: the corpus'. ``stage``: to be built. ``room``: bytes; ``cpu_s``: seconds of CPU."""
+    """``config``: the run's; ``tokenizer``: base64 of the tokenizer's file, with ``data``: place of the text on this
+    machine, and ``digest``: the corpus'. ``stage``: to be built. ``room``: bytes; ``cpu_s``: seconds of CPU."""
 
     model_config = ConfigDict(extra="forbid")
     config: str
@@ -54,19 +54,19 @@ class Question(BaseModel):
 
 
 class Trial:
-    """The process, from the first question on. Begin it early: its program takes seconds to import."""
+    """The process, from the first question on. Begin early: importing the program takes seconds."""
 
     def __init__(self) -> None:
         self._room = LEAST_BYTES
         self._process: asyncio.Task[asyncio.subprocess.Process] = asyncio.create_task(_begun())
 
     def bound(self, offer: Offer) -> None:
-        """What this machine may use bounds the process from the next question on."""
+        """Limit the memory of the process to ``offer`` from the next question on."""
         self._room = min(MOST_BYTES, max(LEAST_BYTES, offer.device if offer.host is None else offer.host))
 
     async def build(self, config: str, stage: int) -> None:
-        """Build the facts of the run, and ``stage``. Raises the MuletrainError of that, and CapacityError if it takes too
-        much."""
+        """Build the facts of the run, and ``stage``. Raises the MuletrainError of building, and CapacityError beyond a
+        limit."""
         question = Question(config=config, stage=stage, room=self._room, cpu_s=BUILD_S, factories=trusted())
         await self._ask("the run's model", question)
 
@@ -111,7 +111,7 @@ class Trial:
             raise kind(answer["message"])
 
     async def _anew(self) -> None:
-        """The process has ended, or is at something that nobody waits for."""
+        """Restart the process, which has ended or exceeded the time limit."""
         await self.close()
         self._process = asyncio.create_task(_begun())
 
@@ -175,7 +175,7 @@ def _answer(question: Question) -> None:
 
 
 def _told(error: BaseException, room: int) -> dict[str, str]:
-    """Lack of memory may be the cause of an error, or in its words."""
+    """The answer for an error. Lack of memory may be the error's cause, or in the message."""
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or "allocate" in text:
         message = f"what came from the run takes more than {format_memory(room)} of memory to build; {_ASK}"
@@ -186,20 +186,20 @@ def _told(error: BaseException, room: int) -> dict[str, str]:
 
 
 def main() -> None:
-    import torch  # noqa: F401 # it counts as program
+    import torch  # noqa: F401 # counts as program
     import transformers  # noqa: F401
 
     import muletrain.runs.corpus  # noqa: F401
 
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries are no answers
     for line in sys.stdin:
         question = Question.model_validate_json(line)
         _limit(question.room, question.cpu_s)
         try:
             _answer(question)
             answer = {}
-        except BaseException as e:  # a library written in Rust may raise none of Exception
+        except BaseException as e:  # a library in Rust may raise a BaseException
             answer = _told(e, question.room)
         print(json.dumps(answer), file=out, flush=True)
     os._exit(0)

@@ -1,1 +1,1 @@
-"""Measures this machine, and the fleet of a run before it trains."""
+"""Measures this machine, and the fleet of a run before training."""

@@ -1,7 +1,7 @@
 """Measures the fleet of a run that has not begun: the founder's part. ``probing.py`` is the members' part.
 
-First all peers compute a block at the same time, because peers of one machine will share it in training. Then pairs of
-machines measure their links in the rounds of a tournament (``planning/tournament.py``), so that no machine is in two
+First all peers compute a block at the same time, because peers of one machine share the device in training. Then pairs
+of machines measure their links in the rounds of a tournament (``planning/tournament.py``), so that no machine is in two
 pairs at a time. The checked results become a fleet file in the run folder.
 """
 
@@ -38,7 +38,7 @@ MARGIN_S = 10.0
 AGAIN_S = 5.0
 """A link that fails within this time is measured once more [s]."""
 TOTAL_S = 120.0
-"""Target for all links together [s]; each link gets less time if there are many."""
+"""Target for all links together [s]; with many links, each gets less time."""
 SHORTEST_S, LONGEST_S = 0.25, 0.5
 """Bounds of the time of a volley on a near link [s]."""
 MOST_FLOPS = 1e17
@@ -67,7 +67,7 @@ class Survey:
         self._wanted = True
 
     async def settled(self) -> bool:
-        """Finish the measurements due before the run begins. Returns whether that took time, in which peers may have
+        """Finish the measurements due before the run begins. Returns whether that took time, so that peers may have
         come or gone."""
         if not self._wanted and not self._at_work.locked():
             return False
@@ -177,7 +177,7 @@ class Survey:
     async def _pair(
         self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]
     ) -> tuple[LinkFound | None, LinkFound | None]:
-        """Both directions of a link. A peer that failed with two others is skipped, because each try takes a while."""
+        """Both directions of a link. A peer that failed with two peers is skipped, because each try takes a while."""
         if any(self._tried[peer] >= 2 and not self._worked[peer] for peer in (a, b)):
             return None, None
         found = await self._link(a, b, seconds, names), await self._link(b, a, seconds, names)
@@ -187,7 +187,7 @@ class Survey:
         return found
 
     async def _link(self, a: PeerId, b: PeerId, seconds: float, names: dict[PeerId, str]) -> LinkFound | None:
-        """One direction of a link; measured again if it fails early."""
+        """One direction of a link; measured again after an early failure."""
         ask = AskLink(to=b, seconds=seconds).pack()
         begin, problem = self.clock.now(), ""
         while not problem or self.clock.now() - begin < AGAIN_S:

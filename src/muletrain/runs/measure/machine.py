@@ -1,4 +1,4 @@
-"""What the peers of one machine may use: their devices, and their shares of its memory."""
+"""The resources of each peer on a machine: device, and share of memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ADVICE = (
 
 
 def devices(asked: str, gpus: int) -> list[str]:
-    """The devices of a machine with ``gpus``: all of them for 'auto' and 'cuda', otherwise the one asked for."""
+    """The devices of a machine with ``gpus``: all for 'auto' and 'cuda', otherwise ``asked``."""
     return [f"cuda:{k}" for k in range(gpus)] if asked in ("auto", "cuda") and gpus else [asked]
 
 
@@ -51,7 +51,8 @@ def own_devices(asked: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one peer process may use. ``flops``: speed of the device in the catalogue, or as it reports itself [FLOP/s]; 0: unknown."""
+    """The resources of one peer process. ``flops``: speed of the device by the catalogue, or by the driver [FLOP/s]; 0:
+    unknown."""
 
     device: torch.device
     precision: Precision
@@ -63,8 +64,8 @@ class Machine:
         cls, device: str, precision: Precision, memory_gib: float | None, sharing: int = 1, host: int | None = None
     ) -> Machine:
         """Measure for at most a second. ``sharing``: number of peers on the device. ``host``: this peer's share of the
-        machine's memory, measured before any peer took some [bytes]; default: all that is free. Raises ConfigError for a
-        device that does not exist.
+        machine's memory, measured before any peer took memory [bytes]; default: all free memory. Raises ConfigError for
+        a device that does not exist.
         """
         chosen = pick_device(device)
         measured = choose_precision(chosen) if precision is Precision.AUTO else precision

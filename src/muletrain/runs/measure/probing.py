@@ -1,13 +1,13 @@
 """Measures a machine and its links before the run begins: a member's part. ``fleet_survey.py`` is the founder's part.
 
-The founder calls ``probe.block`` (how fast are you?) and ``probe.link`` (how far is that member from you?). Members
-refuse calls from others, and calls after the run has begun. Each call sends a bounded amount for a bounded time.
+The founder calls ``probe.block`` (the member's speed) and ``probe.link`` (the link between two members). Members refuse
+calls from other peers, and calls after the run has begun. Each call sends a bounded amount for a bounded time.
 
 A link is measured on the run's stream of pipeline traffic, with encryption, routers and relays: frames go out
 (``probe.echo``), small frames return (``probe.echoed``), and one clock times both, so that no clock has to be trusted.
-Round trips are those of single bytes. For bandwidth, pieces are sent back to back; their echoes return at the rate at
-which the pieces arrive. The first half is ignored, because TCP starts slowly. Volleys grow until one takes long enough,
-which is longer on far links.
+Round trips are measured with single bytes. For bandwidth, pieces are sent back to back; the echoes return at the rate
+at which the pieces arrive. The first half is ignored, because TCP starts slowly. Volleys grow until a volley takes long
+enough, which is longer on far links.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FIRST, MOST = 1 << 15, 1 << 25
 FAR = 6
 """Least duration of a volley, in round trips: in each, TCP about doubles the data in flight."""
 ENOUGH = 0.6
-"""Share of its target time that a volley must take to count."""
+"""Share of the target time that a volley must take to count."""
 LIMIT_S = 20.0
 """Longest measurement of one direction of a link [s]."""
 REPLY_S = 10.0
@@ -141,7 +141,7 @@ class Prober:
         """Stop, because the run begins; late frames are ignored."""
         self._begun, self._noise = True, b""
 
-    # What is taken (``network.base.Bounds``)
+    # Accepted frames (``network.base.Bounds``)
 
     def header(self, kind: str) -> int:
         return 256 + (Echo if kind == Echo.KIND else Echoed).most()
@@ -188,8 +188,8 @@ class Prober:
             size = min(MOST, max(2 * size, min(8 * size, int(rate * wanted_s))))
 
     async def _volley(self, to: PeerId, pieces: int, size: int, end: float) -> list[tuple[float, int]]:
-        """For each piece, the time of its echo since the start [s] and its bytes. Raises NetworkError; DeadlineExceeded
-        after ``end``."""
+        """For each piece, the time of the echo since the start [s], and the size [bytes]. Raises NetworkError;
+        DeadlineExceeded after ``end``."""
         waits: list[asyncio.Future[float]] = []
         numbers = [secrets.randbits(47) for _ in range(pieces)]  # random, so that only received pieces can be answered
         for number in numbers:
@@ -226,10 +226,10 @@ class Prober:
 def seconds_per_byte(volley: list[tuple[float, int]]) -> float:
     """The inverse rate of (time, bytes) arrivals; the first arrival only marks the start.
 
-    A busy machine sees arrivals late and several at once, but never early. So the link's line is the highest one that
+    A busy machine sees arrivals late and several at once, but never early. So the link's line is the highest line that
     is nowhere above the times (Moon et al. 1999 estimate clock skew from delays in this way): the edge of the lower
-    convex hull at the mean, spanned by the pair of arrivals that is lowest there. Neighbours are excluded, because they
-    may have been seen at once."""
+    convex hull at the mean, spanned by the pair of arrivals that is lowest there. Neighbours are excluded, because two
+    neighbours may have been seen at once."""
     times = [seen for seen, _ in volley]
     total = list(itertools.accumulate(nbytes for _, nbytes in volley))
     middle = sum(total) / len(total)
@@ -258,7 +258,7 @@ def block_of(spec: Model, sequences: int, machine: Machine, folder: Path, identi
 
 def identity_of(run_id: str, emulated: str = "") -> bytes:
     """A hash that is equal for processes of one machine and one network namespace, and reveals nothing. ``emulated``: a
-    name, if each process emulates a machine of its own."""
+    name, if each process emulates a separate machine."""
     try:
         system = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/net")]
     except OSError:  # macOS

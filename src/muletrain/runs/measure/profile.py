@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def configured_model(name: str, command: str, *, context: int | None, untie: bool = False) -> Model | None:
-    """The model of the run's configuration in the file ``name``, without weights; None: it is no configuration. Raises
-    MuletrainError, and for a factory what to give ``command``."""
+    """The model of the run's configuration in the file ``name``, without weights; None: no configuration. Raises
+    MuletrainError, for a factory with advice for ``command``."""
     if re.fullmatch(FACTORY, name):
         raise ConfigError(
             f"{name}: of a factory, '{command}' needs its arguments and its data, too; write them into a configuration, as for "
@@ -64,7 +64,7 @@ def model_named(name: str, *, context: int | None, untie: bool) -> Model:
 
 
 def digest_of(model: Model) -> str:
-    """Digest of what decides the costs of a model's blocks."""
+    """Digest of all facts that decide the costs of a model's blocks."""
     chain = model.chain_name if isinstance(model, TracedModel) else ""
     return hashlib.sha256(json.dumps([model.to_json(), chain]).encode()).hexdigest()[:32]
 
@@ -72,8 +72,8 @@ def digest_of(model: Model) -> str:
 def measured_profile(
     model: Model, title: str, at: Conditions, tell: Callable[[str, float], None], *, again: bool = False
 ) -> Profile:
-    """The profile of ``model``, from the cache unless ``again``, else measured and kept there. ``tell`` hears what is
-    measured, and the share that is done. Raises CapacityError for a block that does not fit."""
+    """The profile of ``model``, from the cache unless ``again``, else measured and kept there. ``tell`` gets the
+    current work, and the share that is done. Raises CapacityError for a block that does not fit."""
     about = {
         "version": VERSION,
         "model": digest_of(model),

@@ -23,8 +23,9 @@ class Quality:
     trained: int
     """Training tokens in total."""
     before: float | None = None
-    """Loss of the weights of ``model.from`` on the same text; None: the run began with others, or it is not known."""
+    """Loss of the weights of ``model.from`` on the same text; None: the run began with different weights, or the loss
+    is unknown."""
     own_loss: bool = False
-    """``loss`` is what a user's module computes, on samples or tokens."""
+    """``loss`` is the own loss of a user's module, on samples or tokens."""
     left_out: tuple[str, ...] = ()
-    """Why held-out samples could not be used: a reason for each of them."""
+    """The reason for each held-out sample that could not be used."""

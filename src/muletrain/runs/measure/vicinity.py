@@ -1,4 +1,4 @@
-"""How a member sees another peer: ``muletrain doctor --ticket`` asks, to find a wrong clock or a closed port early.
+"""A member's view of another peer: ``muletrain doctor --ticket`` asks, to find a wrong clock or a closed port early.
 
 The one call is ``run.seen``. A member connects back to the caller's address only, and a few times per second at most.
 """
@@ -29,15 +29,15 @@ CALL_TIMEOUT_S = 12.0
 
 
 class AskSeen(Message):
-    """Asks a member how it sees the caller. ``port``: TCP port of the caller to connect to; 0: none."""
+    """Asks a member for its view of the caller. ``port``: TCP port of the caller to connect to; 0: none."""
 
     KIND: ClassVar[str] = "run.seen"
     port: Annotated[int, Field(ge=0, lt=65536)]
 
 
 class Seen(Message):
-    """The answer. ``time``: the member's wall clock [s]. ``host``: the caller's address; '': it is relayed. ``reached``:
-    whether its port answers; None: not tried. ``carries``: whether the member relays traffic for others."""
+    """The answer. ``time``: the member's wall clock [s]. ``host``: the caller's address; '': relayed. ``reached``:
+    whether the caller's port answers; None: not tried. ``carries``: whether the member relays traffic."""
 
     time: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)]
     host: Annotated[str, Field(max_length=64, pattern=r"^[0-9a-fA-F.:]*$")]
@@ -69,7 +69,8 @@ async def connects(host: str, port: int) -> bool:
 
 
 async def seen_by(net: Network, member: PeerId, port: int = 0) -> tuple[Seen, float, float]:
-    """The member's answer, how far its clock is ahead of ours, and the error of that [s]. Raises NetworkError."""
+    """The member's answer, the lead of the member's clock over ours, and the error of that lead [s]. Raises
+    NetworkError."""
     begin, clock = time.time(), time.monotonic()
     seen = Seen.unpack(await net.call(member, AskSeen.KIND, AskSeen(port=port).pack(), timeout_s=CALL_TIMEOUT_S))
     half_s = (time.monotonic() - clock) / 2

@@ -1,5 +1,5 @@
-"""A peer's part of checkpoints: it writes its stage's part, gives and takes parts, and follows each checkpoint to its
-end, ready to take over as the coordinator, which gathers the parts and publishes them."""
+"""A peer's work on checkpoints: writes the stage's part, gives and takes parts, and follows each checkpoint to the end,
+ready to take over as the coordinator, which gathers the parts and publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ if TYPE_CHECKING:
 MAX_OPEN = 8
 """Open checkpoints at once."""
 REMEMBERED = 256
-"""Ended checkpoints whose ends are remembered."""
+"""Number of ended checkpoints with remembered ends."""
 LOOK_S, LOOK_MAX_S = 1.0, 10.0
-"""Seconds without news, between two checks for missing parts; doubles. A request for a part looks as often whether its
-turn has come."""
+"""Seconds without news, between two checks for missing parts; doubles. A queued request for a part is checked as
+often."""
 LIMIT_S = 600.0
-"""Seconds without news from its coordinator or of its parts, after which a checkpoint has failed."""
+"""Seconds without news from the coordinator or of parts, after which a checkpoint has failed."""
 SLOWEST_BYTES_PER_S = 125e3
 """Slowest rate [bytes/s]: after ``LIMIT_S`` and the time that all parts need at this rate, a checkpoint has failed."""
 READ_S = 0.3
-"""Seconds that a look at the place may take. After that, others are told what was known before."""
+"""Longest read of the place for an answer [s]; after that, the answer is the last known list."""
 TURN_S = 30.0
 """Longest time that a request for a part queues at a donor [s]."""
 
 
 @dataclass(frozen=True)
 class Book:
-    """This peer's place for checkpoints, and the manifest fields and files that make them self-contained. It outlives
-    moves and restarts of the peer."""
+    """This peer's place for checkpoints, and the manifest fields and files for self-contained checkpoints. The book
+    outlives moves and restarts of the peer."""
 
     place: CheckpointStore
     about: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     parts: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
-    """Parts in the place, also of incomplete checkpoints. Only the event loop's thread uses it."""
+    """Parts in the place, also of incomplete checkpoints. Used only in the event loop's thread."""
     complete: dict[Key, dict[int, PartFacts]] = field(default_factory=dict)
-    """The complete checkpoints when the place was last read."""
+    """The complete checkpoints at the last read of the place."""
 
 
 class Roles:
-    """Roles follow from the roster at every moment, so another peer takes over when one goes. Owns nothing."""
+    """Roles follow from the roster at every moment, so another peer takes over when a peer leaves. Owns nothing."""
 
     def __init__(self, roster: Roster, book: Book) -> None:
         self._roster, self._book = roster, book
@@ -89,12 +89,12 @@ class Roles:
 
     @property
     def target(self) -> str:
-        """The name of the place that checkpoints go to."""
+        """The name of the run's place for checkpoints."""
         coordinator = self._roster.coordinator()
         return "" if coordinator is None else coordinator.place
 
     def shares_target(self) -> bool:
-        """Does this peer share the place that checkpoints go to?"""
+        """Does this peer share the run's place?"""
         return self._book.place.name == self.target
 
     def writer(self, stage: int) -> PeerId | None:
@@ -103,11 +103,11 @@ class Roles:
         return min(roster.stage(stage), key=lambda p: (roster.member(p).place != place, p), default=None)
 
     def is_writer(self) -> bool:
-        """Does this peer write its stage's part?"""
+        """Is this peer the writer of the stage?"""
         return self.writer(self._roster.own.stage) == self._roster.own.id
 
     def keepers(self, stage: int, there: PeerId) -> tuple[PeerId, ...]:
-        """The peers that also keep ``stage``'s parts: live ones, or ``there``, which counts as live."""
+        """The peers that also keep ``stage``'s parts: live peers, and ``there``, which counts as live."""
         members = [m for m in self._roster.members() if self._roster.is_alive(m.id) or m.id == there]
         places = {m.id: (m.stage, m.place) for m in members if m.place}
         return keepers(places, stage, self.target)
@@ -120,27 +120,27 @@ class OpenCheckpoint:
     key: Key
     begin: float
     news: float
-    """When the last news of it came."""
+    """Time of the last news."""
     parts: dict[int, PartFacts] = field(default_factory=dict)
     holders: dict[int, set[PeerId]] = field(default_factory=dict)
     here: set[int] = field(default_factory=set)
-    """Stages whose parts are in our place."""
+    """Stages with parts in our place."""
     own: tuple[dict[str, Tensor], PartFacts] | None = None
-    """Our stage's part, if we are its writer."""
+    """Our stage's part, if we are the writer."""
     left_out: str = ""
-    """Why a stage's writer does not write its part."""
+    """A stage's writer's reason for leaving out the part."""
     ended: str | None = None
-    """None: not yet; empty: it is complete; else why it failed."""
+    """None: not yet; empty: complete; else the reason of the failure."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def lacking(self, stages: int) -> str:
-        """Describe what is missing."""
+        """Describe the missing parts."""
         lacking = sorted(set(range(stages)) - self.parts.keys())
         return f"no part of stages {lacking} came" if lacking else "its parts did not come whole"
 
 
 class Checkpoints:
-    """Owns the open checkpoints that this peer knows, and the ends of earlier ones."""
+    """Owns the open checkpoints that this peer knows, and the ends of earlier checkpoints."""
 
     def __init__(self) -> None:
         self._open: dict[Key, OpenCheckpoint] = {}
@@ -153,11 +153,11 @@ class Checkpoints:
         return iter(list(self._open.values()))
 
     def get(self, key: Key) -> OpenCheckpoint | None:
-        """That checkpoint, if it is open."""
+        """The checkpoint ``key``, if open."""
         return self._open.get(key)
 
     def full(self) -> bool:
-        """Are as many open as may be?"""
+        """Is the limit of open checkpoints reached?"""
         return len(self._open) >= MAX_OPEN
 
     def begin(self, key: Key, now: float) -> OpenCheckpoint:
@@ -170,11 +170,11 @@ class Checkpoints:
         return [o for k, o in self._open.items() if k.step < step]
 
     def ended(self, key: Key) -> str | None:
-        """How that checkpoint ended (``OpenCheckpoint.ended``)."""
+        """The end of checkpoint ``key`` (``OpenCheckpoint.ended``), or None."""
         return self._ended.get(key)
 
     def end(self, key: Key, reason: str) -> bool:
-        """Note the end of a checkpoint. True if it is news: then clear up and call ``cleared``."""
+        """Note the end of a checkpoint. True if new: then clear up and call ``cleared``."""
         if key in self._ended:
             return False
         self._ended[key] = reason
@@ -192,7 +192,7 @@ class Checkpoints:
         self._over.set()
 
     async def over(self, key: Key) -> bool:
-        """Wait for the end of that checkpoint: True if it is complete."""
+        """Wait for the end of checkpoint ``key``. True if complete."""
         while key not in self._ended or key in self._clearing:
             self._over.clear()
             await self._over.wait()
@@ -213,7 +213,7 @@ class PartReplicas:
         return self._place.name
 
     def hangs(self) -> str:
-        """Why nothing can be written now; empty: writing works."""
+        """The reason why the place cannot be written now; empty: writing works."""
         return f"{self._place.where(Key(0, b''))}: the disk or store hangs" if self._place.disk.hangs else ""
 
     def has(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
@@ -222,7 +222,7 @@ class PartReplicas:
         self._book.parts.setdefault(opened.key, {})[stage] = facts
 
     async def store(self, opened: OpenCheckpoint, stage: int, facts: PartFacts, buffers: list[memoryview]) -> str:
-        """Write a part to the place. Returns why the checkpoint fails because of that; empty: it does not."""
+        """Write a part to the place. Returns the reason if the checkpoint fails because of that, else an empty text."""
         place, key, failed = self._place, opened.key, None
         if self._tidied:
             return ""
@@ -259,7 +259,7 @@ class PartReplicas:
         complete = self._book.complete
         if self._ctx.tasks.closed:
             return dict(self._book.parts)
-        with suppress(OSError):  # the store cannot be reached now: use its last answer
+        with suppress(OSError):  # the store cannot be reached now: use the last answer
             found = await self._place.disk.call(self._place.complete)
             complete.clear()
             complete.update(found)
@@ -270,8 +270,8 @@ class PartReplicas:
         return {key: {**parts.get(key, {}), **complete.get(key, {})} for key in {*parts, *complete}}
 
     async def readable_soon(self) -> dict[Key, dict[int, PartFacts]]:
-        """The same, or what was known before if the disk takes longer: who asks must not wait for it. One look is under
-        way at a time, however many ask."""
+        """As ``readable``, or the last known parts if the disk takes longer, so that the asking peer need not wait.
+        Concurrent calls share one read."""
         if self._looking is None or self._looking.done():
             self._looking = self._ctx.spawn(self.readable(), "look at checkpoints")
         try:
@@ -280,8 +280,8 @@ class PartReplicas:
             return self._known()
 
     async def publish(self, opened: OpenCheckpoint) -> str:
-        """Complete a checkpoint whose parts are all here. Returns where it is. Raises PartsGone, or CheckpointError if it
-        fails."""
+        """Complete a checkpoint with all parts here. Returns the location. Raises PartsGone, or CheckpointError for a
+        failed write."""
         book, key = self._book, opened.key
         try:
             where = await self._place.disk.call(self._place.publish, key, book.about, dict(opened.parts), book.files)
@@ -293,31 +293,31 @@ class PartReplicas:
         return where
 
     async def is_complete(self, key: Key) -> bool:
-        """Has a peer that shares the place completed it?"""
+        """Has a peer that shares the place completed the checkpoint?"""
         try:
             return key in await self._place.disk.call(self._place.complete)
         except OSError:
             return False
 
     async def clear(self, key: Key, reason: str) -> None:
-        """Remove parts that nobody needs after the end of ``key``; ``reason``: why it failed."""
+        """Remove parts that no peer needs after the end of ``key``; ``reason``: of the failure, else empty."""
         place, parts, shared = self._place, self._book.parts, self._roles.shares_target()
         coordinates = self._roles.coordinates()
         with suppress(OSError):
             if reason:
                 parts.pop(key, None)
-                # first, so that the disk has room for events; in a shared place the coordinator may still gather them
+                # first, so that the disk has room for events; in a shared place the coordinator may still gather parts
                 if not shared or coordinates:
                     await place.disk.call(place.abandon, key)
-            else:  # where the place is shared, its publisher removes what is older
+            else:  # in a shared place, the publisher removes older checkpoints
                 for old in [k for k in parts if k.step <= key.step - (not shared)]:
                     del parts[old]
                 if not shared:
                     await place.disk.call(place.drop, key.step)
 
     async def tidy(self, *, over: bool) -> None:
-        """Remove all parts, since this peer goes, or the run is ``over`` with its last checkpoint complete. In a shared
-        place other peers may still need theirs."""
+        """Remove all parts, since this peer leaves, or the run is ``over`` and the last checkpoint complete. In a
+        shared place, other peers may still need parts."""
         self._tidied = True
         if over or not self._roles.shares_target():
             self._book.parts.clear()
@@ -330,7 +330,7 @@ class PartReplicas:
 
 
 class PartExchange:
-    """Gives parts to peers that may have them, and takes parts. Owns the queue of requests."""
+    """Gives parts to entitled peers, and takes parts. Owns the queue of requests."""
 
     def __init__(
         self,
@@ -360,7 +360,7 @@ class PartExchange:
         return await self.take(key, stage, PartFacts(20 * ctx.compute.n_params, digest), list(ctx.roster.others()))
 
     async def take(self, key: Key, stage: int, facts: PartFacts, holders: list[PeerId]) -> dict[str, Tensor]:
-        """Take a part from ``holders``. Raises NetworkError, or ProtocolError if it is not what ``facts`` say."""
+        """Take a part from ``holders``. Raises NetworkError, or ProtocolError if the digest differs from ``facts``."""
         ask = AskPart(step=key.step, lineage=key.lineage, stage=stage)
         state = await self._receiver.take_part(ask, *key, holders, facts.size)
         if (await self._ctx.tasks.aside(PartFacts.of, state_buffers(state))).digest != facts.digest:
@@ -368,7 +368,7 @@ class PartExchange:
         return state
 
     async def _on_ask(self, sender: PeerId, payload: bytes) -> bytes:
-        """Offer a part. Raises MuletrainError when it is not here, or not for the sender."""
+        """Offer a part. Raises MuletrainError for a part that is not here, or a sender that is not entitled."""
         ask = AskPart.unpack(payload)
         if self._ctx.tasks.closed:
             raise MuletrainError("this peer begins anew; ask again")
@@ -381,8 +381,8 @@ class PartExchange:
         return self._snapshots.grant(offer, sender)
 
     async def _may_have(self, peer: PeerId, stage: int) -> bool:
-        """Does ``peer`` coordinate, keep that part, or serve the stage, by our own roster? Raises ProtocolError for a
-        peer that is no member."""
+        """Does ``peer`` coordinate, keep the stage's part, or serve the stage, by our own roster? Raises ProtocolError
+        for a peer that is no member."""
         if peer == self._roles.coordinator:
             return True
         return peer in self._roles.keepers(stage, peer) or await self._membership.serves(peer, stage)
@@ -407,12 +407,10 @@ class PartExchange:
 
 
 class Checkpointing:
-    """Owns the course of each checkpoint on this peer, from its first notice to its end. This peer need not be the
-    coordinator now.
-
-    It decides whether we write our stage's part, and writes it. A writer keeps one copy of its stage's state. It leaves
-    out a checkpoint that is due while its part of an earlier one is not safe yet. Only the run's last checkpoint waits
-    for its turn."""
+    """Owns the course of each checkpoint on this peer, from the first notice to the end. This peer need not be the
+    coordinator now. Decides whether we write our stage's part, and writes the part. A writer keeps one copy of the
+    stage's state, and leaves out a checkpoint that is due while the part of an earlier checkpoint is not safe yet. Only
+    the run's last checkpoint waits instead."""
 
     def __init__(
         self, ctx: Context, snapshots: Snapshots, receiver: Receiver, membership: Membership, book: Book
@@ -423,13 +421,13 @@ class Checkpointing:
         self.checkpoints = checkpoints = Checkpoints()
         self.exchange = PartExchange(ctx, roles, replicas, checkpoints, snapshots, receiver, membership)
         self._due: Key | None = None
-        """The checkpoint of our last step; None: the run's last one, which cannot be left out."""
+        """The checkpoint of our last step; None: the run's last checkpoint, which cannot be left out."""
         self._fetching = asyncio.Lock()
         self._writing: Key | None = None
-        """The checkpoint whose part we hash or store now."""
+        """The checkpoint of the part that we hash or store now."""
 
     def open(self, key: Key) -> OpenCheckpoint:
-        """That checkpoint, which has not ended. Opens it if it is new."""
+        """The checkpoint ``key``, which has not ended; opened if new."""
         opened = self.checkpoints.get(key)
         if opened is None:
             opened = self.checkpoints.begin(key, self._ctx.clock.now())
@@ -437,7 +435,7 @@ class Checkpointing:
         return opened
 
     async def announce(self, opened: OpenCheckpoint, stage: int, facts: PartFacts) -> None:
-        """Tell everyone that this peer has a part."""
+        """Tell all peers that this peer has a part."""
         ctx, key = self._ctx, opened.key
         place = self.replicas.name if stage in opened.here else ""
         ready = PartReady(
@@ -449,12 +447,12 @@ class Checkpointing:
 
     @property
     def copies(self) -> int:
-        """How many copies of our state are kept for checkpoints."""
+        """Number of copies of our state that are kept for checkpoints."""
         return sum(opened.own is not None for opened in self.checkpoints)
 
     def begins(self, key: Key, *, last: bool) -> bool:
-        """Its step was applied: should we write our stage's part now? If another copy of the state is in use, we leave
-        the checkpoint out; the ``last`` one waits (``wants``)."""
+        """After the step of ``key`` was applied: should we write our stage's part now? If another copy of the state is
+        in use, the checkpoint is left out; the ``last`` checkpoint waits (``wants``)."""
         self._due = None if last else key
         if (opened := self.checkpoints.get(key)) is not None:
             opened.changed.set()
@@ -466,13 +464,13 @@ class Checkpointing:
         return reason is None
 
     def drop(self, key: Key) -> None:
-        """Give up checkpoint ``key``, unless it has ended."""
+        """Give up checkpoint ``key``, unless ended."""
         if self.checkpoints.ended(key) is None and self.roles.coordinator is not None:
             self.leave_out(key, "left out: the run went on before it was complete")
 
     def wants(self, key: Key) -> bool:
-        """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves that to the
-        writer."""
+        """Should we still offer our stage's part of the last checkpoint? A peer that shares the place leaves the offer
+        to the writer."""
         if self.checkpoints.ended(key) is not None or self.busy() is not None:
             return False
         if self.roles.shares_target() and not self.roles.is_writer():
@@ -481,14 +479,14 @@ class Checkpointing:
         return opened is None or self._ctx.roster.own.stage not in opened.here
 
     def busy(self) -> str | None:
-        """Why there is no room for another copy of the state; None: there is."""
+        """The reason why there is no room for another copy of the state; None: there is room."""
         earlier = self._writing or next((o.key for o in self.checkpoints if o.own is not None), None)
         if earlier is not None:
             return f"checkpoint {earlier.step} is not complete yet (the store is slower than checkpoint.every)"
         return (self.roles.shares_target() and self.replicas.hangs()) or None
 
     def unsafe(self) -> str | None:
-        """Why this peer should not leave its stage yet: a checkpoint would lose a part."""
+        """The reason why this peer should not leave the stage yet, if a checkpoint would lose a part."""
         stage = self._ctx.roster.own.stage
         for opened in self.checkpoints:
             step, holders = opened.key.step, opened.holders.get(stage, set())
@@ -500,12 +498,12 @@ class Checkpointing:
         return None
 
     def _alive(self, holders: set[PeerId]) -> bool:
-        """Is one of ``holders``, other than us, alive?"""
+        """Is a peer among ``holders``, except us, alive?"""
         return any(self._ctx.roster.is_alive(p) for p in holders - {self._ctx.net.peer_id})
 
     async def copy(self, key: Key) -> dict[str, Tensor] | None:
-        """A copy of the state for checkpoint ``key``; None if there is no room for it: then that checkpoint is left out, and
-        training goes on."""
+        """A copy of the state for checkpoint ``key``; None without room for a copy: then the checkpoint is left out,
+        and training goes on."""
         try:
             return await self._ctx.compute.state()
         except CapacityError as e:
@@ -513,7 +511,7 @@ class Checkpointing:
             return None
 
     async def write(self, key: Key, state: dict[str, Tensor]) -> None:
-        """Write our stage's part to the place, if we share it, and announce the part."""
+        """Write our stage's part to the place, if shared, and announce the part."""
         if self.checkpoints.ended(key) is not None:
             return
         self._writing = key
@@ -535,7 +533,7 @@ class Checkpointing:
             await self.announce(opened, stage, facts)
             opened.changed.set()
 
-    # What arrives -----------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------------
 
     def on_ready(self, sender: PeerId, ready: PartReady) -> None:
         """A peer has a part. Raises ProtocolError for a part that cannot be."""
@@ -549,11 +547,11 @@ class Checkpointing:
         opened = self.checkpoints.get(key)
         known = None if opened is None else opened.parts.get(stage)
         if known is None and self._ctx.roster.member(sender).stage != stage:
-            return  # the stage itself must announce it first; keepers announce it again
+            return  # the stage itself must announce the part first; keepers repeat that
         writes = sender == self.roles.writer(stage)
         if opened is not None and known is not None and known != ready.facts:
             if not writes:
-                return  # the writer's announcement counts, else the first, until it proves false (``_fetch``)
+                return  # the writer's announcement counts, else the first, until proven false (``_fetch``)
             opened.holders[stage] = set()
             opened.here.discard(stage)
         if opened is None and self.checkpoints.full():
@@ -567,7 +565,7 @@ class Checkpointing:
             self.replicas.has(opened, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
-            for earlier in self.checkpoints.before(key.step):  # it writes one at a time: these parts will not come
+            for earlier in self.checkpoints.before(key.step):  # a writer has one part at a time
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
                     self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")
@@ -577,8 +575,8 @@ class Checkpointing:
         return largest_part(self._ctx.plan.state_bytes[stage] if self._ctx.plan.state_bytes else 0)
 
     async def on_end(self, sender: PeerId, end: CheckpointEnd) -> None:
-        """A checkpoint ended. Only its coordinator is believed that it is complete, and a writer that shares the place
-        that it failed. Raises ProtocolError for a checkpoint that cannot be."""
+        """A checkpoint ended. Completion is believed only from the coordinator, and a failure also from a writer that
+        shares the place. Raises ProtocolError for a checkpoint that cannot be."""
         roles, key = self.roles, end.key
         if not 0 < end.step <= self._ctx.plan.steps:
             raise ProtocolError(f"the end of checkpoint {end.step}, which cannot be")
@@ -596,14 +594,14 @@ class Checkpointing:
                 opened.left_out = end.reason
                 opened.changed.set()
 
-    # Seeing it through ------------------------------------------------------------------------------------------------
+    # Until the end ----------------------------------------------------------------------------------------------------
 
     async def _see_through(self, opened: OpenCheckpoint) -> None:
-        """Do our part until the checkpoint has ended, and watch the coordinator, whose work may become ours."""
+        """Do our part until the checkpoint has ended, and watch the coordinator, since we may have to take over."""
         ctx, key, pause_s = self._ctx, opened.key, LOOK_S
         while not opened.ended:
             opened.changed.clear()
-            complete = opened.ended is not None  # the parts that we keep may still be on their way
+            complete = opened.ended is not None  # the parts that we keep may still be under way
             if opened.left_out and key == self._due and self.roles.coordinates():
                 return await self.fail(key, opened.left_out)
             try:
@@ -626,7 +624,7 @@ class Checkpointing:
         """No news came for a while: check whether the checkpoint has ended or failed."""
         ctx, key = self._ctx, opened.key
         if self.checkpoints.before(key.step):
-            opened.news = ctx.clock.now()  # earlier ones go first
+            opened.news = ctx.clock.now()  # earlier checkpoints go first
         if await self.replicas.is_complete(key):
             self.end(key, "")  # the notice was lost
         elif ctx.clock.now() - opened.news > LIMIT_S or self._left_s(opened) <= 0:
@@ -643,7 +641,7 @@ class Checkpointing:
                 await self.announce(opened, ctx.roster.own.stage, opened.own[1])
 
     def _left_s(self, opened: OpenCheckpoint) -> float:
-        """Seconds until it has failed in any case."""
+        """Seconds until the checkpoint has failed in any case."""
         size = sum(self._ctx.plan.state_bytes) or sum(f.size for f in opened.parts.values())
         return max(0.0, opened.begin + LIMIT_S + size / SLOWEST_BYTES_PER_S - self._ctx.clock.now())
 
@@ -654,8 +652,8 @@ class Checkpointing:
         return await self._ctx.detector.probe(coordinator, key.lineage, key.step) is not None
 
     async def _do_ours(self, opened: OpenCheckpoint) -> None:
-        """Fetch the parts that we should have. As the coordinator, publish when all are here. Raises NetworkError,
-        ProtocolError or CheckpointError."""
+        """Fetch the parts that we should have. As the coordinator, publish when all parts are here. Raises
+        NetworkError, ProtocolError or CheckpointError."""
         coordinates, me = self.roles.coordinates(), self._ctx.net.peer_id
         for stage in sorted(opened.parts.keys() - opened.here):
             if (coordinates and opened.ended is None) or me in self.roles.keepers(stage, me):
@@ -674,7 +672,7 @@ class Checkpointing:
                     state = opened.own[0]
                 else:
                     state = await self.exchange.take(key, stage, facts, holders)
-            except ProtocolError:  # the announcement was false; forget it, so that another counts
+            except ProtocolError:  # forget the false announcement, so that another counts
                 if opened.parts.get(stage) == facts:
                     del opened.parts[stage], opened.holders[stage]
                 raise
@@ -716,7 +714,7 @@ class Checkpointing:
         self._ctx.spawn(work, f"checkpoint {key.step} is left out")
 
     async def fail(self, key: Key, reason: str) -> None:
-        """End the checkpoint as failed, for everyone."""
+        """End the checkpoint as failed, for all peers."""
         await self._end_for_all(key, reason[:4096])
 
     async def _end_for_all(self, key: Key, reason: str) -> None:
@@ -730,10 +728,10 @@ class Checkpointing:
             self._ctx.spawn(self._clear(key, reason), f"after checkpoint {key.step}")
 
     def _mark(self, key: Key, reason: str) -> bool:
-        """Note its end. True if it is news: then it must be cleared up."""
+        """Note the end. True if new: then the checkpoint must be cleared up."""
         news = self.checkpoints.end(key, reason)
         if news and not reason:
-            for overtaken in self.checkpoints.before(key.step):  # the notices of their ends were lost
+            for overtaken in self.checkpoints.before(key.step):  # the notices of the ends were lost
                 self.end(overtaken.key, "a later checkpoint is complete")
         return news
 
@@ -745,14 +743,14 @@ class Checkpointing:
         self.checkpoints.cleared(key)
 
     async def ended(self, key: Key) -> bool:
-        """Wait for the end of that checkpoint: True if it is complete."""
+        """Wait for the end of checkpoint ``key``. True if complete."""
         if self.checkpoints.ended(key) is None:
-            self.open(key)  # perhaps no part of it was announced yet
+            self.open(key)  # perhaps no part was announced yet
         return await self.checkpoints.over(key)
 
 
 class PartWriter:
-    """Copies the state between two steps, and has it written while training goes on. Where there is no memory for a copy
+    """Copies the state between two steps, for writing while training goes on. Without memory for a copy
     (``Compute.lends``), training waits until the checkpoint has ended."""
 
     def __init__(self, ctx: Context, position: Position, checkpointing: Checkpointing) -> None:
@@ -761,8 +759,8 @@ class PartWriter:
         """The last checkpoint that was written because no trainer was left."""
 
     async def write(self, key: Key, *, last: bool) -> None:
-        """Write our part of checkpoint ``key``, if it begins there. Drop a checkpoint that was written because no trainer was
-        left: the run has gone on, and its copy of the state would block the checkpoints that are due."""
+        """Write our part of checkpoint ``key``, if begun here. Drop a checkpoint that was written because no trainer
+        was left: the run has gone on, and that copy of the state would block the checkpoints that are due."""
         if (earlier := self._written) is not None:
             self._written = None
             self._checkpointing.drop(earlier)

@@ -11,7 +11,7 @@ from muletrain.runtime.checkpoint.store import Key, PartFacts
 from muletrain.runtime.core.messages import Digest, Message, Natural, Text
 
 MAX_PART = 1 << 42
-"""Largest part [bytes] if the size of its stage is not known."""
+"""Largest part [bytes] if the stage's size is not known."""
 
 
 class PartReady(Message):
@@ -39,8 +39,8 @@ class PartReady(Message):
 
 
 class CheckpointEnd(Message):
-    """A checkpoint is complete or, for a ``reason``, never will be. ``left_out``: only the sender's part is missing, and
-    the coordinator decides."""
+    """A checkpoint is complete or, for a ``reason``, will never be complete. ``left_out``: only the sender's part is
+    missing, and the coordinator decides."""
 
     KIND: ClassVar[str] = "checkpoint_end"
     CHANNEL: ClassVar[Channel] = Channel.BULK
@@ -56,7 +56,7 @@ class CheckpointEnd(Message):
 
 
 class AskPart(Message):
-    """A call that asks for a copy of this part. The answer is a Snapshot."""
+    """A call that asks for a copy of a part. The answer is a Snapshot."""
 
     KIND: ClassVar[str] = "ask_part"
     step: Natural
@@ -70,6 +70,6 @@ class AskPart(Message):
 
 
 def largest_part(state_bytes: int) -> int:
-    """Largest file of a stage's part [bytes]: its tensors, and their names, which may need a tenth as much in tiny
+    """Largest file of a stage's part [bytes]: the tensors, and the names, which may need a tenth as much in tiny
     models. ``state_bytes``: 0 if not known."""
     return state_bytes + state_bytes // 4 + (1 << 20) if state_bytes else MAX_PART

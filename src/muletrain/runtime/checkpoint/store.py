@@ -1,10 +1,10 @@
 """A place for checkpoints is a folder, or any store that fsspec can write to (s3://, gcs://, sftp://, memory:// ...).
 
-Parts are written first, and the manifest that names them by content last: a checkpoint with a manifest is complete. A
-folder's checkpoint gets its final name only then, after all its bytes are on the disk. Object stores show a file only
-when it is whole. Peers that name the same place share it: each has what another one wrote there.
+Parts are written first, and the manifest with the parts' digests last: a checkpoint with a manifest is complete. A
+folder's checkpoint gets the final name only then, after all bytes are on the disk. Object stores show only whole files.
+Peers that name the same place share all files there.
 
-Calls may wait for the disk or the store, so make them through ``CheckpointStore.disk``. All of them raise OSError.
+Calls may wait for the disk or the store, so call through ``CheckpointStore.disk``. All calls raise OSError.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Sha256 = Field(pattern="^[0-9a-f]{64}$")
 
 
 class Listed(BaseModel):
-    """A file of a checkpoint. ``size``: its bytes; 0: not said."""
+    """A file of a checkpoint. ``size``: in bytes; 0: unknown."""
 
     file: str
     sha256: str = Sha256
@@ -45,7 +45,7 @@ class Listed(BaseModel):
 
 
 class Parts(BaseModel):
-    """Which checkpoint it is, and its parts by stage. Other fields may be there."""
+    """The identity of a checkpoint, and the parts by stage. More fields are allowed."""
 
     model_config = ConfigDict(extra="allow")
     step: int = Field(ge=0)
@@ -54,13 +54,13 @@ class Parts(BaseModel):
 
 
 class Versioned(BaseModel):
-    """The format of a manifest, which says what else is in it."""
+    """The format of a manifest, which determines the other fields."""
 
     format: int
 
 
 class Manifest(Parts, Versioned):
-    """What every reader of a checkpoint needs."""
+    """The fields that every reader of a checkpoint needs."""
 
     files: list[Listed]
     spec: dict[str, Any]
@@ -68,8 +68,8 @@ class Manifest(Parts, Versioned):
 
 
 def read_manifest(text: bytes, expected: int) -> dict[str, Any]:
-    """Returns the fields of a manifest. Raises ValueError for a text that is none, however deep it is nested, and for one
-    in another format than ``expected``."""
+    """Returns the fields of a manifest. Raises ValueError for a text that is no manifest, even if deeply nested, and
+    for a format other than ``expected``."""
     try:
         if (written := Versioned.model_validate_json(text).format) != expected:
             raise ValueError(f"it is written in format {written}, this version reads {expected}")
@@ -91,7 +91,7 @@ _NAME = re.compile(r"\.?step-(\d{8,15})(?:-([0-9a-f]{12}))?(\.partial)?$")
 
 
 class Key(NamedTuple):
-    """Names a checkpoint by the number of steps in it, and the lineage of the next step, hash(R_{step-1})."""
+    """Names a checkpoint by the number of steps done, and the lineage of the next step, hash(R_{step-1})."""
 
     step: int
     lineage: bytes
@@ -118,7 +118,7 @@ class PartFacts(NamedTuple):
 
 
 class PartsGone(OSError):
-    """The parts of ``stages`` are not where they were written, because another peer cleaned up."""
+    """The parts of ``stages`` are missing, because another peer cleaned up."""
 
     def __init__(self, stages: set[int]) -> None:
         super().__init__(f"the parts of stages {sorted(stages)} are gone")
@@ -126,14 +126,14 @@ class PartsGone(OSError):
 
 
 class CheckpointStore(ABC):
-    """A place for checkpoints. ``keep``: newest complete checkpoints that stay. ``disk``: runs the calls."""
+    """A place for checkpoints. ``keep``: number of newest complete checkpoints to keep. ``disk``: runs the calls."""
 
     def __init__(self, keep: int) -> None:
         self.keep, self.disk = keep, Disk()
 
     @cached_property
     def name(self) -> str:
-        """The place's name, the same for all peers that share it."""
+        """The place's name, the same for all peers that share the place."""
         return hashlib.sha256(self._identity().encode()).hexdigest()[:16]
 
     @abstractmethod
@@ -154,7 +154,7 @@ class CheckpointStore(ABC):
     def publish(
         self, key: Key, about: Mapping[str, Any], parts: Mapping[int, PartFacts], files: Mapping[str, bytes]
     ) -> str:
-        """Complete the checkpoint, whose ``parts`` are all here, and ``prune``. Returns where it is. Two peers may do so
+        """Complete the checkpoint, with all ``parts`` here, and ``prune``. Returns the location. Two peers may publish
         at once. Raises PartsGone."""
         if key not in self.complete():
             folder = self._open(key)
@@ -172,7 +172,7 @@ class CheckpointStore(ABC):
         return self.where(key)
 
     def complete(self) -> dict[Key, dict[int, PartFacts]]:
-        """The complete checkpoints of all writers; unreadable ones are skipped."""
+        """The complete checkpoints of all writers; unreadable manifests are skipped."""
         found = {}
         for name in self._names():
             match = _NAME.match(name)
@@ -195,18 +195,19 @@ class CheckpointStore(ABC):
                 self._remove(name)
 
     def abandon(self, key: Key) -> None:
-        """Remove the checkpoint, unless it is complete."""
+        """Remove the checkpoint, unless complete."""
         if not self._is_complete(self._open(key)):
             self._remove(self._open(key))
 
     def prune(self, newest: Key) -> None:
-        """Remove checkpoints before the ``keep`` newest ones up to ``newest``, and incomplete ones before it."""
+        """Keep the ``keep`` newest complete checkpoints up to ``newest``; remove older and, before ``newest``,
+        incomplete checkpoints."""
         self.drop(newest.step)
-        # a resumed run passed over later checkpoints: they must not push this one out
+        # a resumed run passed over later checkpoints: those must not push out ``newest``
         known = [(int(m[1]), m[0]) for n in self._names() if (m := _NAME.match(n)) and self._is_complete(n)]
         stay = sorted({step for step, _ in known if step <= newest.step})[-self.keep :]
         for step, name in known:
-            if step < stay[0]:  # two of one step belong to two histories, and both stay
+            if step < stay[0]:  # two checkpoints of one step belong to two histories, and both stay
                 self._remove(name)
 
     def _pieces(self, buffers: Sequence[memoryview], file: IO[bytes]) -> Iterator[None]:
@@ -240,7 +241,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _finish(self, key: Key) -> None:
-        """Complete a checkpoint whose manifest was written."""
+        """Complete a checkpoint with a written manifest."""
 
     @abstractmethod
     def _names(self) -> list[str]: ...
@@ -253,15 +254,15 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _size(self, path: str) -> int | None:
-        """Size of a file [bytes]; None: it does not exist."""
+        """Size of a file [bytes]; None: missing."""
 
     @abstractmethod
     def _remove(self, path: str) -> None:
-        """Remove a folder; a missing one is fine."""
+        """Remove a folder, if present."""
 
 
 class Folder(CheckpointStore):
-    """A folder on a local or shared disk. It survives power cuts: a checkpoint gets its final name last."""
+    """A folder on a local or shared disk. Checkpoints survive power cuts: the final name comes last."""
 
     def __init__(self, root: Path, keep: int, name: str | None = None) -> None:
         """``name``: identity of the place; default: its marker."""
@@ -269,7 +270,7 @@ class Folder(CheckpointStore):
         self._root, self._given = root, name
 
     def _identity(self) -> str:
-        """The marker's text; a folder that cannot be written to is shared with nobody."""
+        """The marker's text; a read-only folder is never shared."""
         if self._given is not None:
             return self._given
         marker, own = self._root / MARKER, secrets.token_hex(16)
@@ -298,7 +299,7 @@ class Folder(CheckpointStore):
         return f".step-{key.step:08d}-{key.tail}.partial"
 
     def _complete(self, key: Key) -> str:
-        """The second name if it exists: then another history, or a damaged folder, has the first one."""
+        """The second name if that folder exists: then another history, or a damaged folder, has the first name."""
         first, second = self._finals(key)
         return second if (self._root / second).is_dir() else first
 
@@ -315,7 +316,7 @@ class Folder(CheckpointStore):
             try:
                 os.replace(self._root / self._open(key), self._root / final)
                 break
-            except OSError:  # a name that is taken, or the folder is gone: another coordinator renamed it just now
+            except OSError:  # the name is taken, or another coordinator has just renamed the folder
                 if final == self._finals(key)[-1] and key not in self.complete():
                     raise
         _sync_folder(self._root)
@@ -407,12 +408,12 @@ class Store(CheckpointStore):
 
 
 PROTOCOLS = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "sftp", "ssh", "memory")
-"""Protocols of URLs that can hold checkpoints. Others of fsspec chain, cache or rewrite (``reference::`` ran code before
-fsspec 2026.5)."""
+"""Protocols of URLs that can hold checkpoints. Further protocols of fsspec chain, cache or rewrite (``reference::`` ran
+code before fsspec 2026.5)."""
 
 
 def open_place(url: str, keep: int) -> CheckpointStore:
-    """Open the place that ``checkpoint.place`` names. Raises ConfigError if this machine cannot use it."""
+    """Open the place that ``checkpoint.place`` names. Raises ConfigError for a place that this machine cannot use."""
     protocol, is_url, _ = url.partition("://")
     if "::" in url or (is_url and protocol not in PROTOCOLS):
         raise ConfigError(f"checkpoint.place: {url}: give a folder, or a URL of {', '.join(PROTOCOLS)} without '::'")
@@ -433,7 +434,7 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
     except FileExistsError:
         raise
-    except OSError:  # no links on this file system: another process may read it empty for a moment
+    except OSError:  # no links on this file system: another process may read an empty file for a moment
         with name.open("x") as copy:
             copy.write(file.read_text())
 
