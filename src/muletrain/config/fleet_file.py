@@ -125,10 +125,13 @@ class Fleet(Section):
 
     def between_kinds(self, i: int, j: int) -> Link:
         """The path from a machine like peer ``i`` to another one like peer ``j``."""
-        rtt_ms, mbps = self._path(self._machine_of[i], self._machine_of[j])
-        sender, receiver = self._expanded[i], self._expanded[j]
-        narrowest = min(sender.up_bytes_per_s, _bytes_per_s(mbps), receiver.down_bytes_per_s)
-        return Link(rtt_ms / 2000, narrowest)
+        pair = self._entry_of[i], self._entry_of[j]
+        if pair not in self._between:
+            rtt_ms, mbps = self._path(self._machine_of[i], self._machine_of[j])
+            sender, receiver = self._expanded[i], self._expanded[j]
+            narrowest = min(sender.up_bytes_per_s, _bytes_per_s(mbps), receiver.down_bytes_per_s)
+            self._between[pair] = Link(rtt_ms / 2000, narrowest)
+        return self._between[pair]
 
     def _path(self, a: Machine, b: Machine) -> tuple[float, float | None]:
         for pair in ({a.name, b.name}, {a.region, b.region}):
@@ -144,6 +147,15 @@ class Fleet(Section):
             rtt_ms = rtts_ms[row][column] if rtts_ms else rtt_ms
             mbps = bandwidths_mbps[row][column] if bandwidths_mbps else mbps
         return rtt_ms, mbps
+
+    @cached_property
+    def _between(self) -> dict[tuple[int, int], Link]:
+        """Known paths by entries: searches of plans ask for the same paths thousands of times."""
+        return {}
+
+    @cached_property
+    def _entry_of(self) -> list[int]:
+        return [entry for entry, machine in enumerate(self.machines) for _ in range(machine.count)]
 
     @cached_property
     def _network(self) -> tuple[tuple[str, ...], tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:

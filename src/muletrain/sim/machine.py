@@ -55,19 +55,22 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
     """Returns the stated speed or the catalogue's, and the estimate behind it, if any."""
     if peer.flops is not None:
         return peer.flops * peer.speed, ""
-    known = ", ".join(d.name for d in DEVICES)
     if peer.device is None:
         raise ConfigError(
-            f"machines[{n}].tflops: missing, and no device is named; give either (devices with known speed: {known})"
+            f"machines[{n}].tflops: missing, and no device is named; give either (devices with known speed: {_known()})"
         )
     device = device_of(peer.device)
     if device is None:
         raise ConfigError(
             f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, plan on the machine that has it "
-            f"(its speed is then estimated from what it reports), or name a device of known speed: {known}"
+            f"(its speed is then estimated from what it reports), or name a device of known speed: {_known()}"
         )
     assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
     return device.flops * peer.speed, assumed
+
+
+def _known() -> str:
+    return ", ".join(d.name for d in DEVICES)
 
 
 def resident_service_s(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from muletrain import events as ev
 from muletrain.config.costs import Costs, DeviceSpeed
-from muletrain.config.fleet_file import Fleet, load_fleet
+from muletrain.config.fleet_file import Fleet, Link, load_fleet
 from muletrain.config.fleet_sections import Machine
 from muletrain.config.load import load_located
 from muletrain.errors import MuletrainError
@@ -140,7 +140,9 @@ def calibrated(setting: Setting, costs: Costs) -> Setting:
         else kind
         for kind in setting.kinds
     )
-    links = tuple(tuple(replace(link, delay_s=link.delay_s + hop_s) for link in row) for row in setting.links)
+    links = tuple(
+        tuple(Link(link.delay_s + hop_s, link.bandwidth_bytes_per_s) for link in row) for row in setting.links
+    )
     stages = tuple(replace(stage, ending_s=stage.ending_s + ending_s) for stage in setting.cost.stages)
     return replace(setting, kinds=kinds, links=links, cost=replace(setting.cost, stages=stages))
 
