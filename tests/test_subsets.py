@@ -43,6 +43,11 @@ def test_no_subset_of_a_drawn_fleet_is_predicted_to_be_faster(tmp_path: Path, se
     check(drawn(seed, tmp_path, most=3))
 
 
+def test_stages_of_unequal_length_are_tried_on_every_subset_of_a_few_machines(tmp_path: Path) -> None:
+    """Two of three machines do 6,260 tokens/s so; by rates, which cut evenly, they do not come near the 5,244 of all."""
+    check(drawn(30, tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(200))
 def test_no_subset_of_two_hundred_drawn_fleets_is_predicted_to_be_faster(tmp_path: Path, seed: int) -> None:

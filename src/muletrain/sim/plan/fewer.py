@@ -33,6 +33,8 @@ STEADY = 0.9
 """A layout that keeps this share of its speed under churn loses little by departures."""
 SMALL = 12
 """Up to this many machines, a subset is rated with every microbatch size; above, with the whole fleet's size."""
+EXHAUSTIVE = 6
+"""Up to this many machines, pipelines are planned on each subset that may win."""
 PLANNED = 1.25
 """Assumed most speed of a planned pipeline, as a multiple of swarm's rate on the same machines; in a large fleet, the
 multiple on all machines counts."""
@@ -101,7 +103,7 @@ class _Search:
         self._ends_s = time.monotonic() + time_limit_s
         self._pooled = ("hub", "") in self.found and self.found["hub", ""].expected_per_s >= BEHIND * self.best_per_s
         """A hub is tried on fewer machines if the hub of all machines is not far behind."""
-        self._planned = PLANNED
+        self._planned = math.inf if len(question.fleet.peers()) <= EXHAUSTIVE else PLANNED
         if not self._small and (rate := self._rate(question)):
             self._planned = self.best_per_s / rate
 
