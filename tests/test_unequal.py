@@ -120,6 +120,18 @@ def test_the_search_finds_the_best_of_most_small_fleets() -> None:
     assert best_found >= 45
 
 
+def test_beginnings_of_many_stages_do_not_outlast_the_time_limit() -> None:
+    """Eighty stages on machines of four sizes have 180,000 beginnings."""
+    layers, rooms = 100, (10, 8, 6, 4)
+    takes_s = np.full((80, 4, layers + 1), np.inf)
+    for k, room in enumerate(rooms):
+        takes_s[:, k, 1 : room + 1] = np.arange(1, room + 1)
+    of, begun_s = Work(takes_s, (50, 50, 50, 50)), time.process_time()
+    search = Search(of, lambda serving, cut, slowest_s: slowest_s, 1, seed=0, deadline=time.monotonic() + 1)
+    assert search.begun()
+    assert time.process_time() - begun_s < 20
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     times_s=st.lists(st.lists(st.sampled_from([1.0, 1.5, 3.0]), min_size=1, max_size=4), min_size=2, max_size=3),

@@ -93,8 +93,13 @@ class Search:
 
     def begun(self) -> list[Choice]:
         """Return the best beginnings, the best first; none without room for all layers."""
+        least_s, began_s = dict[Serving, float](), time.monotonic()
+        for serving in beginnings(self._work):  # hundreds of thousands for many stages
+            least_s[serving] = self._least_s(serving)
+            if time.monotonic() > began_s + (self._deadline - began_s) / 4 and least_s[serving] < math.inf:
+                break
         found: list[Choice] = []
-        for serving in sorted(set(beginnings(self._work)), key=lambda serving: (self._least_s(serving), serving)):
+        for serving in sorted(least_s, key=lambda serving: (least_s[serving], serving)):
             choice = self.choice(serving, found[-1].cost_s if len(found) == BEGUN else math.inf)
             if choice is not None:
                 found = sorted([*found, choice], key=lambda c: (c.cost_s, c.serving))[:BEGUN]
