@@ -50,15 +50,20 @@ def muletrain(*arguments: str, cwd: Path, code: int = 0) -> str:
 
 
 def peers_left(folder: Path) -> list[str]:
-    """Command lines of processes that work in ``folder`` or are daemons of such (the kernel knows their directory)."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (process / "cwd").resolve() == folder.resolve():
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found
+    """Command lines of processes that still work in ``folder`` after 10 s, or are daemons of such (the kernel knows their
+    directory)."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if (process / "cwd").resolve() == folder.resolve():
+                    found.append((process / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
