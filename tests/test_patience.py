@@ -70,7 +70,7 @@ def test_a_newcomer_looks_for_the_run_until_somebody_answers(tmp_path: Path, mon
             await joining
         return str(refused.value)
 
-    assert "needs" in virtually(scenario()), "it was asked what it has, and too small"
+    assert "needs" in virtually(scenario()), "the newcomer told its memory, which holds no stage"
 
 
 def test_a_guest_that_takes_its_part_keeps_its_place(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_stage_of_one_machine_that_leaves_is_counted_with_its_rollbacks(tmp_pa
 
 
 def test_what_is_left_under_churn_counts_rollbacks_of_a_stage_that_one_machine_has(tmp_path: Path) -> None:
-    """Of the same machines: alone at a stage, the one that leaves takes the stage with it."""
+    """A machine that leaves takes the state along if no other machine serves its stage, so the same machines keep less."""
     (tmp_path / "fleet.toml").write_text(SPOT)
     run = load_config(None, ["model.preset=gpt3-xl", "train.batch=256", "checkpoint.every=50"])
     fleet = load_fleet(tmp_path / "fleet.toml")

@@ -63,7 +63,7 @@ def flops_of(n: int, peer: FleetPeer) -> tuple[float, str]:
     if device is None:
         raise ConfigError(
             f"machines[{n}].device: the speed of '{peer.device}' is not known; give tflops beside it, plan on the machine that has it "
-            f"(its speed is then estimated from what it reports), or name a device of known speed: {_known()}"
+            f"(muletrain estimates the speed there, from the device's own report), or name a device of known speed: {_known()}"
         )
     assumed = f"{device.name}: {device.flops / 1e12:g} TFLOP/s ({device.source})" if device.estimate else ""
     return device.flops * peer.speed, assumed
