@@ -5,14 +5,14 @@ there. The step protocol knows only the interface (``base.Strategy``).
 To add a fifth strategy:
 
 1. Write ``strategies/NAME.py``: a frozen dataclass with the methods of ``base.Strategy`` and, if a run's configuration
-can ask for the strategy, ``of``.
+   can ask for the strategy, ``of``.
 2. Append the strategy to ``STRATEGIES``, and its name to ``config.plan_file.StrategyName``.
-``tests/test_strategies.py`` calls each method; add a configuration that asks for the strategy there (``made``).
+   ``tests/test_strategies.py`` calls each method; add a configuration that asks for the strategy there (``made``).
 3. If a run must know more, add a section to the configuration (``config/peer_sections.py``, ``config/schema.py``; may a
-resumed run change it? ``runs.resuming.TABLE``), filled from a plan (``cli/actions/planned.py``).
+   resumed run change it? ``runs.resuming.TABLE``), filled from a plan (``cli/actions/planned.py``).
 4. Write a predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``, or ``muletrain plan`` reports it
-missing. ``planner.confirmed`` plays the recommended plan as strategy swarm, unless the plan has a schedule. New
-schedules and fields belong into ``config.plan_file.Prediction``.
+   missing. ``planner.confirmed`` plays the recommended plan as strategy swarm, unless the plan has a schedule. New
+   schedules and fields belong into ``config.plan_file.Prediction``.
 5. Let the fuzzer draw the strategy (``proofs/draws/``).
 6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
 """
@@ -45,8 +45,8 @@ class Listed:
     of: Callable[[RunConfig], Strategy | None] | None = None
     choices: tuple[str, ...] = ()
     ask: Callable[[RunConfig, int], RunConfig] | None = None
-    """Returns a configuration that asks for the strategy, without a plan; the number: of clients, if any. None: the
-    strategy needs a plan."""
+    """Returns a configuration that asks for the strategy, without a plan; the number: of clients, if the strategy can
+    have clients. None: the strategy needs a plan."""
     pooled: bool = False
     """See ``base.Strategy``."""
 

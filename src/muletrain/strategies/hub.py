@@ -58,10 +58,10 @@ class Hub(Swarm):
 
 
 def stage_to_help(work: Sequence[float], speeds: Sequence[float], fits: Collection[int]) -> int | None:
-    """Returns the stage at which one more client raises the throughput most: of the stages that fit (``fits``), the
-    stage with the most work for the speed of its machines, or, among stages without machines, with the most work; None:
-    no stage fits. ``work``: of each stage, for a sequence; ``speeds``: work per second of each stage's servers and
-    clients together, in the same unit."""
+    """Returns the stage at which one more client raises the throughput most: of the stages that the client has room for
+    (``fits``), the stage with the most work for the speed of its machines, or, among stages without machines, with the
+    most work; None: there is no room for any stage. ``work``: of each stage, for a sequence; ``speeds``: work per
+    second of each stage's servers and clients together, in the same unit."""
 
     def load(stage: int) -> tuple[float, float]:
         return work[stage] / speeds[stage] if speeds[stage] > 0 else math.inf, work[stage]
@@ -78,10 +78,10 @@ def stage_to_move_to(
     fits: Collection[int],
     drawn: float,
 ) -> int | None:
-    """Returns the stage to which a client of ``stage``, one of ``clients`` that do ``together`` units of work per
-    second, moves; None: the client stays. The client moves to the slowest stage, if its own stage is clearly faster,
-    and stays faster without the client. Clients move with the probability that equalises both stages' speed: ``drawn``,
-    uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
+    """Returns the stage to which a client of ``stage``, one of ``clients`` of like speed that do ``together`` units of
+    work per second, moves; None: the client stays. The client moves to the slowest stage, if its own stage is clearly
+    faster, and stays faster without the client. Clients move with the probability that equalises both stages' speed:
+    ``drawn``, uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
     rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
     to = min(sorted({*fits} - {stage}), key=lambda s: (rates[s], -work[s]), default=stage)
     own = together / max(1, clients)

@@ -1,5 +1,5 @@
-"""Strategy ``pipeline`` (DT-FM sec. 3) plans the membership. The plan gives each microbatch's pipeline, and the
-pipeline's peer at each stage; spares take over for lost devices.
+"""Strategy ``pipeline`` (DT-FM sec. 3) plans each peer's stage and pipeline. The plan gives each microbatch's pipeline,
+and the pipeline's peer at each stage; spares take over for lost devices.
 
 A seat is one stage of one pipeline, and carries the name of one peer. A peer may have several seats of its stage, so
 stages can have unequal numbers of peers. The pipeline of a microbatch follows from its index alone, so all peers agree
@@ -94,7 +94,7 @@ class Pipeline:
         return each if self.schedule == "gpipe" else max(2, each // trainers)
 
     def capacity(self, stages: int) -> int:
-        """With GPipe a peer holds a whole step for each of its seats."""
+        """Each of a peer's seats counts; with GPipe a seat holds a whole step."""
         whole = max(self.microbatches) if self.schedule == "gpipe" else 0
         return max(capacity(stages), whole) * self._most_seats
 

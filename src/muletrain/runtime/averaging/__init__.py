@@ -3,6 +3,6 @@
 ``rounds`` defines a round and watches its members. ``averager`` reduces a round, shard by shard. ``mean_gradient`` is
 the result: prepared for sending, or taken from a holder by a peer that was not a member.
 
-Rooms above create an ``Averager`` for each step, and pass arriving chunks to its ``reduce``. A ``MeanGradient`` never
-changes.
+Rooms above create an ``Averager`` for each step, pass arriving chunks to ``on_chunk``, and call ``reduce``. A
+``MeanGradient`` never changes.
 """

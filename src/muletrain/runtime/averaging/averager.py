@@ -116,7 +116,7 @@ class _Inbox:
         return found
 
     def get(self, key: _Key) -> asyncio.Future[_Chunk]:
-        """Returns a future chunk."""
+        """Returns a future that is done once the chunk has arrived."""
         future: asyncio.Future[_Chunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # the waiter may have given up
         if key in self.arrived:

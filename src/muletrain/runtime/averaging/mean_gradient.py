@@ -39,7 +39,7 @@ T = TypeVar("T")
 PIECE = 32 * BLOCK
 """Elements encoded at once: whole quantisation blocks."""
 CALL_S = 60.0
-"""Seconds for a holder to answer with a manifest, after encoding and hashing the gradient. An absent holder is noticed
+"""Seconds for a holder to encode and hash the gradient, and to answer with a manifest. An absent holder is noticed
 earlier."""
 DONORS = 4
 """Peers asked for a gradient at once."""
@@ -104,7 +104,7 @@ def travels_as(entry: RoundEntry, codec: Codec) -> Codec:
 async def fetch_gradient(
     ctx: Context, downloader: Downloader, entry: RoundEntry, holders: list[PeerId]
 ) -> MeanGradient | None:
-    """Take the gradient of ``entry``'s round from ``holders``; None: no holder does."""
+    """Take the gradient of ``entry``'s round from ``holders``; None: no holder gives the gradient."""
     return await _from_holders(ctx, entry, holders, _take, downloader, tied=False)
 
 

@@ -200,7 +200,8 @@ class Checkpoints:
 
 
 class PartReplicas:
-    """Owns the book's list of parts in the place."""
+    """Owns the book's list of parts in the place: of this peer's stage, and of stages that this peer keeps or
+    gathers."""
 
     def __init__(self, ctx: Context, roles: Roles, book: Book) -> None:
         self._ctx, self._roles, self._book, self._place = ctx, roles, book, book.place
@@ -330,7 +331,8 @@ class PartReplicas:
 
 
 class PartExchange:
-    """Gives parts to entitled peers, and takes parts. Owns the queue of requests."""
+    """Gives parts to entitled peers, and takes parts, as copies of states (``transfer.donor``). Owns the queue of
+    requests."""
 
     def __init__(
         self,
@@ -565,7 +567,7 @@ class Checkpointing:
             self.replicas.has(opened, stage, ready.facts)
         opened.changed.set()
         if self.roles.coordinates() and writes:
-            for earlier in self.checkpoints.before(key.step):  # a writer has one part at a time
+            for earlier in self.checkpoints.before(key.step):  # one part at a time is written, so these will not come
                 if stage not in earlier.parts:
                     lost = f"no part of stages [{stage}] came before that of a later checkpoint"
                     self._ctx.spawn(self.fail(earlier.key, lost), f"checkpoint {earlier.key.step} lacks a part")

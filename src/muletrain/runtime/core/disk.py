@@ -84,7 +84,7 @@ class Disk:
 
     @property
     def hangs(self) -> bool:
-        """Has there been no progress since a call was given up?"""
+        """Was a call given up, without progress since?"""
         return self._stood == self._moved
 
     def moved(self) -> None:

@@ -56,7 +56,7 @@ class Lifecycle:
 
     @property
     def arrived(self) -> bool:
-        """Has the peer trained on this branch, or could have trained?"""
+        """Has the peer trained on this branch, or could the peer have trained?"""
         return self.state not in (State.JOINING, State.ROLLED_BACK)
 
     @property

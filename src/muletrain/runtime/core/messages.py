@@ -30,7 +30,7 @@ Address = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 Seconds = Annotated[float, Field(ge=0, lt=1e9, allow_inf_nan=False)]
 MAX_ERRORS = 16
-"""Most errors of a message that are counted separately."""
+"""Most errors of a message for which the first error is described; more errors are only counted."""
 Indices = Annotated[tuple[Natural, ...], Field(max_length=MAX_MICROBATCHES), FailFast()]
 Past = Annotated[tuple[Digest, ...], Field(max_length=MEMORY), FailFast()]
 

@@ -27,7 +27,7 @@ class Validation:
     microbatches: int
     """Most held-out microbatches. Their indices follow the indices of the step's own microbatches."""
     context: int
-    """Sequence length T, held out."""
+    """Sequence length T of held-out microbatches."""
     own_loss: bool = False
     """A user's module computes the loss, so there is no perplexity."""
 

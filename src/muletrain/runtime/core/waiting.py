@@ -170,7 +170,7 @@ class Waits:
         """Estimates the usual duration after a first wait that missed its ``deadline``. A wait that our question ended
         does not measure the duration (Karn's algorithm), and later waits are no longer measured then. Arrivals before
         the second question (``came_s``) tell more than the whole wait (``took_s``), which a liar may have held up. The
-        deadline was too short, so the next is no shorter: three times a first measurement."""
+        deadline was too short, so the next deadline, three times a first measurement, is no shorter."""
         return min(took_s, max(came_s, deadline.seconds() / 3))
 
     def hopeless(self, begin: float, times: int = 1) -> bool:

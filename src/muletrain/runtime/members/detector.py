@@ -175,8 +175,8 @@ class FailureDetector:
                 self.suspected.discard(peer)
 
     def suspicion_s(self, peer: PeerId, attempt: int = 0) -> float:
-        """Returns the seconds without an answer after which ``peer``, at little cost, is suspected: a multiple of the
-        peer's usual answer time, since the peer may be far away, plus the queues on the links. A peer that never
+        """Returns the seconds without an answer after which ``peer`` is suspected, which costs little: a multiple of
+        the peer's usual answer time, since the peer may be far away, plus the queues on the links. A peer that never
         answered is not suspected before being marked down."""
         usual = self._usual.get(peer)
         own_s = self.deadline.seconds(attempt) if usual is None else usual.seconds(attempt)
@@ -186,8 +186,8 @@ class FailureDetector:
         return own_s + QUEUES * queued_s
 
     def _suspect(self, peer: PeerId, lineage: bytes, step: int, hearsay: bool) -> None:
-        """Route around ``peer`` until there is news, and let the other peers ask, too, so that all peers get news at
-        the same time. Only routes change, so a suspicion may be wrong."""
+        """Route around ``peer`` until there is news, and let the other peers ask, too, so that all peers learn at the
+        same time whether ``peer`` lives. Only routes change, so a suspicion may be wrong."""
         if not self._peer.roster.is_alive(peer) or peer in self.suspected:
             return
         self.suspected.add(peer)
@@ -259,9 +259,9 @@ class FailureDetector:
         return progress
 
     def worth_a_try(self, peers: Iterable[PeerId]) -> tuple[PeerId, ...]:
-        """Returns the live ``peers``, and peers that are down but were not tried for a quarter of the time since then
-        (at most ``RARELY_S``). Such peers may be back, but a try costs connections, and in a long run many peers are
-        gone for good. A returning peer announces itself."""
+        """Returns the live ``peers``, and peers that are down but were not tried for a quarter of the time since the
+        first try (at most ``RARELY_S``). Such peers may be back, but a try costs connections, and in a long run many
+        peers are gone for good. A returning peer announces itself."""
         now, worth, long_dead = self._peer.clock.now(), [], 0
         for peer in peers:
             if self._peer.roster.is_alive(peer):

@@ -179,7 +179,7 @@ class Roster:
         self._changed()
 
     def moved(self, peer: str, stage: int) -> None:
-        """``peer`` serves ``stage`` from now on, by its own word, perhaps soon to come."""
+        """``peer`` serves ``stage`` from now on; ``peer`` has announced this, or is about to."""
         known = self._members.get(peer)
         if known is not None and known.stage != stage:
             self._members[peer] = known.model_copy(update={"stage": stage, "since": known.since + 1})
@@ -236,8 +236,8 @@ class Roster:
         return [self._members[p] for p, declines in self._dead.items() if not declines]
 
     def mark_alive(self, peer: str) -> bool:
-        """There is news of ``peer``, perhaps needed after all and back; only ``FailureDetector`` calls this. Returns
-        True if ``peer`` was not counted on before."""
+        """There is news of ``peer``, perhaps after a departure, because the peer was needed after all; only
+        ``FailureDetector`` calls this. Returns True if ``peer`` was not counted on before."""
         if peer in self._expelled:
             return False
         news = peer in self._dead or peer in self._left

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 REMEMBERED = 64
 """Number of lengths of accepted gradients to remember."""
 LOOK = 0.02
-"""Pause between two checks for another answer to come, as a share of the first answer's time."""
+"""Pause between two checks whether another answer is still to come, as a share of the first answer's time."""
 PAUSE_S = 0.01
-"""Least pause between two checks for another answer to come [s]."""
+"""Least pause between two checks whether another answer is still to come [s]."""
 
 
 class _Gradient(NamedTuple):
@@ -60,8 +60,8 @@ class GradientCrossCheck:
         self._beginning = asyncio.Lock()
 
     async def gradient(self, forward: Forward, sent: list[Encoded], answer: Answer) -> tuple[Tensor, bool]:
-        """Returns the gradient to continue with, and whether to trust the gradient: not if a second peer was needed,
-        but none could be asked."""
+        """Returns the gradient to continue with, and whether to trust the gradient: not if no second peer agrees, and
+        the gradient stands out or no earlier gradient was accepted."""
         first = await self._read(answer)
         if not forward.accumulate or answer.unfinite:
             return first.values, True

@@ -277,8 +277,8 @@ class Dispatcher:
             self._ctx.spawn(self._have_copied(peer), f"copies for {peer[-6:]}")
 
     async def _have_copied(self, peer: PeerId) -> None:
-        """Let other peers compute the microbatches owed by ``peer``, oldest first, at their own pace: most suspects are
-        soon heard again."""
+        """Let other peers compute the microbatches owed by ``peer``, oldest first, as fast as these peers can: most
+        suspects are soon heard again."""
         while peer in self._ctx.detector.suspected:
             others = set(self._wiring.peers()) - self._ctx.detector.suspected
             owed = (p for p in self._pending.get(peer, {}).values() if p.copy is None and not p.reply.done())

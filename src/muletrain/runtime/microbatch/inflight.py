@@ -12,7 +12,7 @@ weights made by R_{t-1}:
   step that is not finite changes no weights, but the versions move on. The reference is a single process that applies
   the gradient of a step after computing the next step.
 - **State of a step.** Each step has its own accumulator (in ``Compute``), ledger, losses and counts (here), and
-  trainer. Everything else (seals, rounds, entries, the gradient) belongs to the only agreement.
+  trainer. Everything else (seals, rounds, entries, the gradient) belongs to the agreement, of which there is only one.
 - **Lineage.** Frames of step t + 1 are sent before R_t is known, so each frame carries hash(R_{t-1}), the record that
   made its weights; frames of another lineage are refused. The first two steps have the genesis' lineage. The records
   are one chain all the same: R_t contains hash(R_{t-1}), which is known when t is agreed on.
@@ -21,7 +21,8 @@ weights made by R_{t-1}:
 - **Behind.** A peer that missed R_t takes R_t from a holder and keeps the computed part of t + 1: the weights were
   right. A peer that takes a replica's state drops both steps. That state, also in a checkpoint, is before R_k: W(k),
   the moments, and W(k - 1), with which k is computed.
-- **Leaving.** A peer that asks in its seal of t to leave takes no microbatch of t + 1, unless R_t keeps the peer.
+- **Leaving.** A peer that asks in its seal of t to leave takes no microbatch of t + 1, until R_t decides that the peer
+  stays.
 - **The end.** No step is computed beyond the last. When R_t ends the run, the computed part of t + 1 is dropped.
 """
 
@@ -73,8 +74,8 @@ class Ledger:
         return True
 
     def takes(self, index: int) -> bool:
-        """Returns False if ``index`` is not in the accumulator and cannot come in now, although another replica may
-        still be open."""
+        """Returns False if ``index`` is not in the accumulator and cannot come in now: another replica may still be
+        open for ``index``."""
         return self._open(index) or index in self._accumulated
 
     def commit(self, index: int, loss: float) -> None:
@@ -134,7 +135,7 @@ class Ledger:
 
 
 class Accumulation:
-    """Reserves a microbatch in the ledger; commits accumulated microbatches, releases all others."""
+    """Reserves a microbatch in the ledger; commits the microbatch if its gradient was accumulated, else releases it."""
 
     def __init__(self, ledger: Ledger, index: int, news: News, *, wanted: bool) -> None:
         """``news``: wakes waits for the end of all accumulation; ``wanted``: whether to accumulate the microbatch at
@@ -213,8 +214,8 @@ class InFlightStep:
 
     @property
     def covered(self) -> frozenset[int]:
-        """Microbatches that must not be accumulated again: the accumulated, or all once we hold the stage's mean
-        gradient, unless that will not count."""
+        """Microbatches that must not be accumulated again: the microbatches in our accumulator, or all once we hold the
+        stage's mean gradient, unless that gradient will not count."""
         if not self.reduced:
             return self.ledger.accumulated
         return frozenset() if self.gave_way else frozenset(range(self.microbatches))

@@ -96,7 +96,8 @@ async def answer_of(
 ) -> Reply | Answer:
     """Wait while the peer works on the request, or its answer is on the way. Ask the peer when a deadline is missed;
     when a stream with the peer breaks, at once, and again when everything sent since should have come.
-    ``held_for_long`` decides when to give up [s]. Raises Gone, PeerUnreachable, DeadlineExceeded."""
+    ``held_for_long`` decides, by the seconds so far, whether to give up. Raises Gone, PeerUnreachable,
+    DeadlineExceeded."""
     peer, request, begin_s, attempt, again = pending.peer, pending.request, ctx.clock.now(), 0, False
     pending.broke = asyncio.Future()
     while True:

@@ -138,7 +138,7 @@ class StageServer:
             return
         answered = work.answered.get(message.index) == (sender, message.key)
         if message.wanted and answered and message.index in work.ledger.accumulated:
-            return self.decline(sender, message, "it has accumulated and answered that")  # the requester is gone
+            return self.decline(sender, message, "it has accumulated and answered that")  # sender's requester is gone
         key = (message.step, message.index)
         room = self._turns.admits(sender, message, len(self._jobs), self.ctx.clock.now(), more=message.more)
         if key in self._jobs and self._jobs[key].answers(sender, message):

@@ -45,7 +45,7 @@ class Survey:
         silent: Collection[int] = (),
         given: bool = False,
     ) -> tuple[tuple[int, ...], float | None]:
-        """Returns the ``stages`` that still lack microbatch ``index``, and the loss [nats/token] if known anywhere.
+        """Returns the ``stages`` that still lack microbatch ``index``, and the loss [nats/token] if any peer knows it.
 
         A stage has the microbatch if a peer that is not ``ignored``, ourselves included, holds it in its accumulator;
         that peer recomputes without accumulating. While some peer is still at work, wait: a second accumulation would

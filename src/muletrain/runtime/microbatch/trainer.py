@@ -300,7 +300,8 @@ class Trainer:
     async def _still_missing(
         self, index: int, stages: tuple[int, ...], doubted: tuple[PeerId, ...] = (), *, passed_on: bool = False
     ) -> tuple[tuple[int, ...], float | None]:
-        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out."""
+        """See ``Survey.still_missing``. ``passed_on``: another trainer may have given the microbatch out, and may see
+        it through."""
         trips, silent = self._dispatcher.trips, self._silent if passed_on else ()
         patience_s = trips.long_s if passed_on else trips.usual_s
 

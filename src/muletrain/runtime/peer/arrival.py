@@ -117,8 +117,8 @@ class Arrival:
 
     async def _may_stay(self) -> bool:
         """Has no replica a later state, and can the step still be done? No peer keeps weights of more than one step
-        back, so our state is of no use once most peers are further on: a single replica that goes on with our state is
-        lost."""
+        back, so our state is of no use once most peers are further on: then our stage's only replica that went on with
+        these peers is lost."""
         ctx, lineage, step = self._ctx, self._position.lineage, self._position.step
         answers = await ctx.detector.ask_all(ctx.roster.replicas(), lineage, step)
         if any(progress.beyond(step) for progress in answers.values()):

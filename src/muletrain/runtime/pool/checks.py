@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from muletrain.wire.codec import Encoded
 
 RECENT, LEAST = 64, 16
-"""Most and fewest results that define the usual length."""
+"""Most and fewest results that define the usual value."""
 MOST_LOSS = 1e12
 """Before that, a client's loss beyond ``FACTOR`` times this is not believed."""
 Place = tuple[int, int, int]

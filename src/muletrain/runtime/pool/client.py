@@ -59,13 +59,14 @@ if TYPE_CHECKING:
 ROOM = 2
 """Parts that a client takes at once: one to compute, one in transfer."""
 ALIVE_S = 1.0
-"""Seconds between two calls that show the server a live client, and tell the client whether the client counts."""
+"""Seconds between two calls that show the server a live client, and tell the client whether the server counts on it."""
 CUT_OFF_S = 10.0
 """Seconds without an answer from any server, after which our server has surely given us up."""
 SEND_S = 60.0
 """Seconds for a server to take a message."""
 PAUSE_S, PAUSE_MAX_S = 0.2, 5.0
-"""Seconds between two tries to find a server, the first time and at most; doubles until the client works."""
+"""Seconds between two tries to find a server, the first time and at most; doubles until the client works for a
+server."""
 PATIENCE_S = 120.0
 """Seconds without a server, after which a client ends."""
 

@@ -119,8 +119,8 @@ class GetWeights(Message):
 
 
 class WeightsChunk(Message):
-    """One chunk, fp32. Chunks go after all parts: under delayed updates, parts would else wait too long for the next
-    step's weights."""
+    """One chunk, fp32. Chunks go after all parts: under delayed updates, parts would else wait for the next step's
+    weights until they are late."""
 
     KIND: ClassVar[str] = "hub.weights"
     CHANNEL: ClassVar[Channel] = Channel.AVERAGE

@@ -30,13 +30,13 @@ WAIT_S = 30.0
 
 
 def places(compute: Compute) -> int:
-    """Returns the most steps in flight at once."""
+    """Returns the largest number of steps in flight at once."""
     return 2 if compute.delayed else 1
 
 
 class Accumulator:
-    """The gradients of one client's parts: counting gradients, summed by step, and gradients without the server's word.
-    The gradients of a step begin anew with each generation of the server, and when a later step needs the place
+    """The gradients of one client's parts: gradients that count, summed by step, and gradients that await the server's
+    word. The gradients of a step begin anew with each generation of the server, and when a later step needs the place
     (``Compute`` has as many places as there are steps in flight)."""
 
     def __init__(self, compute: Compute) -> None:

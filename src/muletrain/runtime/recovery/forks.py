@@ -110,7 +110,7 @@ class Forks:
 
     async def _judge(self, peer: PeerId, other: Chain) -> None:
         """End this step (GivesWay) if the other history stays and is complete; or if neither side has all stages, and
-        the other side lacks ours."""
+        the other side lacks our stage."""
         position, own = self._position, self._position.chain
         fork = forked_at(own, other)
         if fork is None or position.away:

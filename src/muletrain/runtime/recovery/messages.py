@@ -77,8 +77,8 @@ class HeldPart(Message):
 
 
 class StandsAt(Message):
-    """The answer: a peer's standing. ``targets``: other stages that fit the peer; ``reaches``: stages with a peer in
-    reach."""
+    """The answer: a peer's place in the run's history. ``targets``: other stages that the peer has room for;
+    ``reaches``: stages of which the peer reaches a member."""
 
     KIND: ClassVar[str] = "stands_at"
     branch: Annotated[bytes, Field(min_length=BRANCH, max_length=BRANCH)]

@@ -1,8 +1,8 @@
 """When a stage has lost all its peers, other peers adopt the stage, and the run goes on from a checkpoint.
 
-The first live peer, by id, asks all peers for their standing, and orders a rollback: to the newest checkpoint with a
-readable part for each stage, on a new branch, with peers moved to the empty stages. All peers obey, or hear of the
-order later from a peer of the new branch. A side of a partition that still has all stages does not obey: there the
+The first live peer, by id, asks all peers for their step and state, and orders a rollback: to the newest checkpoint
+with a readable part for each stage, on a new branch, with peers moved to the empty stages. All peers obey, or hear of
+the order later from a peer of the new branch. A side of a partition that still has all stages does not obey: there the
 longer history stays (``forks``). You lose some time; the final weights are unchanged.
 
 A run that lost all its trainers waits for a trainer, too, loses nothing but time, and still writes a checkpoint of its
@@ -142,8 +142,8 @@ class Rollback:
         return min((*self._ctx.roster.others(), me)) == me
 
     async def _adopt(self, lacking_s: Mapping[int, float]) -> None:
-        """Ask all peers for their standing, including peers that are down, which may have the state of the lost stage.
-        ``lacking_s``: seconds without a peer, by stage."""
+        """Ask all peers for their step and state, including peers that are down, which may have the state of the lost
+        stage. ``lacking_s``: seconds without a peer, by stage."""
         ctx, me, at = self._ctx, self._ctx.net.peer_id, self._where()
         peers = ctx.roster.everyone()  # a leaver whose stage is lost is back by now (``Departure.taken_over``)
         said = dict(zip(peers, await asyncio.gather(*map(self._ask, peers)), strict=True))
@@ -207,7 +207,7 @@ class Rollback:
             return None
 
     async def _stands_at(self) -> StandsAt:
-        """Returns our standing. On the way to another branch, the standing is there already."""
+        """Returns our place in the run's history: on the way to another branch, the place on that branch."""
         ctx, at, state, stage = self._ctx, self._where(), self._position.life.state, self._ctx.roster.own.stage
         if self.ordered.done() and (back := self.ordered.result()) is not None:
             at, state, stage = (
@@ -301,7 +301,8 @@ class Rollback:
             self.ordered.set_result(order)
 
     def _check(self, order: StepBack) -> None:
-        """Raises ProtocolError for an order that no correct peer gives: peers announce the stages that fit."""
+        """Raises ProtocolError for an order that no correct peer gives: peers announce the stages that they have room
+        for."""
         order.check(self._ctx.plan.stages, self._ctx.plan.steps)
         own = self._ctx.roster.own
         stage = dict(order.moves).get(own.id, own.stage)

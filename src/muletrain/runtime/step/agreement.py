@@ -64,9 +64,9 @@ class RoundAgreement:
         return max(first if announced is None else announced.attempt + 1, latest)
 
     async def agree(self, attempt: int, weights: bytes) -> Round | None:
-        """Announce our accumulator (computed with ``weights``) and hear the replicas. None if another attempt must
-        follow: gaps were run again, or members do not count on the same members yet. Raises LeftOut, Behind, and
-        MuletrainError if this peer must leave."""
+        """Announce our accumulator (computed with ``weights``) and hear the other replicas' seals. None if another
+        attempt must follow: gaps were run again, or members do not count on the same members yet. Raises LeftOut,
+        Behind, and MuletrainError if this peer must leave."""
         seals = await self._announce(attempt, weights)
         if seals is None:
             self._ledger.reopen(keep=True)

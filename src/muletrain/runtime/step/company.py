@@ -130,7 +130,7 @@ class Company:
         return {m: v for m, v in self._known_views().items() if not self._state.stands_aside(m)}
 
     def _known_views(self) -> dict[PeerId, GroupView]:
-        """The views of replicas that we hear, perhaps without hearing us."""
+        """The views of replicas that we hear, even if these replicas do not hear us."""
         roster, detector = self._ctx.roster, self._ctx.detector
 
         def heard(member: PeerId) -> bool:

@@ -362,7 +362,7 @@ class Current(Protocol):
 
     @property
     def state(self) -> StepState:
-        """The present knowledge."""
+        """The peer's knowledge of the current step."""
         ...
 
 

@@ -117,7 +117,7 @@ class RecordBuilder:
     _told: int = 0
     """Products heard so far."""
     _counted: tuple[object, float | None] = (None, None)
-    """The last inputs of the counting product, and that product."""
+    """The last inputs of the product that counts, and that product."""
     _product: float = 0.0
     """Product of the ``_agreed`` rounds."""
     _agreed: tuple[RoundEntry, ...] = ()
@@ -131,8 +131,8 @@ class RecordBuilder:
     state."""
 
     def add(self, entry: RoundEntry) -> None:
-        """Take in a statement by ``entry.holder``. Raises ProtocolError for a contradiction to the step or within the
-        entry."""
+        """Take in a statement by ``entry.holder``. Raises ProtocolError if the entry contradicts the step or itself, or
+        if the holder attests to more than ``MAX_ROUNDS`` rounds."""
         self._check(entry)
         rounds = self._rounds.get((entry.stage, entry.round), [])
         known = next((k for k in rounds if same_facts(entry, k.facts)), None)

@@ -130,7 +130,8 @@ class Reduction:
         return gradient
 
     async def take(self, entry: RoundEntry) -> bool:
-        """Get the gradient of the agreed round ``entry`` from a holder. False if no holder is left."""
+        """Get the gradient of the agreed round ``entry`` from a holder. False if no peer gives the gradient (any
+        more)."""
         if self._state.gradient is None or not same_facts(self._state.gradient.entry, entry):
             holders = self._state.builder.holders(entry)
             replicas = sorted(self._ctx.roster.replicas(), key=lambda p: p not in holders)

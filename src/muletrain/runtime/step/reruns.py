@@ -75,8 +75,8 @@ class Reruns:
         return {p for p in self._ctx.roster.replicas() if not self._ctx.roster.is_alive(p)}
 
     async def drained(self, work: InFlightStep | None = None) -> None:
-        """Wait until no microbatch of the step (or of ``work``) is being accumulated, for as long as our device works
-        on earlier microbatches."""
+        """Wait until no microbatch of the step (or of ``work``) is being accumulated, however long our device works on
+        earlier microbatches."""
         ledger, ctx = self._ledger if work is None else work.ledger, self._ctx
 
         async def look() -> None:

@@ -227,7 +227,7 @@ class StepState:
     def _contradiction(self, entry: RoundEntry) -> str | None:
         """Why a round that names us cannot be as its holder says; None: no contradiction. Until we have reduced our
         shard no peer can hold the whole gradient, so such an entry is false. Then our shard and the holder's shard must
-        match our knowledge. Other members' shards may differ, by fault of any member."""
+        match our knowledge. Other members' shards may differ; we cannot tell which member is at fault."""
         known, me = self.averager.shards.get(entry.round, {}), self._ctx.net.peer_id
         if me not in known:
             return "its members are not what this peer sealed, or it cannot be whole: this peer reduced no shard of it"

@@ -2,7 +2,7 @@
 past gradients and the run's tokens.
 
 A taker asks several donors for different blocks at once and checks each arriving block against the manifest. The taker
-drops a donor whose block is wrong or late, and asks other donors for that block. The only donor is asked again, as the
+drops a donor whose block is wrong or late, and asks other donors for that block. A sole donor is asked again, as the
 link may have broken. Arrived blocks are kept, so a break costs only the blocks in flight. Blocks of states travel as
 ``Channel.BULK``, which yields to the traffic of the step.
 """

@@ -291,8 +291,8 @@ class Sharing:
 
 
 def share(path: Path, width: int, heldout: Path, disk: Disk) -> tuple[Shared, StateImage]:
-    """Prepare the file ``path``, of tokens of ``width`` bytes, for sharing. Reads both files, so use a thread. Raises
-    OSError."""
+    """Prepare the file ``path``, of tokens of ``width`` bytes, for sharing. Reads both files, so call this in a thread.
+    Raises OSError."""
     copy = FileCopy(path, disk)
     copy.named(copy.hashes())
     with heldout.open("rb") as file:
