@@ -80,8 +80,8 @@ def stage_to_move_to(
 ) -> int | None:
     """Returns the stage to which a client of ``stage``, one of ``clients`` of like speed that do ``together`` units of
     work per second, moves; None: the client stays. The client moves to the slowest stage, if its own stage is clearly
-    faster, and stays faster without the client. Clients move with the probability that equalises both stages' speed:
-    ``drawn``, uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
+    faster, and stays faster without the client. Clients move with the probability that equalises both stages' speed on
+    average: ``drawn``, uniform in [0, 1), decides. Arguments as for ``stage_to_help``."""
     rates = [speed / needed for speed, needed in zip(speeds, work, strict=True)]
     to = min(sorted({*fits} - {stage}), key=lambda s: (rates[s], -work[s]), default=stage)
     own = together / max(1, clients)

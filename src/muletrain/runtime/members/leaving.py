@@ -4,7 +4,7 @@
 A peer announces the wish to leave in its seal, like a request to stop. The leavers are a pure function of the record
 (``StepRecord.leavers``), so all members stop counting on a leaver from the same step on: no member waits for the leaver
 or sends messages there, and no number changes. The leaver stays until the other replicas of its stage have that step,
-and need no more data.
+because these may still need data from the leaver.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ time (``compute.jobs``). There are three limits, from measured times:
   peer could do its work.
 - *hung*, after thirty times as long as late, 5 to 60 minutes: the peer ends with an error.
 
-Only time in which this process ran counts: between two checks at most twice the usual pause, even after a suspension.
-Absences so long that other peers must have noticed are counted, too (``Meter.absences``).
+Only time in which this process ran counts: between two checks at most twice the usual pause, however long the process
+was stopped or suspended. Absences so long that other peers must have noticed are counted, too (``Meter.absences``).
 """
 
 from __future__ import annotations

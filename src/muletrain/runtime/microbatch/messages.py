@@ -48,7 +48,7 @@ class Forward(Attempt):
 
     @property
     def wanted(self) -> bool:
-        """Should the receiver accumulate the microbatch? Otherwise this is a copy, one of perhaps many."""
+        """Should the receiver accumulate the microbatch? Otherwise this is a copy, and there may be many copies."""
         return self.stage in self.accumulate
 
 

@@ -135,7 +135,7 @@ class Trainer:
         if self._claims(self._work.missing(), 0):
             self._silent = await self._silent_stages()
         await self._run(self._work.missing(), retry=True)
-        if not late or not all(self._begun.values()):  # the stages are slow, not the trainers
+        if not late or not all(self._begun.values()):  # if our own are late, the stages are slow, not the trainers
             return
         if self._claimed - self._begun.keys():
             self._passed = True

@@ -52,7 +52,7 @@ class Heldout(Protocol):
     def __len__(self) -> int: ...
 
     def microbatch(self, index: int, /) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
-        """Returns inputs and targets, as declared by the plan, and the number of counted targets."""
+        """Returns inputs and targets, as declared by the plan, and the number of ``targets`` in this microbatch."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Notices about one step: a peer takes in arriving notices, asks for lost notices, and answers such questions."""
+"""Notices about one step: a peer takes in arriving notices, asks for notices that may be lost, and answers such
+questions."""
 
 from __future__ import annotations
 

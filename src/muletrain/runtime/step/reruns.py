@@ -160,10 +160,10 @@ class Reruns:
         await self._ctx.clock.sleep(backoff_s(times, PAUSE_S, max(FILLED_MAX_S, OF_WAIT * waited_s)))
 
     async def _run(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...]) -> None:
-        """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when gaps
-        remain; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may have changed.
-        Further trainers would begin the same work, so their turn comes only when no peer works on the gaps any more, or
-        when none was filled for as long as a full queue takes."""
+        """Have the trainers run ``gaps`` for this stage alone, until all are filled. Raises MuletrainError when the
+        gaps are never filled; Behind and LeftOut. Repeat the request to the responsible trainers, as their view may
+        have changed. Further trainers would begin the same work, so their turn comes only when no peer works on the
+        gaps any more, or when none was filled for as long as a full queue takes."""
         ctx, begin = self._ctx, self._ctx.clock.now()
         self._filled_most, turn, filled, since_s = 0, 0, 0, begin
         for tries in itertools.count(1):

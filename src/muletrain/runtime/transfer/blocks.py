@@ -375,7 +375,7 @@ class Download:
     async def take(self, digest: bytes, donors: list[PeerId], limit: int) -> dict[str, Tensor]:
         """The tensors of the copy ``digest``, of at most ``limit`` bytes. Raises NetworkError or ProtocolError."""
         if self._partial is None or self._partial.digest != digest:
-            self._partial = None  # free its memory
+            self._partial = None  # free its memory, which the next download needs
             self._partial = PartialDownload.of(digest, await self._downloader.manifest(digest, donors, limit))
         partial = self._partial
         await self._downloader.fetch(partial, donors)
