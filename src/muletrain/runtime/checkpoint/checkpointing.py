@@ -350,8 +350,8 @@ class PartExchange:
         ctx.net.serve(AskPart.KIND, self._on_ask)
 
     async def base(self, key: Key, digest: bytes) -> dict[str, Tensor]:
-        """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError or
-        ProtocolError."""
+        """Our stage's part of a checkpoint, from our place or from another peer. Raises CheckpointError, NetworkError,
+        or ProtocolError."""
         ctx, stage = self._ctx, self._ctx.roster.own.stage
         try:
             state = await self._replicas.read(key, stage)

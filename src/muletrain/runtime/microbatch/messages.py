@@ -94,9 +94,8 @@ class Room(Request):
 
 
 class Lost(Request):
-    """The receiver will not finish a forward: it is at an earlier step, its accumulator is sealed, the computation failed, or
-    the next stage cannot be reached.
-    ``unfinite``: the inputs or outputs are not finite."""
+    """The receiver will not finish a forward: the receiver is at an earlier step, its accumulator is sealed, the
+    computation failed, or the next stage cannot be reached. ``unfinite``: the inputs or outputs are not finite."""
 
     KIND: ClassVar[str] = "lost"
     stage: Natural
