@@ -59,7 +59,7 @@ class AdmissionError(MuletrainError):
 
 
 class Expelled(MuletrainError):
-    """The other members expelled this peer, because its results differ."""
+    """The other members expelled this peer, because its results differ from theirs."""
 
 
 _REMEDIES = {

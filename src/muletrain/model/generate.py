@@ -75,7 +75,8 @@ def generate(
 def generate_ids(
     model: StageModule, prompt: Sequence[int], *, max_tokens: int, temperature: float, top_k: int, seed: int
 ) -> Iterator[int]:
-    """Sampled token ids one by one. A prompt longer than the context is cut to the end, with room for one token."""
+    """Sampled token ids one by one. Of a prompt longer than the context, only the end is kept, with room for one
+    token."""
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one")
     device = next(model.parameters()).device

@@ -122,8 +122,8 @@ def check_kind(files: Collection[str], where: str) -> None:
 
 
 def check_folder(folder: Path, *, weights: bool) -> None:
-    """Check a folder's kind, the presence and size of the files and, with ``weights``, the tensors. Raises
-    CheckpointError."""
+    """Check that a folder is of the right kind, holds files instead of git-lfs pointers and no quantised weights; with
+    ``weights`` also that all tensors are there, in complete files and of a usable type. Raises CheckpointError."""
     try:
         files = {path.name for path in folder.iterdir()}
     except OSError as e:

@@ -56,8 +56,8 @@ class KeyValues:
 
 
 class Linear(nn.Linear):
-    """A linear layer that draws no weights (``Stage.bind`` sets weights): drawing takes milliseconds each on the meta
-    device."""
+    """A linear layer that draws no weights (``Stage.bind`` sets weights): on the meta device, drawing takes
+    milliseconds for each layer."""
 
     def reset_parameters(self) -> None:
         pass

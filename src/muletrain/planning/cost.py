@@ -37,7 +37,7 @@ class StageCost:
 @dataclass(frozen=True)
 class RunCost:
     """Costs of a whole run. ``forward_bytes[s]``: one microbatch's way to stage s (tokens to the first);
-    ``backward_bytes[s]``: the answer's."""
+    ``backward_bytes[s]``: the answer from stage s."""
 
     stages: tuple[StageCost, ...]
     forward_bytes: tuple[int, ...]
@@ -87,8 +87,8 @@ def averages_at(members: int, up: float, down: float, *, delayed: bool = False) 
 
 
 def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
-    """Seconds until machines, given as (number, seconds per item), finish ``items``. Each machine takes whole items in
-    turn; the last item occupies one machine alone, on average for half of the slowest machine's time."""
+    """Seconds until machines, given as (number, seconds per item), finish ``items``. Each machine takes the next whole
+    item when free; the last item occupies one machine alone, on average for half of the slowest machine's time."""
     present = [(n, s) for n, s in service if n]
     shared_s = items / sum(n / s for n, s in present)
     return shared_s if sum(n for n, _ in present) == 1 else shared_s + max(s for _, s in present) / 2

@@ -43,7 +43,7 @@ def _rounded(tflops: float) -> float:
 
 
 def _peak(name: str, tflops: float, gib: int, document: str, *aliases: str) -> Device:
-    """A device with only a known peak of the tensor cores."""
+    """A device of which only the peak of the tensor cores is known."""
     return Device(
         name, _rounded(TENSOR * tflops), gib * GIB, f"40 % of {tflops:g} TFLOP/s ({document})", True, True, aliases
     )

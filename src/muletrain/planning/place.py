@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Placement:
-    """A solution and the quality."""
+    """A solution and its quality."""
 
     assignment: Assignment
     cost: Cost

@@ -142,8 +142,9 @@ class RunFacts:
         )
 
     def heldout(self, data: Data) -> HeldoutSource | HeldoutSamples | None:
-        """Held-out microbatches of the run's ``data``; None without measurements during training. A module's own loss
-        knows no padding, so the module gets only whole microbatches. Raises DataError without a whole microbatch."""
+        """Held-out microbatches of the run's ``data``; None if the run does not measure during training. A module's own
+        loss knows no padding, so the module gets only whole microbatches. Raises DataError if the text has no whole
+        microbatch."""
         t = self.config.train
         if not t.validate_every:
             return None
@@ -170,7 +171,7 @@ class RunFacts:
         return SampleSource(data, t.seed, t.batch, t.microbatch, self.spec.vocab, t.data_offset)
 
     def source_of(self, tokens: TokenArray) -> MicrobatchSource:
-        """Microbatches of the training tokens. Raises DataError for less than one sequence."""
+        """Microbatches of the training tokens. Raises DataError for fewer tokens than one sequence."""
         t = self.config.train
         sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
         return MicrobatchSource(tokens, t.seed, *sequences)

@@ -73,8 +73,9 @@ class Injector:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``names``: the fleet's peers, in the order in which a partition counts; ``clients``: the fleet's clients,
-        which no partition cuts off. ``seed`` decides which peer 'any' is."""
+        """``names``: the fleet's peers, in the order in which the sides of a partition count them; ``clients``: the
+        fleet's clients, which compute for the peers and which no partition cuts off. ``seed`` decides which peer 'any'
+        is."""
         self._waiting, self._founding = list(plan), frozenset(names)
         self._fleet, self._names, self._now = fleet, list(names), now
         self._rng = random.Random(f"targets/{seed}")
@@ -284,7 +285,7 @@ class Points:
 
 def spoil_next(compute: Compute) -> None:
     """Make the next gradient that ``compute`` gives to averaging not finite, as faulty memory would. An all-zero
-    gradient (no microbatches) is passed over."""
+    gradient (no microbatches) is passed over, because a fault there would not matter."""
     right = compute.gradient
 
     async def gradient(step: int) -> Tensor:

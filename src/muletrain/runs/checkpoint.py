@@ -198,7 +198,7 @@ class Checkpoint:
 
     def corpus(self, path: str | None = None) -> Data:
         """The run's tokens or samples. With another ``path``: the run's text, if moved there, or else a different text,
-        all held out. Raises DataError for a missing text."""
+        of which all tokens are held out. Raises DataError for a missing text."""
         data, own = self.config.data, str(self.folder / "tokenizer.json")
         if path is not None and data.factory is not None:
             raise DataError(f"data.path: the run trains on samples of data.factory = '{data.factory}', not on text")
@@ -244,8 +244,8 @@ class Checkpoint:
         return load_model(self.spec, self.weights())
 
     def writer(self) -> StageModule:
-        """Load the model that continues a text on the CPU. Raises ConfigError for a user's module that takes no text,
-        or an unusable factory."""
+        """Load, on the CPU, the model that continues a text. Raises ConfigError for a user's module that takes no text,
+        or for an unusable factory."""
         if not self.spec.own_loss:
             return self.model()
         assert isinstance(self.spec, TracedModel)

@@ -1,7 +1,7 @@
 """Starts, watches and ends the peer processes on this machine.
 
-A process reads commands from standard input, and so ends with us, even if we crash. A process has a separate session
-and ignores ``runs.signals.ENDING``, so we alone answer such signals, and end the run in order.
+A process reads commands only from standard input, and so ends with us, even if we crash. A process has a separate
+session and ignores ``runs.signals.ENDING``, so we alone answer such signals, and end the run in order.
 """
 
 from __future__ import annotations

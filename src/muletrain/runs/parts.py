@@ -101,8 +101,9 @@ def _safetensors(part: Part) -> Iterator[bytes | memoryview]:
 def write_first_checkpoint(
     facts: RunFacts, cache: Data, folder: Path, run_id: str, tell: Callable[[float], None]
 ) -> Path:
-    """Write ``folder``/step-00000000 with the first weights. ``tell`` hears the share that is done. Raises
-    CheckpointError."""
+    """Write ``folder``/step-00000000 with the first weights of ``model.from`` or ``model.factory``. Machines that join
+    lack these weights, so each loads its stage's part, as in a resumed run. ``tell`` gets the share that is done.
+    Raises CheckpointError."""
     final = folder / "step-00000000"
     parts = [_part(facts, stage) for stage in range(len(facts.cut))]
     about = {**facts.manifest(run_id), "data": cache.digest, "step": 0, "lineage": ""}
@@ -122,8 +123,9 @@ def _part(facts: RunFacts, stage: int) -> Part:
 
 
 def fitting(checkpoint: Checkpoint, facts: RunFacts, tell: Callable[[float], None]) -> Checkpoint:
-    """``checkpoint``, or a sibling copy with the cut of ``facts``. ``tell`` gets the share that is written. Raises
-    CheckpointError, also if the parameters do not match the model."""
+    """``checkpoint``, or a sibling copy with the cut of ``facts``, where each tensor goes to the stages that have its
+    parameter. ``tell`` gets the share that is written. Raises CheckpointError, also if the parameters do not match the
+    model."""
     cut = [list(stage) for stage in facts.cut]
     with ExitStack() as stack:
         try:

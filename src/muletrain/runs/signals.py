@@ -16,8 +16,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @contextmanager
 def begun_deaf() -> Iterator[None]:
-    """A process that is started meanwhile gets no ``ENDING`` before ``ignore``. Our signals wait until the end of the
-    block."""
+    """A process that is started meanwhile gets no ``ENDING`` before it calls ``ignore``. Our signals wait until the end
+    of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield

@@ -64,7 +64,7 @@ class Kind:
     queue_s: float = QUEUE_S
     """Longest queue of each direction of the machine's link [s]."""
     swaps: frozenset[int] = frozenset()
-    """Stages that fit only by swapping."""
+    """The stages of ``fits`` that fit only by swapping."""
     update_s: float = 0.0
     """Seconds of the update of a swapped parameter."""
 

@@ -80,7 +80,7 @@ class _Written:
     def goes_on(self, model: nn.Module, fresh: Tensor) -> Tensor:
         """Logits of the computed tokens, which end with ``fresh`` int64 [1, T]."""
         self._tokens = fresh if self._tokens is None else torch.cat((self._tokens, fresh), dim=1)
-        stateful = getattr(model, "_is_stateful", False)  # may keep more state than keys and values
+        stateful = getattr(model, "_is_stateful", False)  # may keep more than keys and values, some in the module
         before = _frequencies(model)
         out = model(input_ids=fresh if self._kept else self._tokens, use_cache=not stateful, **self._kept)
         if self._kept and not all(map(torch.equal, before, _frequencies(model))):  # the keys have old rotations

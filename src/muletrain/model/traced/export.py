@@ -64,7 +64,7 @@ class Traced:
     values: dict[str, Tensor] = field(default_factory=dict)
     """Constants found by tracing, without buffers."""
     sizes: tuple[Any, ...] = ()
-    """Symbols of batch and, with tokens, length. First dimensions of all values between blocks."""
+    """Symbols of batch and, with tokens, length: the first dimensions of all values between blocks."""
 
     def size_of(self, node: fx.Node) -> int | None:
         """The index in ``sizes`` of the size that a node reads from inputs or targets; None: another node."""

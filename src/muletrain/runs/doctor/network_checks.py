@@ -1,4 +1,5 @@
-"""The checks of ``muletrain doctor`` on the network: can this machine listen, and can a run's members connect?"""
+"""The checks of ``muletrain doctor`` on the network: can this machine listen, and can a run's members connect to this
+machine?"""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def unique_name(name: str, taken: Collection[str]) -> str:
 
 
 def serve_admitter(net: Network, admitter: PeerId) -> None:
-    """Tell newcomers that ``admitter`` admits."""
+    """Tell newcomers that ``admitter`` admits them."""
 
     async def answer(sender: PeerId, payload: bytes) -> bytes:
         return Admitter(id=admitter).pack()

@@ -145,7 +145,8 @@ async def _help(
 
 
 def _says_what_is_missing(host: Host) -> Callable[[tuple[str, ...]], None]:
-    """Report the conditions that the run waits for, on a machine without the founder, which reports otherwise."""
+    """Report the conditions that the run waits for, on a machine without the founder. On the founder's machine, the
+    founder reports them."""
     said: list[str] = []
 
     def waiting(missing: tuple[str, ...]) -> None:

@@ -20,8 +20,8 @@ FIRST_S, LONGEST_S = 0.5, 5.0
 
 
 async def patiently(attempt: Callable[[], Awaitable[T]], tell: Callable[[str], None] = lambda reason: None) -> T:
-    """Repeat ``attempt`` without an answer, for ``PATIENCE_S``. ``tell`` gets the error of the first try. Raises the
-    error of the last try."""
+    """Repeat ``attempt`` as long as no peer answers, for ``PATIENCE_S``. ``tell`` gets the error of the first try.
+    Raises the error of the last try."""
     clock = asyncio.get_running_loop()
     until = clock.time() + PATIENCE_S
     for tries in itertools.count():

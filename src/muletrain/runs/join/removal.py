@@ -128,7 +128,8 @@ async def remove(
         raise MuletrainError(
             f"{who} is the run's first peer, which collects checkpoints; 'muletrain stop' ends the run"
         )
-    said = [m for peer, listed in answers.items() for m in listed if target not in (peer, m.id)]  # except the target
+    # the target has no say
+    said = [m for peer, listed in answers.items() for m in listed if target not in (peer, m.id)]
     names = {m.id: m.name for m in said}
     kept = {m.id for m in said if _counts(net, m)}
     if not kept - helping:

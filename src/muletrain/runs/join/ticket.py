@@ -94,8 +94,8 @@ def _check(body: bytes) -> bytes:
 
 
 def read_ticket(given: str | None) -> str | None:
-    """The ticket in an argument, in the named file, or, with '-', on standard input; the arguments of a process are
-    visible to all users of the machine. Raises AdmissionError."""
+    """The ticket in an argument, in the named file, or, with '-', on standard input, because all users of a machine see
+    the arguments of a process. Raises AdmissionError."""
     if given is None or given.startswith(PREFIX):
         return given
     if given == "-":

@@ -1,8 +1,8 @@
 """Measures the fleet of a run that has not begun: the founder's part. ``probing.py`` is the members' part.
 
-First all peers compute a block at the same time, because peers of one machine share the device in training. Then pairs
-of machines measure their links in the rounds of a tournament (``planning/tournament.py``), so that no machine is in two
-pairs at a time. The checked results become a fleet file in the run folder.
+First all peers compute a block at the same time, because peers of one machine also share the machine in training. Then
+pairs of machines measure their links in the rounds of a tournament (``planning/tournament.py``), so that no machine is
+in two pairs at a time. The checked results become a fleet file in the run folder.
 """
 
 from __future__ import annotations

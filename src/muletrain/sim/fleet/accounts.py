@@ -43,8 +43,8 @@ def always(now_s: float, steps: float) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve: means since the previous point; at its time, ``peers`` by stage; ``events``: counts by
-    name."""
+    """One point of a curve: means since the previous point. ``peers``: by stage, at the point's time; ``events``:
+    counts by name."""
 
     time_s: float
     throughput: float

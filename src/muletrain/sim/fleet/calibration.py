@@ -278,7 +278,7 @@ def _serving(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scen
 
 
 def _calls(applied: Iterable[ev.StepApplied], kind_of: Mapping[str, int], scene: Setting) -> list[float]:
-    """Seconds beyond the declared time, by peer and step without repeated work."""
+    """Seconds of a call beyond the declared time, for each peer and step without repeated work."""
     found = []
     for e in applied:
         kind = scene.kinds[kind_of[e.peer]]

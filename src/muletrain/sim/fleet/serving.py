@@ -103,7 +103,7 @@ class Membership:
         return loads
 
     def each(self) -> dict[str, Load]:
-        """Loads of single serving peers, with the other stages that have room there."""
+        """The load of each serving peer alone, with the other stages that fit the machine."""
         return {
             f"{s:04}.{k:03}.{i:06}": Load(s, targets=self.setting.kinds[k].fits - {s})
             for s, counts in enumerate(self.serving)

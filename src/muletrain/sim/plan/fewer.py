@@ -36,8 +36,8 @@ SMALL = 12
 EXHAUSTIVE = 6
 """Up to this many machines, pipelines are planned on each subset that may win."""
 PLANNED = 1.25
-"""Assumed most speed of a planned pipeline, as a multiple of swarm's rate on the same machines; in a large fleet, the
-multiple on all machines counts."""
+"""Assumed most speed of a planned pipeline, as a multiple of swarm's rate on the same machines; a subset on which even
+that speed is no gain is not searched. A large fleet uses the multiple found on all its machines instead."""
 HURRY = 8
 """Each subset's searches get this part of the time limit."""
 SEARCH_S = 5.0
@@ -45,7 +45,7 @@ SEARCH_S = 5.0
 ONLY_FEWER = "with all of them no strategy is possible"
 """Reason for leaving machines out if no layout on all machines exists."""
 BEHIND = 0.5
-"""Improved predictions have at least this part of the best prediction's tokens/s."""
+"""A prediction is improved only to at least this part of the best prediction's tokens/s."""
 LARGER = (4, 16)
 """Multiples of the batch to plan alternative layouts for; larger multiples are no advice."""
 

@@ -45,7 +45,7 @@ HASTE = "the time limit ended its search: the next call may find another layout,
 
 @dataclass(frozen=True)
 class Scene:
-    """The fleet and the model, with fixed numbers of stages and microbatches."""
+    """The fleet and the model, with a fixed number of stages and a fixed size of microbatches."""
 
     run: RunConfig
     setting: Setting
@@ -283,7 +283,7 @@ def traffic(regions: Sequence[str], links: Sequence[Sequence[Link]], sent: Bytes
 
 
 def _swapped(entry: str, stage: int, need: StageMemory, swapped: SwapMemory, offer: Offer) -> Memory:
-    """Memory of a machine that swaps its stage; a disk's memory does not count."""
+    """Memory of a machine that swaps its stage. State on a disk is not counted."""
     disk = swapped.on_disk(offer)
     return Memory(
         machine=entry,

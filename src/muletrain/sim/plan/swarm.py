@@ -39,7 +39,8 @@ SETTLING_PERIODS = 240
 PLAYED, ENOUGH = 10, 4
 """Steps to play, and step ends that suffice for a mean."""
 MOVING_PERIODS = (3, 9)
-"""Periods of rebalancing to play first: after the first number hardly any peer moves."""
+"""Periods of rebalancing to play before the measured steps: after the first number hardly any peer moves; the second is
+for fleets where a peer still moves."""
 SHORTLIST, NEARLY, LEADING = 8, 0.8, 0.6
 """Most layouts to play; least part of the best layout's rate; and the same for the best layout of each cut, lower
 because rates err most between cuts."""

@@ -37,7 +37,7 @@ class End:
         """Peers that asked for the other stage's part of the shared gradient, and kinds with a peer that has this
         part."""
         self.settled, self.agreed, self.applied = set[int](), set[int](), set[int]()
-        """Peers that heard the product of both parts; that are complete; that applied the step."""
+        """Peers that heard the product of both parts; that have everything to apply the step; that applied the step."""
         self.begun_s = math.inf
         self.through_s = self.over_s = 0.0
         """Times at which the first trainer began, the last trainer had all answers, and the last peer had applied the
