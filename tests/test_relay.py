@@ -18,8 +18,8 @@ from hivemind.p2p import P2P, PeerID
 from muletrain.config.schema import Codec
 from muletrain.errors import DeadlineExceeded, PeerUnreachable
 from muletrain.events import Note, StepApplied, StepDone
-from muletrain.network.pipes import ACCEPTED, RELAY, WORKS
-from muletrain.network.relay import Relay
+from muletrain.network.pipes import ACCEPTED, ASK_S, RELAY, WAIT, WORKS
+from muletrain.network.relay import MAX_PIPES, Relay
 from muletrain.network.ways import Failures
 from muletrain.wire.codec import decode, encode
 from muletrain.wire.frame import Frame, pack
@@ -36,12 +36,15 @@ if TYPE_CHECKING:
     from muletrain.events import Event
     from muletrain.network.base import Network
     from muletrain.network.libp2p import Libp2pNetwork
+    from muletrain.network.pipes import Ends
     from muletrain.runs.fleet import LocalFleet
 
 pytestmark = pytest.mark.timeout(240)
 NUMBERS = itertools.count(1)
 NOWHERE = {"announce": ("/ip4/192.0.2.1/udp/1",), "private": True}
 """Nobody can dial it: its daemon tells an address of no use, and nobody can guess the other."""
+
+NOBODY = "12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD"
 
 
 def ways(net: Libp2pNetwork, peer: Network) -> int:
@@ -192,6 +195,64 @@ def test_who_looks_while_the_other_one_is_being_let_in_takes_that_way(monkeypatc
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("answer", [ACCEPTED, WORKS, WAIT])
+def test_a_member_that_only_says_that_it_leads_there_is_passed_over(answer: bytes) -> None:
+    """It answers first, since it asks nobody."""
+
+    async def lie(sender: str, target: str, addresses: list[str], ends: Ends) -> None:
+        ends[1].write(answer)
+        await ends[1].drain()
+
+    async def scenario() -> None:
+        async with world() as w:
+            liar, honest = await w.open(), await w.open(carries=False)
+            await honest.connect(liar.addresses(), timeout_s=10)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(liar.relay, "_lend", lie)
+                b, c = await two_private(w, liar, honest)
+                honest.relay.carries = True
+                begin = time.monotonic()
+                await until_it_is_there(w, b, c)
+                assert time.monotonic() - begin < 15
+                assert ways(b, c) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_brings_pipes_of_nobody_is_taken_seriously_a_few_times_and_only_while_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        tried = asyncio.Event()
+
+        async def late(relay: Relay, *what: Any) -> bool:
+            await tried.wait()
+            return False
+
+        async with world() as w:
+            liar = await w.open()
+            b = await w.open(liar)
+            await liar.call(b.peer_id, "echo", b"", timeout_s=10)
+            monkeypatch.setattr(Relay, "_reaches", late)
+            began: list[asyncio.StreamWriter] = []
+            for _ in range(MAX_PIPES + 6):
+                _, _, writer = await liar.p2p.open_stream(PeerID.from_base58(b.peer_id), RELAY)
+                began.append(writer)
+                writer.write(b"".join(pack(Frame("relay", {"for": NOBODY, "addresses": []}))))
+            expected = b.relay.ways._expected
+            await poll(lambda: expected[NOBODY] >= MAX_PIPES)
+            await asyncio.sleep(0.5)
+            assert expected[NOBODY] == MAX_PIPES
+            for writer in began:
+                writer.close()
+            tried.set()
+            begin = time.monotonic()
+            await poll(lambda: not b.relay.ways.expects(NOBODY))
+            assert time.monotonic() - begin < ASK_S / 2
+
+    asyncio.run(scenario())
+
+
 def test_who_is_dead_is_unreachable_as_before() -> None:
     async def scenario() -> None:
         async with world() as w:
@@ -300,7 +361,7 @@ def test_where_nobody_leads_there_people_are_told_which_port_to_open() -> None:
             address = a.addresses()[0]
             port = address.split("/")[4]
             with pytest.raises(PeerUnreachable, match=f"open TCP port {port} here, or one there"):
-                await a.call("12D3KooWGRUfrbLzBgGzBUyN4dRkd7TMbE3Xtz5VuwLqFzV7WAVD", "echo", b"x", timeout_s=20)
+                await a.call(NOBODY, "echo", b"x", timeout_s=20)
             await a.close()
             with pytest.raises(PeerUnreachable, match=rf"open to this machine:\n  TCP port {port} of 127\.0\.0\.1 \("):
                 await w.open(initial_peers=(address,), owner=OWNER.public)

@@ -148,7 +148,7 @@ class Relay:
 
     async def _accept(self, relay: str, origin: str, addresses: list[str], ends: Ends) -> None:
         """Take a pipe that ``relay`` carries for ``origin``, if nothing better works."""
-        if len(self.pipes.open) >= MAX_PIPES:
+        if len(self.pipes.open) >= MAX_PIPES or self._streams[relay] > MAX_PIPES:
             return
         if self.ways.searches(origin) and self._p2p.peer_id.to_base58() < origin:
             ends[1].write(WAIT)
@@ -162,7 +162,7 @@ class Relay:
             ends[1].write(ACCEPTED)
             pipe = Pipe((origin,), (ends[1], writer))
             carried = self._jobs.spawn(self.ways.keep_up(relay, pipe, ends, (reader, writer)))
-            await self.ways.comes(origin)
+            await self.ways.comes(origin, lambda: not carried.done())
         await carried
         return None
 

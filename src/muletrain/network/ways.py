@@ -137,18 +137,33 @@ class Ways:
         return await self._search(peer)
 
     async def _search(self, peer: str) -> bool:
-        if self.expects(peer) and await self.comes(peer):
+        if self.expects(peer) and await self.comes(peer, lambda: self.expects(peer)):
             return True
         members = await self._candidates(peer)
         for k in range(0, len(members), RACE):
             async with self._race(members[k : k + RACE], peer) as found:
-                match found:
-                    case (_, ends, answer) if answer in (WORKS, WAIT):
-                        ends[1].close()
-                        return answer == WORKS or await self.comes(peer)
-                    case (relay, ends, _):
-                        return await self._connect(peer, relay, ends)
+                if found is not None:
+                    return await self._goes(peer, *found)
         return False
+
+    async def _goes(self, peer: str, relay: str, ends: Ends, answer: bytes) -> bool:
+        """Whether the way is there that the first answer promised. ``relay`` may have lied: if not, we ask the others
+        next."""
+        there = False
+        try:
+            if answer in (WORKS, WAIT):
+                ends[1].close()
+                there = await self.comes(peer, lambda: answer == WAIT)
+            else:
+                await self._connect(peer, relay, ends)
+                there = True
+        finally:
+            if not there:
+                self._failed(peer, relay)
+        return there
+
+    def _failed(self, peer: str, member: str) -> None:
+        self._failures.setdefault(peer, {}).setdefault(member, Failures()).count()
 
     async def _candidates(self, peer: str) -> list[str]:
         """Members with which we have a connection of our own, the fastest first."""
@@ -184,12 +199,12 @@ class Ways:
         except Exception:  # the daemon's errors have no common base
             answered = None
         if answered is None:
-            self._failures.setdefault(peer, {}).setdefault(member, Failures()).count()
+            self._failed(peer, member)
             return None
         self._answer_s[member] = loop_time_s() - begin_s
         return member, *answered
 
-    async def _connect(self, peer: str, relay: str, ends: Ends) -> bool:
+    async def _connect(self, peer: str, relay: str, ends: Ends) -> None:
         """Have our daemon dial through the pipe, offered behind a socket that takes one caller."""
         target = PeerID.from_base58(peer)
         came: asyncio.Future[Ends] = asyncio.get_running_loop().create_future()
@@ -214,13 +229,15 @@ class Ways:
                 ends[1].close()
         self._relayed.add(peer)
         self._told(peer, relay)
-        return True
 
-    async def comes(self, peer: str) -> bool:
-        """Whether ``peer``, which is about to connect to us, has within ASK_S."""
+    async def comes(self, peer: str, hoped: Callable[[], bool] = lambda: True) -> bool:
+        """Whether ``peer``, which is about to connect to us, has within ASK_S, while that is ``hoped`` for."""
         for _ in range(int(ASK_S / 0.1)):
+            last = not hoped()
             if peer in await self._p2p.connected():
                 return True
+            if last:
+                return False
             await asyncio.sleep(0.1)
         return False
 
