@@ -12,6 +12,7 @@ from muletrain.config.load import load_config
 from muletrain.model.spec import ModelSpec
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import weather
+from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan.churn import kept
 from muletrain.sim.plan.planner import plan
 from muletrain.sim.plan.question import Question
@@ -46,6 +47,16 @@ def test_no_subset_of_a_drawn_fleet_is_predicted_to_be_faster(tmp_path: Path, se
 def test_stages_of_unequal_length_are_tried_on_every_subset_of_a_few_machines(tmp_path: Path) -> None:
     """Two of three machines do 6,260 tokens/s so; by rates, which cut evenly, they do not come near the 5,244 of all."""
     check(drawn(30, tmp_path))
+
+
+@pytest.mark.parametrize("seed", [32, 36, 37])
+def test_a_hub_whose_servers_keep_their_states_on_different_devices_is_planned_or_refused(
+    tmp_path: Path, seed: int
+) -> None:
+    """The CPU updates all states of such a stage, and some of its servers have no room for that in their memory."""
+    question = drawn(seed, tmp_path)
+    found = plan_hub.predict(question, seed=0, time_limit_s=60.0)
+    assert found.problem != "" or all(row.host_needs <= (row.host_has or 0.0) for row in found.memory)
 
 
 @pytest.mark.slow

@@ -96,7 +96,17 @@ class Allocated:
         setting, other = self.scene.setting, self.question.once_mixed(self.scene.setting, self.serving())
         if other is self.question:
             return self
-        return Allocated(other, other.scene(len(setting.cut), setting.cost.sequences, setting.cut), self.stages)
+        found = Allocated(other, other.scene(len(setting.cut), setting.cost.sequences, setting.cut), self.stages)
+        if not found.fits:
+            raise CapacityError("a server has no room in its host memory for the state of a stage whose servers differ")
+        return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether each machine has room for its stage."""
+        kinds = {name: kind for kind in self.scene.setting.kinds for name in self.question.names[kind.name]}
+        every = ((s, kinds.get(name)) for s, both in enumerate(self.stages) for names in both for name in names)
+        return all(kind is not None and s in kind.fits - kind.swaps for s, kind in every)
 
     def kinds(self) -> dict[str, int]:
         """The kind of each machine by name."""
@@ -165,8 +175,12 @@ def _found(
     best = dict[tuple[int, bool], Allocated]()
     hubs = [hub for c, search in found for size in sizes if (hub := search.hub(size, c.serving, c.cut)) is not None]
     for hub in sorted(hubs, key=lambda hub: -hub.roughly_per_s):
-        best.setdefault((len(hub.stages), hub.helped), hub)
-    return [hub.unmixed() for hub in best.values()], hurried, problem
+        if (of := (len(hub.stages), hub.helped)) not in best:
+            try:
+                best[of] = hub.unmixed()
+            except CapacityError as e:
+                problem = str(e)
+    return [*best.values()], hurried, problem
 
 
 def _servers(question: Question) -> str:
@@ -215,19 +229,17 @@ class _Search:
         """None: no room, or a stage without server."""
         if (scene := self._scene(microbatch, cut)) is None:
             return None
-        machines, kinds = self._question.fleet.machines, {kind.name: kind for kind in scene.setting.kinds}
+        machines = self._question.fleet.machines
         stages, left = [], {m.name: iter(self._question.names[m.name]) for m in machines}
-        for s, row in enumerate(serving):
+        for row in serving:
             both: tuple[list[str], list[str]] = [], []
             for machine, count in zip(machines, row, strict=True):
-                kind = kinds.get(machine.name)
-                if count and (kind is None or s not in kind.fits - kind.swaps):
-                    return None
                 both[not machine.reliable].extend(next(left[machine.name]) for _ in range(count))
             if not both[0]:
                 return None
             stages.append((tuple(both[0]), tuple(both[1])))
-        return Allocated(self._question, scene, tuple(stages))
+        hub = Allocated(self._question, scene, tuple(stages))
+        return hub if hub.fits else None
 
     def _scene(self, microbatch: int, cut: Cut) -> Scene | None:
         if (microbatch, cut) not in self._scenes:
