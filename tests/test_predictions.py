@@ -94,16 +94,16 @@ name = "lab"
 count = 2
 tflops = 4
 memory_gib = 1
-up_mbps = 1000
-down_mbps = 1000
+up_mbps = 2000
+down_mbps = 2000
 [[machines]]
 name = "spot"
 count = 4
 tflops = 2
 memory_gib = 1
 reliable = false
-up_mbps = 1000
-down_mbps = 1000
+up_mbps = 2000
+down_mbps = 2000
 [defaults]
 local_rtt_ms = 2
 """
@@ -117,8 +117,8 @@ HUB_RUN = (
 )
 
 
-def hub_of(tmp_path: Path, *overrides: str) -> tuple[Question, Prediction]:
-    (tmp_path / "fleet.toml").write_text(HUB_FLEET)
+def hub_of(tmp_path: Path, *overrides: str, mbps: int = 2000) -> tuple[Question, Prediction]:
+    (tmp_path / "fleet.toml").write_text(HUB_FLEET.replace("2000", str(mbps)))
     run = load_config(None, [*HUB_RUN, *overrides])
     question = Question(load_fleet(tmp_path / "fleet.toml"), run, ModelSpec.from_config(run.model), 2, 8)
     return question, plan_hub.predict(question, seed=0, time_limit_s=0.5)
@@ -133,8 +133,14 @@ def test_a_hub_that_is_played_takes_as_long_as_predicted(tmp_path: Path, delayed
     assert servers == {"lab-0", "lab-1"}
     plan = Plan(fleet="f", model="model", params=1, batch=512, context=512, strategies=(found,), recommended=0, why="")
     (played,) = confirmed(question, plan).strategies
-    # too fast by 28 % with a client for each server, by 17 % with two: the play has clients do less than the plan
-    assert played.played_step_s == pytest.approx(found.step_s, rel=0.3)
+    assert played.played_step_s == pytest.approx(found.step_s, rel=0.12)
+
+
+def test_clients_whose_parts_would_wait_for_a_busy_link_are_left_out(tmp_path: Path) -> None:
+    """Activations between the stages take 68 % of the servers' links alone, and a play with clients is no faster."""
+    question, found = hub_of(tmp_path, mbps=1000)
+    assert question.fleet.machines[1].count == 4
+    assert not any(stage.clients for stage in found.stages)
 
 
 def test_clients_of_a_hub_keep_no_moments_and_delayed_updates_hide_what_ends_a_step(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ BUBBLE = "waiting for the first and the last microbatches of a step (less with a
 """Limit of a step whose machines wait at the start and at the end."""
 ROOM = 2
 """Parts that a client takes at once (``runtime.pool.client``)."""
+QUEUED = 8
+"""Longest queue at a saturated link [messages], roughly: microbatches under way are limited (trainers' windows)."""
+HALVED = 12
+"""Halvings until the clients' rate is known."""
 
 
 class StageMachines(NamedTuple):
@@ -132,22 +136,50 @@ class HubStep:
         server, clients = 1 / kinds[crew.server].service_s(s), [1 / kinds[k].service_s(s) for k in crew.clients]
         if server < SLOWEST * sum(clients) / max(1, len(clients)):
             server = 0.0
-        if not linked:
+        if not linked or not clients:
             return server, sum(clients)
         part_s = 1 / (server + sum(clients))
-        waits = [max(1.0, (1 + self._way_s(crew, k) / part_s) / ROOM) for k in crew.clients]
-        return server, sum(rate / wait for rate, wait in zip(clients, waits, strict=True))
 
-    def _way_s(self, crew: Crew, client: int) -> float:
-        """Seconds on links of one client's parts of a microbatch."""
+        def slowed(by_clients: float) -> float:
+            """The clients' rate while their parts wait as if it were ``by_clients``."""
+            ways = [self._way_s(crew, k, server + by_clients) for k in crew.clients]
+            return sum(rate / max(1.0, (1 + way_s / part_s) / ROOM) for rate, way_s in zip(clients, ways, strict=True))
+
+        low, high = 0.0, sum(clients)
+        for _ in range(HALVED):  # the faster, the more they wait
+            rate = (low + high) / 2
+            low, high = (rate, high) if slowed(rate) >= rate else (low, rate)
+        return server, high
+
+    def _way_s(self, crew: Crew, client: int, rate: float) -> float:
+        """Seconds on links of one client's parts of a microbatch, while the crew computes microbatches at ``rate``."""
         s, kinds, links = crew.stage, self.setting.kinds, self.setting.links
-        passes = 1 if s == len(self.stages) - 1 else 2
+        passes = self._passes(s)
         share = 1 / (len(crew.clients) + 1)
         out, back = self.inner_bytes(s)
         there, home = links[crew.server][client], links[client][crew.server]
         sent_s = out * share / min(there.bandwidth_bytes_per_s, kinds[client].down_bytes_per_s)
         back_s = back * share / min(home.bandwidth_bytes_per_s, kinds[client].up_bytes_per_s)
-        return passes * (there.delay_s + home.delay_s) + sent_s + back_s
+        return passes * (there.delay_s + home.delay_s + self._queued_s(crew, rate)) + sent_s + back_s
+
+    def _queued_s(self, crew: Crew, rate: float) -> float:
+        """Seconds that a part waits at the server's own links, there and back, behind the messages of other parts and
+        between stages: M/G/1 queues with the mean waiting time of Pollaczek and Khinchine."""
+        s, own, cost, last = crew.stage, self.setting.kinds[crew.server], self.setting.cost, len(self.stages) - 1
+        out, back = self.inner_bytes(s)
+        onward = 0.0 if s == last else cost.forward_bytes[s + 1], cost.backward_bytes[s] if s else 0.0
+        coming = cost.forward_bytes[s] if s else 0.0, 0.0 if s == last else cost.backward_bytes[s + 1]
+        count, share = self._passes(s) * len(crew.clients), len(crew.clients) / (1 + len(crew.clients))
+        waits_s = 0.0
+        for inner, between, link in ((out, onward, own.up_bytes_per_s), (back, coming, own.down_bytes_per_s)):
+            takes_s = [*(nbytes / link for nbytes in between), *[inner * share / count / link] * count]
+            idle = max(1 / QUEUED, 1 - rate * sum(takes_s))
+            waits_s += rate * sum(t * t for t in takes_s) / (2 * idle)
+        return waits_s
+
+    def _passes(self, s: int) -> int:
+        """Passes of a microbatch through stage ``s`` that travel to clients."""
+        return 1 if s == len(self.stages) - 1 else 2
 
     def inner_bytes(self, s: int) -> tuple[float, float]:
         """Bytes of a client-computed microbatch from servers to clients, and back."""
@@ -193,9 +225,8 @@ class HubStep:
             return path
         server, clients = self._rates(b, linked=linked)
         thin = max(1.0, (1 + len(b.clients)) / self.setting.cost.sequences)
-        passes = 1 if b.stage == len(self.stages) - 1 else 2
-        way_s = max(self._way_s(b, k) for k in b.clients) if linked else 0.0
-        return Link(path.delay_s + ((thin - 1) / (server + clients) + way_s) / passes, path.bandwidth_bytes_per_s)
+        way_s = max(self._way_s(b, k, server + clients) for k in b.clients) if linked else 0.0
+        return Link(path.delay_s + ((thin - 1) / (server + clients) + way_s) / self._passes(b.stage), path.bandwidth_bytes_per_s)
 
     # Weights and gradients ----------------------------------------------------------------------------------------------
 
