@@ -74,8 +74,11 @@ UNEVEN_STAGES = (
 """Of three pipelines; near-0 and far-0 serve several."""
 
 
-def test_uneven_stages_of_a_plan_are_played_with_its_layers_microbatch_and_machines(tmp_path: Path) -> None:
-    """Nobody plays the even cut, or the size of microbatches that the configuration would have without the plan."""
+def test_uneven_stages_of_a_plan_are_played_with_its_layers_microbatch_and_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody plays the even cut, or the size of microbatches that the configuration would have without the plan; nor where
+    'simulate' lays the machines out by itself."""
     sets = [text for text in TINY if "microbatch" not in text]
     told: dict[str, Any] = {"runnable": True, "microbatch": 2, "stages": UNEVEN_STAGES, "left_out": ("far-1",)}
     swarm = Prediction(strategy="swarm", microbatches=(16,), state_device="cpu", spares=("near-2",), **told)
@@ -95,22 +98,26 @@ def test_uneven_stages_of_a_plan_are_played_with_its_layers_microbatch_and_machi
     path.write_text(plan.model_dump_json())
     file.write_text(FLEET)
 
-    def asked(choice: str | None) -> Scenario:
-        return scenario(load_fleet(file), Weather(), None, sets, Costs(), plan=path, choice=choice)
+    def asked(choice: str | None, plan: Path | None = path) -> Scenario:
+        given = sets if plan is not None else [*sets, "train.batch=32"]
+        return scenario(load_fleet(file), Weather(), None, given, Costs(), plan=plan, choice=choice)
 
-    found = asked(None)
-    scene, run = found.scene()
-    assert (scene.cut, scene.cost.sequences, scene.cost.microbatches) == (((0, 1), (1, 4)), 2, 16)
-    assert (run.fleet.stages, run.fleet.layers, run.optimizer.state_device) == (2, (1, 3), "cpu")
-    assert [(kind.name, kind.count) for kind in scene.kinds] == [("near", 3), ("far", 1)], "far-1 is left out"
-    serving = found.serving(scene)
-    assert serving is not None
-    assert sum(near for near, _ in serving) == 3, "the spare is seated"
-    assert serving[0][0] >= 2
-    assert [far for _, far in serving] == [0, 1], "one machine in three pipelines is one"
+    monkeypatch.setattr("muletrain.cli.actions.scenario.laid_out", lambda question, names: swarm)
+    for found in (asked(None), asked(None, plan=None)):
+        scene, run = found.scene()
+        assert (scene.cut, scene.cost.sequences, scene.cost.microbatches) == (((0, 1), (1, 4)), 2, 16)
+        assert (run.fleet.stages, run.fleet.layers, run.optimizer.state_device) == (2, (1, 3), "cpu")
+        assert [(kind.name, kind.count) for kind in scene.kinds] == [("near", 3), ("far", 1)], "far-1 is left out"
+        serving = found.serving(scene)
+        assert serving is not None
+        assert sum(near for near, _ in serving) == 3, "the spare is seated"
+        assert serving[0][0] >= 2
+        assert [far for _, far in serving] == [0, 1]
     planned = asked("1f1b")
-    assert planned.told[-1] == PLANNED_PIPELINE
-    assert planned.layout == seats
+    assert (planned.told[-1], planned.layout) == (PLANNED_PIPELINE, seats)
+    seated = planned.serving(planned.scene()[0])
+    assert seated is not None
+    assert [far for _, far in seated] == [0, 1], "one machine in three pipelines is one"
 
 
 UNEVEN = """
