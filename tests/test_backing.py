@@ -82,6 +82,9 @@ def test_what_a_region_took_of_the_reserve_comes_back_with_its_end_and_never_mor
     assert room_of(disk) == 0, "it had nothing of the reserve"
     del large
     assert room_of(disk) == 2 << 20
+    copy = small.copy()
+    assert room_of(disk) == 1 << 20, "the numbers outlive the region that they were copied to"
+    del copy
     again = disk.region(1 << 18)
     del small, again
     assert room_of(disk) == 3 << 20
@@ -97,7 +100,7 @@ def test_room_that_a_full_disk_refuses_is_given_back_or_given_up_without_an_erro
     disk = Disk(tmp_path)
     with monkeypatch.context() as small:
         small.setattr(backing, "SPARE_BYTES", 1 << 60)
-        with pytest.raises(CapacityError, match="are needed .* stay so"):
+        with pytest.raises(CapacityError, match=r"are needed .* stay so"):
             disk.reserve(1 << 20)
     disk.reserve(2 << 20)
     region = disk.region(1 << 18)
@@ -126,10 +129,14 @@ def test_once_closed_a_disk_holds_no_room_and_regions_may_end_later(tmp_path: Pa
     disk = Disk(tmp_path)
     disk.reserve(2 << 20)
     region, fd = disk.region(1 << 18), os.dup(disk._reserve.fileno())
-    holders = [path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.samefile(f"/proc/self/fd/{fd}")]
+    holders = [
+        path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.samefile(f"/proc/self/fd/{fd}")
+    ]
     assert len(holders) == 2
     disk.close()
-    holders = [path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.samefile(f"/proc/self/fd/{fd}")]
+    holders = [
+        path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.samefile(f"/proc/self/fd/{fd}")
+    ]
     assert len(holders) == 1, "only this test's"
     os.close(fd)
     assert region.values.eq(0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -234,9 +235,15 @@ def asking(source: Path) -> list[str]:
         f"{path.relative_to(source)}:{node.lineno}: asks which strategy it is"
         for path in sorted(source.rglob("*.py"))
         if path.parent.name != "strategies"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in _nodes(path, {"strategy", "seats", "schedule"})
         if _asks(node, seats=str(path.relative_to(source)) in SEES_SEATS)
     ]
+
+
+def _nodes(path: Path, words: set[str]) -> list[ast.AST]:
+    """All nodes of a file with one of these ``words``, which most files lack: to parse and to walk takes seconds."""
+    text = path.read_text(encoding="utf-8")
+    return list(ast.walk(ast.parse(text))) if re.search(rf"\b({'|'.join(words)})\b", text) else []
 
 
 def _asks(node: ast.AST, *, seats: bool) -> bool:
@@ -273,7 +280,7 @@ def executing(source: Path) -> list[str]:
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each name that is used, modules by their own name."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    nodes = _nodes(path, {name.rpartition(".")[2] for name in EXECUTES})
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules = {alias.asname: alias.name for alias in imports if alias.asname}
     for node in nodes:

@@ -110,7 +110,8 @@ def test_a_damaged_entry_is_not_used(damage: Callable[[str], str]) -> None:
     making.computing(model, "float32")
     entry = kept.kept(kept.KIND, kept._about(model.architecture, 32, "float32"), kept._Entry)
     assert entry is not None
-    assert (content := damage(entry.content)) != entry.content
+    content = damage(entry.content)
+    assert content != entry.content
     about = kept._about(model.architecture, 32, "float32")
     kept.keep(kept.KIND, about, kept._Entry(content=content, digest=entry.digest))
     assert kept.kept_graphs(model.architecture, 32, "float32") is None

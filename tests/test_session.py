@@ -166,9 +166,7 @@ def test_clients_are_told_once_no_server_is_left_and_then_ended(played: Callable
 
 
 @pytest.mark.parametrize("reason", [None, LEFT, "all steps done"])
-def test_a_frozen_peer_is_not_ended_because_all_others_have(
-    played: Callable[..., Played], reason: str | None
-) -> None:
+def test_a_frozen_peer_is_not_ended_because_all_others_have(played: Callable[..., Played], reason: str | None) -> None:
     """It may wake up and go on alone, or take the result."""
     news: dict[float, Event] = {1.0: joined("a", 0), 1.5: joined("b", 1)}
     if reason is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
 from muletrain.runs.join.client import find_founder
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
@@ -94,7 +94,7 @@ async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
     calls = [asyncio.create_task(answer(member)) for member in list(dict.fromkeys(ask))[:ASKED]]
     try:
         for call in asyncio.as_completed(calls):
-            with suppress(NetworkError, ProtocolError):
+            with suppress(NetworkError):
                 return await call
         return []
     finally:
