@@ -64,6 +64,87 @@ def test_a_disk_that_others_fill_takes_no_room_that_was_reserved(
     disk.close()
 
 
+def room_of(disk: Disk) -> int:
+    """Bytes that its reserve holds on the disk."""
+    return os.fstat(disk._reserve.fileno()).st_size
+
+
+def test_what_a_region_took_of_the_reserve_comes_back_with_its_end_and_never_more(tmp_path: Path) -> None:
+    """A region may be larger than what is left of the reserve: it takes the rest from the disk, to which that returns."""
+    disk = Disk(tmp_path)
+    disk.reserve(3 << 20)
+    small = disk.region(1 << 18)
+    assert room_of(disk) == 2 << 20
+    large = disk.region(1 << 20)
+    assert room_of(disk) == 0
+    beside = disk.region(1 << 18)
+    del beside
+    assert room_of(disk) == 0, "it had nothing of the reserve"
+    del large
+    assert room_of(disk) == 2 << 20
+    copy = small.copy()
+    assert room_of(disk) == 1 << 20, "the numbers outlive the region that they were copied to"
+    del copy
+    again = disk.region(1 << 18)
+    del small, again
+    assert room_of(disk) == 3 << 20
+    assert not list(tmp_path.iterdir()), "no file has a name at any time, so a killed process leaves none"
+
+
+def test_room_that_a_full_disk_refuses_is_given_back_or_given_up_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, folder: Path, nbytes: int) -> None:
+        raise CapacityError("No space left on device")
+
+    disk = Disk(tmp_path)
+    with monkeypatch.context() as small:
+        small.setattr(backing, "SPARE_BYTES", 1 << 60)
+        with pytest.raises(CapacityError, match=r"are needed .* stay so"):
+            disk.reserve(1 << 20)
+    disk.reserve(2 << 20)
+    region = disk.region(1 << 18)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(backing, "_take_room", full)
+        del region
+        disk.give_back(1 << 20)  # as the region's finalizer did, whose error nobody would have seen
+    assert room_of(disk) == 1 << 20, "somebody else has taken it"
+    with monkeypatch.context() as meanwhile:
+        refused, take = list[int](), backing._take_room
+
+        def full_for_the_first(fd: int, folder: Path, nbytes: int) -> None:
+            if not refused:
+                refused.append(nbytes)
+                full(fd, folder, nbytes)
+            take(fd, folder, nbytes)
+
+        meanwhile.setattr(backing, "_take_room", full_for_the_first)
+        with pytest.raises(CapacityError, match="No space left"):
+            disk.region(1 << 20)
+    assert refused == [4 << 20]
+    assert room_of(disk) == 1 << 20, "what the region that came to nothing had taken is back"
+
+
+def test_once_closed_a_disk_holds_no_room_and_regions_may_end_later(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.reserve(2 << 20)
+    region, fd = disk.region(1 << 18), os.dup(disk._reserve.fileno())
+    holders = [
+        path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.samefile(f"/proc/self/fd/{fd}")
+    ]
+    assert len(holders) == 2
+    disk.close()
+    holders = [
+        path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.samefile(f"/proc/self/fd/{fd}")
+    ]
+    assert len(holders) == 1, "only this test's"
+    os.close(fd)
+    assert region.values.eq(0).all()
+    del region
+    disk.give_back(1 << 20)  # as the region's finalizer did, whose error nobody would have seen
+    disk.close()
+
+
 def test_a_file_that_was_cut_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
     region = Disk(tmp_path).region(1 << 20)
     assert isinstance(region, backing._File)
@@ -121,6 +202,6 @@ def test_files_end_with_the_compute(made: Made, tmp_path: Path) -> None:
     (swapped,) = made.swapped(1)
     run(train([swapped], 1))
     state = run(swapped.state())
-    assert not list(tmp_path.rglob("*.*")), "files have no names"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "files have no names"
     swapped.close()
     assert all(bool(torch.isfinite(t).all()) for t in state.values()), "a copy outlives it"

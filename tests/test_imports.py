@@ -4,6 +4,8 @@ torch nor sockets; nothing can execute what it reads; nobody but the strategies 
 from __future__ import annotations
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -75,13 +77,9 @@ def test_imports_run_downwards_only() -> None:
 
 def test_the_package_imports_nothing_that_stands_beside_it() -> None:
     found = {
-        (str(path.relative_to(SOURCE)), node.module if isinstance(node, ast.ImportFrom) else alias.name)
-        for path in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
+        (str(path.relative_to(SOURCE)), name) for path in SOURCE.rglob("*.py") for _, name in _imports(path, SOURCE)
     }
-    assert {(path, name) for path, name in found if (name or "").split(".")[0] in BESIDE} == set()
+    assert {(path, name) for path, name in found if name.split(".")[0] in BESIDE} == set()
 
 
 def test_no_module_leads_back_to_itself() -> None:
@@ -237,9 +235,15 @@ def asking(source: Path) -> list[str]:
         f"{path.relative_to(source)}:{node.lineno}: asks which strategy it is"
         for path in sorted(source.rglob("*.py"))
         if path.parent.name != "strategies"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in _nodes(path, {"strategy", "seats", "schedule"})
         if _asks(node, seats=str(path.relative_to(source)) in SEES_SEATS)
     ]
+
+
+def _nodes(path: Path, words: set[str]) -> list[ast.AST]:
+    """All nodes of a file with one of these ``words``, which most files lack: to parse and to walk takes seconds."""
+    text = path.read_text(encoding="utf-8")
+    return list(ast.walk(ast.parse(text))) if re.search(rf"\b({'|'.join(words)})\b", text) else []
 
 
 def _asks(node: ast.AST, *, seats: bool) -> bool:
@@ -248,14 +252,14 @@ def _asks(node: ast.AST, *, seats: bool) -> bool:
         return not seats
     if isinstance(node, ast.Match):
         return _is_strategy(node.subject)
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
         return _is_strategy(node.args[0])
     return isinstance(node, ast.Compare) and any(_is_strategy(side) for side in (node.left, *node.comparators))
 
 
 def _is_strategy(node: ast.expr) -> bool:
     """A strategy, its type, or its schedule."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "type":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "type":
         return _is_strategy(node.args[0])
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     if name == "schedule" and isinstance(node, ast.Attribute):
@@ -276,13 +280,22 @@ def executing(source: Path) -> list[str]:
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of each name that is used, modules by their own name."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    nodes = _nodes(path, {name.rpartition(".")[2] for name in EXECUTES})
     imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules = {alias.asname: alias.name for alias in imports if alias.asname}
     for node in nodes:
-        if isinstance(node, ast.Name | ast.Attribute):
-            base, *rest = ast.unparse(node).split(".")
+        if isinstance(node, ast.Name | ast.Attribute) and (dotted := _dotted(node)):
+            base, *rest = dotted
             yield node.lineno, ".".join([modules.get(base, base), *rest])
+
+
+def _dotted(node: ast.expr) -> list[str]:
+    """The parts of a dotted name; of an attribute of anything else, none."""
+    parts = list[str]()
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(parts)] if isinstance(node, ast.Name) else []
 
 
 def violations(source: Path) -> list[str]:
@@ -330,16 +343,18 @@ def _complaint(parts: tuple[str, ...], name: str) -> str | None:
     return None
 
 
-def _imports(path: Path, source: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def _imports(path: Path, source: Path) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of each import, wherever in the file it stands."""
-    package = ("muletrain", *path.relative_to(source).parent.parts)
+    package, found = ("muletrain", *path.relative_to(source).parent.parts), list[tuple[int, str]]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             start = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{start}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{start}.{alias.name}") for alias in node.names]
+    return found
 
 
 def _parts(path: Path, source: Path) -> tuple[str, ...]:
@@ -354,21 +369,25 @@ def test_names_that_are_imported_beside_the_package_exist() -> None:
     for path in (path for folder in (*BESIDE, "scripts") for path in (root / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and (top := node.module.split(".")[0]) in defined:
-                module = defined[top].joinpath(*node.module.split(".")[1:])
-                known = {inner.stem for inner in module.glob("*")} if module.is_dir() else set[str]()
-                file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-                known |= _bound(ast.parse(file.read_text())) if file.is_file() else set()
+                known = _known(defined[top].joinpath(*node.module.split(".")[1:]))
                 missing += [f"{path.relative_to(root)}: {a.name}" for a in node.names if a.name not in known]
     assert not missing
 
 
-def _bound(tree: ast.Module) -> set[str]:
+@functools.cache
+def _known(module: Path) -> set[str]:
+    """Names that can be imported from a module or a package."""
+    inner = {path.stem for path in module.glob("*")} if module.is_dir() else set[str]()
+    file = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return inner | (set(_bound(ast.parse(file.read_text()))) if file.is_file() else set())
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
     """Names that a module binds, wherever in its text."""
-    named = {
-        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    }
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    imported = {
-        (a.asname or a.name) for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names
-    }
-    return named | stored | imported
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)

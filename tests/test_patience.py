@@ -124,3 +124,24 @@ def test_a_guest_that_gets_nowhere_is_named_and_loses_its_place() -> None:
     (note,) = [e.message for e in said if isinstance(e, Note)]
     assert note == "slow has not got its stage ready for 15 min: the run does not wait for it any more"
     assert PREPARE_S <= begun_s <= PREPARE_S + CALL_S
+
+
+def test_a_guest_that_is_ready_keeps_its_place_however_long_another_is_waited_for() -> None:
+    async def scenario() -> list[str]:
+        hub = MemoryHub()
+        own = rendezvous_of(hub.join("founder"), [1], expected=3)
+        own.open()
+        own.seat("founder", introduction("founder"))
+        own.ready("founder", Ready(trainer=True, place=""))
+        gathering = asyncio.create_task(own.gather())
+        begins = []
+        for name in ("early", "late"):
+            client = JoinClient(hub.join(name), "founder")
+            await client.join(introduction(name))
+            begins.append(asyncio.create_task(client.begin(Ready(trainer=False, place=""))))
+            await asyncio.sleep(3 * PREPARE_S)
+            assert gathering.done() == (name == "late")
+        assert [await begun for begun in begins] == [await gathering] * 2
+        return sorted(m.name for m in (await gathering).members)
+
+    assert virtually(scenario()) == ["early", "founder", "late"]

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from muletrain.cli.actions.scenario import PLANNED_PIPELINE, Scenario, scenario
 from muletrain.cli.main import app
+from muletrain.config.costs import Costs
+from muletrain.config.fleet_file import load_fleet
+from muletrain.config.load import load_config
+from muletrain.config.plan_file import Plan, Prediction, Stage
+from muletrain.model.make import make_model
+from muletrain.sim.fleet.flow import Weather
 from tests.planned_fleets import FLEET, TINY
 
 if TYPE_CHECKING:
@@ -58,6 +65,59 @@ def test_a_plan_is_played_with_its_stages_and_machines(file: str, tmp_path: Path
     )
     assert refused.exit_code != 0
     assert "use the fleet file of the plan" in str(refused.exception)
+
+
+UNEVEN_STAGES = (
+    Stage(layers=(0, 1), machines=("near-0", "near-1", "near-0")),
+    Stage(layers=(1, 4), machines=("far-0", "far-0", "far-0")),
+)
+"""Of three pipelines; near-0 and far-0 serve several."""
+
+
+def test_uneven_stages_of_a_plan_are_played_with_its_layers_microbatch_and_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody plays the even cut, or the size of microbatches that the configuration would have without the plan; nor where
+    'simulate' lays the machines out by itself."""
+    sets = [text for text in TINY if "microbatch" not in text]
+    told: dict[str, Any] = {"runnable": True, "microbatch": 2, "stages": UNEVEN_STAGES, "left_out": ("far-1",)}
+    swarm = Prediction(strategy="swarm", microbatches=(16,), state_device="cpu", spares=("near-2",), **told)
+    seats = Prediction(strategy="pipeline", schedule="1f1b", microbatches=(6, 5, 5), **told)
+    even = swarm.model_copy(update={"stages": (Stage(layers=(0, 2), machines=("near-0",)), UNEVEN_STAGES[1])})
+    plan = Plan(
+        fleet="fleet",
+        model="model",
+        params=make_model(load_config(None, sets).model).params,
+        batch=32,
+        context=512,
+        strategies=(even, swarm, seats),
+        recommended=1,
+        why="",
+    )
+    path, file = tmp_path / "plan.json", tmp_path / "fleet.toml"
+    path.write_text(plan.model_dump_json())
+    file.write_text(FLEET)
+
+    def asked(choice: str | None, plan: Path | None = path) -> Scenario:
+        given = sets if plan is not None else [*sets, "train.batch=32"]
+        return scenario(load_fleet(file), Weather(), None, given, Costs(), plan=plan, choice=choice)
+
+    monkeypatch.setattr("muletrain.cli.actions.scenario.laid_out", lambda question, names: swarm)
+    for found in (asked(None), asked(None, plan=None)):
+        scene, run = found.scene()
+        assert (scene.cut, scene.cost.sequences, scene.cost.microbatches) == (((0, 1), (1, 4)), 2, 16)
+        assert (run.fleet.stages, run.fleet.layers, run.optimizer.state_device) == (2, (1, 3), "cpu")
+        assert [(kind.name, kind.count) for kind in scene.kinds] == [("near", 3), ("far", 1)], "far-1 is left out"
+        serving = found.serving(scene)
+        assert serving is not None
+        assert sum(near for near, _ in serving) == 3, "the spare is seated"
+        assert serving[0][0] >= 2
+        assert [far for _, far in serving] == [0, 1]
+    planned = asked("1f1b")
+    assert (planned.told[-1], planned.layout) == (PLANNED_PIPELINE, seats)
+    seated = planned.serving(planned.scene()[0])
+    assert seated is not None
+    assert [far for _, far in seated] == [0, 1], "one machine in three pipelines is one"
 
 
 UNEVEN = """

@@ -16,13 +16,16 @@ from rich.console import Console
 
 from muletrain.cli.actions.visit import ask_to_stop, show_status, stop_run
 from muletrain.cli.show.status import Announced, status_of
+from muletrain.clock import LoopClock
 from muletrain.errors import MuletrainError, PeerUnreachable
 from muletrain.events import EventLog, RunFinished
-from muletrain.runs.join.removal import serve_members
+from muletrain.network.memory import MemoryHub
+from muletrain.runs.join.removal import CALL_TIMEOUT_S, Listed, Members, serve_members, serving
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import LEFT, PROTOCOL
 from muletrain.runtime.peer.messages import StopRun
 from tests.daemons import OWNER, SECRET, world
+from tests.virtual import virtually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,6 +138,35 @@ def test_status_shows_members_whose_clock_is_off_and_needs_no_torch(capsys: pyte
     assert "dead" not in some
     assert "step 4 of 10" in some
     assert some.endswith("set()\n"), "torch takes seconds to import"
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_frozen_members_hold_up_the_question_who_serves_no_longer_than_one_of_them(lives: bool) -> None:
+    """They are asked side by side, for they announced themselves half a minute ago. So a member that lives is heard at
+    once, and if there is none, the answer of one is waited for."""
+
+    async def scenario() -> tuple[list[str], float]:
+        hub = MemoryHub()
+        frozen, living = [f"frozen-{n}" for n in range(6)], hub.join("living")
+        for name in frozen:
+            hub.join(name)
+            hub.barriers.freeze(name)
+
+        async def members(sender: str, payload: bytes) -> bytes:
+            by_stage = (("a", 0), ("slow", 1), ("dead", None))
+            return Members(members=tuple(Listed(id=n, name=n, certificate=b"", stage=s) for n, s in by_stage)).pack()
+
+        async def garbage(sender: str, payload: bytes) -> bytes:
+            return b"garbage"
+
+        living.serve(Members.KIND, members)
+        hub.join("liar").serve(Members.KIND, garbage)
+        known = await serving(hub.join("visitor"), ["liar", *frozen, *frozen, *(["living"] if lives else [])])
+        return [m.name for m in known], LoopClock().now()
+
+    names, took_s = virtually(scenario())
+    assert names == (["a", "slow"] if lives else []), "the dead serve no stage"
+    assert took_s <= (1.0 if lives else CALL_TIMEOUT_S + 1.0)
 
 
 @pytest.mark.alone

@@ -49,12 +49,14 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
         text=True,
     )
     facts, cache = facts_of(tmp_path)
-    expected, _ = train_plainly(facts, facts.source(cache))
+    expected, losses = train_plainly(facts, facts.source(cache))
     out, _ = fleet.communicate(timeout=500)
     assert fleet.returncode == 0, out
     (run,) = (tmp_path / "runs").iterdir()
     assert relative_difference(checkpoint_weights(run), expected) <= 1e-5
     events = events_in(run)
+    told = {e["step"]: e["loss"] for e in of_kind(events, "step_done")}
+    assert told == pytest.approx(dict(enumerate(losses, 1)), abs=1e-4)
     injected = of_kind(events, "fault_injected")
     assert "; ".join(e["planned"] for e in injected) == plan
     late = [e["step"] - planned for e, planned in zip(injected, (3, 6, 9, 12), strict=True)]

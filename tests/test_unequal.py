@@ -22,6 +22,7 @@ from muletrain.model.traced.chain import TracedModel
 from muletrain.planning.groups import Search, Work, beginnings, counts_of_pipelines, pipelines
 from muletrain.planning.splits import Station, pipeline_shares
 from muletrain.sim.plan import pipeline as plan_pipeline
+from muletrain.sim.plan import planner
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.question import Question
 from muletrain.sim.plan.swarm import played_step_s
@@ -264,7 +265,9 @@ def test_unequal_stages_do_what_was_predicted(tmp_path: Path, text: str, stages:
         assert found.step_s == pytest.approx(played_s, rel=0.1)
 
 
-def test_swarm_has_unequal_stages_too_where_machines_hold_no_others(tmp_path: Path) -> None:
+def test_swarm_has_unequal_stages_too_where_machines_hold_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small machines hold one layer: with even cuts the large one trains alone."""
     text = machines("big", 1, 0.02, 1.0) + machines("small", 4, 0.02, 0.035)
     question = asked(tmp_path, text, None, "swap.backing=off")
@@ -274,3 +277,9 @@ def test_swarm_has_unequal_stages_too_where_machines_hold_no_others(tmp_path: Pa
     assert tuple(stage.layers for stage in uneven.stages) == cut
     assert uneven.step_s < 0.9 * even.step_s
     assert plan_pipeline.uneven(question, [even, uneven]) == [cut, ((0, 1), (1, 2), (2, 3), (3, 8))]
+    monkeypatch.setattr(plan_pipeline, "predict", lambda *_: [uneven])
+    monkeypatch.setattr(plan_pipeline, "tried_on", lambda question, swarm, pipelines: pipelines)
+    for other in (planner.plan_swap, planner.plan_hub):
+        monkeypatch.setattr(other, "predict", lambda *_: even)
+    (planned,) = planner.predict(question)["swarm"]
+    assert planned.stages == uneven.stages, "a plan tries the cuts that suit its pipelines"

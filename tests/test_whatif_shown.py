@@ -14,7 +14,7 @@ from tests.tiny_fleets import PACED, TINY
 
 
 def test_without_a_file_the_example_is_played_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    what_if(None, None, None, [], hours=0.5, seed=0, plot=tmp_path / "out.png", json=False)
+    what_if(None, None, None, [], hours=0.1, seed=0, plot=tmp_path / "out.png", json=False)
     text = capsys.readouterr().out
     assert str(EXAMPLE) in text.replace("\n", "")
     for word in (

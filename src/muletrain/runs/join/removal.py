@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from muletrain.errors import AdmissionError, MuletrainError, NetworkError, ProtocolError
+from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
 from muletrain.runs.join.client import find_founder
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 15.0
 """Seconds that a member has to answer."""
 ASKED = 8
-"""Most members that are asked for certificates."""
+"""Most members that are asked who is in the run."""
 HEARD_S = 600.0
 """Seconds without a word after which a server does not list a client any more."""
 SHORTEST_ID = 6
@@ -84,12 +84,23 @@ def serve_members(
 
 
 async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
-    """The members that serve a stage, by the first answer of the members ``ask``; empty without an answer."""
-    for member in ask:
-        with suppress(NetworkError, ProtocolError):
-            answer = Members.unpack(await net.call(member, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
-            return [m for m in answer.members if m.stage is not None]
-    return []
+    """The members that serve a stage, by the first answer of the first ``ASKED`` in ``ask``, which are asked side by side;
+    empty without an answer."""
+
+    async def answer(member: PeerId) -> list[Listed]:
+        said = Members.unpack(await net.call(member, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
+        return [m for m in said.members if m.stage is not None]
+
+    calls = [asyncio.create_task(answer(member)) for member in list(dict.fromkeys(ask))[:ASKED]]
+    try:
+        for call in asyncio.as_completed(calls):
+            with suppress(NetworkError):
+                return await call
+        return []
+    finally:
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 @dataclass(frozen=True)
