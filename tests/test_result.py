@@ -16,7 +16,6 @@ from rich.console import Console
 from muletrain.cli.actions.session import Session
 from muletrain.cli.show.console import LiveConsole, plain_line
 from muletrain.cli.show.final_report import quality_table
-from muletrain.cli.show.view import PeerView
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import RunConfig
 from muletrain.data.ngram import spread
@@ -29,6 +28,7 @@ from muletrain.runs import result
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.measure.quality import Quality
+from muletrain.runs.view import PeerView
 from muletrain.runs.worker_files import EXIT_SKIPPED
 from tests.whole_model import build_full
 

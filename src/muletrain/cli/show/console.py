@@ -19,11 +19,10 @@ from rich.text import Text
 
 from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
-from muletrain.cli.show.sentences import headline, is_warning, printable
 from muletrain.cli.show.tables import new_table
-from muletrain.cli.show.view import PeerView, RunView
 from muletrain.runs.measure.quality import Quality
-from muletrain.units import format_bytes, format_duration, plural
+from muletrain.runs.view import PeerView, RunView
+from muletrain.units import format_bytes, format_duration, plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,9 +104,8 @@ class LiveConsole:
         with self._lock:
             news = self.view.fold(event)
             asides, self.view.asides = self.view.asides, []
-        sentence = headline(event, self.view) if news else None
-        if sentence:
-            self._print(sentence, "yellow" if is_warning(event) else "")
+        if news and (sentence := self.view.headline(event)):
+            self._print(sentence, "yellow" if event.is_warning() else "")
         for aside in asides:
             self._print(aside, "yellow")
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
