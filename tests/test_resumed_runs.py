@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from muletrain.cli.actions.local_run import run_local
 from muletrain.cli.actions.opening import How, opened, ready
+from muletrain.cli.actions.train import run_local
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.events import StepDone, events_in

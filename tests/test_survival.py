@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from muletrain.cli.actions.local_run import run_local
+from muletrain.cli.actions.train import run_local
 from muletrain.errors import ConfigError
 
 from .fleet_run import checkpoint_weights

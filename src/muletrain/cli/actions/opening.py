@@ -9,7 +9,6 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from muletrain.cli.actions.asked import cleaned_up
 from muletrain.cli.actions.planned import follows, planned
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
@@ -20,6 +19,7 @@ from muletrain.data.corpus import absolute
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
+from muletrain.runs.asked import cleaned_up
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.units import plural

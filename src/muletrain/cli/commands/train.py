@@ -41,7 +41,7 @@ def run(
 
     With --plan, there is one process for each machine of the plan. Ctrl-C writes a checkpoint and ends the run; a
     second Ctrl-C ends it at once."""
-    from muletrain.cli.actions.local_run import run_local
+    from muletrain.cli.actions.train import run_local
 
     run_local(
         config,
@@ -93,8 +93,8 @@ def start(
 
     Prints a ticket for 'muletrain join', waits until every stage has a peer, then trains and collects checkpoints.
     Ctrl-C writes a checkpoint and ends the run."""
-    from muletrain.cli.actions.own_peers import Listening
-    from muletrain.cli.actions.start_run import start_run
+    from muletrain.cli.actions.train import start_run
+    from muletrain.runs.own_peers import Listening
 
     start_run(
         config,
@@ -201,9 +201,10 @@ def join(
     it. With --factory for its data.factory too, this machine also builds microbatches.
 
     Ctrl-C leaves in order, between two steps; a second Ctrl-C leaves at once."""
-    from muletrain.cli.actions.join_run import Limits, join_run
-    from muletrain.cli.actions.own_peers import Listening
+    from muletrain.cli.actions.train import join_run
     from muletrain.config.trusted import trust
+    from muletrain.runs.own_peers import Listening
+    from muletrain.runs.session import Limits
 
     trust(*(factory or ()))
     join_run(
