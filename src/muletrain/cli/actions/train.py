@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json as jsonlib
 import secrets
 import signal
 import sys
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.opening import How, first_checkpoint, names_data, opened, ready, save_config, tell_of
+from muletrain.cli.actions.opening import first_checkpoint, opened, ready, save_config, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
 from muletrain.cli.show.final_report import final_report, improvement
@@ -31,39 +32,28 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from muletrain.cli.actions.opening import Ready
+    from muletrain.cli.actions.opening import Ready, Wanted
     from muletrain.config.schema import RunConfig
     from muletrain.policy.chaos import Fault
     from muletrain.runs.spec import WorkerSpec
 
 
 def run_local(
-    path: Path | None,
-    overrides: Sequence[str],
-    *,
-    json: bool,
-    resume: Path | None = None,
-    chaos: str | None = None,
-    seed: int | None = None,
-    trace: Path | None = None,
-    plan: Path | None = None,
-    strategy: str | None = None,
+    wanted: Wanted, *, json: bool, chaos: str | None = None, seed: int | None = None, trace: Path | None = None
 ) -> None:
-    """Train with a local fleet and print the report. ``plan``: a plan file, of which ``strategy`` is used (default: the
-    recommended one); without a plan, ``strategy`` is the run's. ``chaos``: faults to inject (``policy/chaos.py``).
-    ``trace``: where to write a timeline. Raises MuletrainError before anything starts if the run is not possible."""
+    """Train with a local fleet and print the report. ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where
+    to write a timeline. Raises MuletrainError before anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
-        overrides = [*overrides, "fleet.trace=true"]
+        wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
     if chaos is None and seed is not None:
         raise ConfigError("--seed draws the faults of --chaos; the seed of the run is --set train.seed=N")
-    with opened(path, overrides, "run", resume, plan, strategy) as (folder, config):
+    with opened(wanted, "run") as (folder, config):
         config = config.local()
         check_many(config)
         faults = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
-        how = How(resumed=resume is not None, means_data=names_data(path, overrides))
         try:
-            _run_local(folder, config, how, json=json, plan=faults, seed=seed or 0)
+            _run_local(folder, config, wanted, json=json, plan=faults, seed=seed or 0)
         finally:
             if trace is not None:
                 write_trace(trace, EventTail(folder).poll())
@@ -74,7 +64,9 @@ def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
     return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
 
 
-def _run_local(folder: Path, config: RunConfig, how: How, *, json: bool, plan: tuple[Fault, ...], seed: int) -> None:
+def _run_local(
+    folder: Path, config: RunConfig, wanted: Wanted, *, json: bool, plan: tuple[Fault, ...], seed: int
+) -> None:
     servers, clients = names_of(config), clients_of(config)
     names = servers + clients
     threads = threads_per_peer(config.compute.threads, len(names))
@@ -83,7 +75,7 @@ def _run_local(folder: Path, config: RunConfig, how: How, *, json: bool, plan: t
         fleet.spawn(names)  # the processes import while we tokenise
         peers = OwnPeers.dealt(names, config.compute.device, threads)
         run = ready(
-            folder, config, how, lambda config: _check_room(config, peers, len(servers), alone=alone), reads=True
+            folder, config, wanted, lambda config: _check_room(config, peers, len(servers), alone=alone), reads=True
         )
         config = run.prepared.config
         session = Session(
@@ -112,21 +104,12 @@ def _check_room(config: RunConfig, peers: OwnPeers, servers: int, *, alone: bool
 
 
 def start_run(
-    path: Path | None,
-    overrides: Sequence[str],
-    *,
-    listening: Listening,
-    json: bool,
-    resume: Path | None = None,
-    plan: Path | None = None,
-    strategy: str | None = None,
-    name: str | None = None,
-    probe: bool = False,
+    wanted: Wanted, *, listening: Listening, json: bool, name: str | None = None, probe: bool = False
 ) -> None:
-    """Found or continue a run, and serve with this machine's peers; print the report at the end. ``plan`` and
-    ``strategy``: see ``run_local``. Raises MuletrainError before anything starts."""
+    """Found or continue a run, and serve with this machine's peers; print the report at the end. Raises MuletrainError
+    before anything starts."""
     check_name(name)
-    with opened(path, overrides, "start", resume, plan, strategy) as (folder, config):
+    with opened(wanted, "start") as (folder, config):
         peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
         _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
         _check_planned(peers.names, config.hub.servers, "hub.seats")
@@ -135,7 +118,7 @@ def start_run(
         )
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # the processes import while we tokenise
-            run = ready(folder, config, How(resumed=resume is not None, means_data=names_data(path, overrides)))
+            run = ready(folder, config, wanted)
             founding = _founding(folder, run, first_weights=True) | {"probe": probe}
             workers = _workers(peers, listening, folder, run.prepared.config)
             session = Session("start", folder, fleet, _console(json), begun=lambda: save_config(folder, run.given))
