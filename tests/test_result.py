@@ -134,7 +134,7 @@ def test_the_end_of_a_run_is_measured_on_what_it_can_afford() -> None:
 def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = Session("run", tmp_path, LocalFleet(tmp_path, 1), LiveConsole)
+    session = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole)
     session.checkpoint = tmp_path / "gone"
     report(session)
     session.close()
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
 def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), LiveConsole), io.StringIO()
+    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200, color_system=None))
     session.view.fold(STARTED)
     with session.interruptible(), session.console:
@@ -167,7 +167,7 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_that_no_person_at_the_keyboard_sent_is_named(tmp_path: Path, number: signal.Signals) -> None:
-    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), LiveConsole), io.StringIO()
+    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, width=200))
     session.view.fold(STARTED)
     with session.interruptible(), session.console:
@@ -183,7 +183,7 @@ def test_a_signal_that_no_person_at_the_keyboard_sent_is_named(tmp_path: Path, n
 def test_a_run_that_learned_nothing_gives_no_advice_as_after_a_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    session = Session("run", tmp_path, LocalFleet(tmp_path, 1), LiveConsole)
+    session = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole)
     session.view.fold(STARTED)
     session.checkpoint = tmp_path / "gone"
     monkeypatch.setattr(session.fleet, "exit_codes", lambda: {"peer-0": code})
@@ -220,7 +220,7 @@ def test_models_of_counts_are_shown_beside_a_model_that_was_trained(
 
 
 def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
-    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), LiveConsole), io.StringIO()
+    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, width=200))
     with pytest.raises(SystemExit, match="130"), session.interruptible(), session.console:
         raise KeyboardInterrupt
@@ -235,7 +235,7 @@ def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
 
 def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LocalFleet(tmp_path, 1) as fleet:
-        session = Session("run", tmp_path, fleet, LiveConsole)
+        session = Session("run", tmp_path, fleet, console=LiveConsole)
         fleet.spawn(["peer-0"])
         os.kill(fleet.pid("peer-0"), signal.SIGKILL)
         with pytest.raises(MuletrainError, match=r"peer-0 was killed by signal 9 .*peer-0\.log; logs: .*\*\.log"):

@@ -32,7 +32,7 @@ from muletrain.runs.worker_files import EXIT_NO_CHECKPOINT, EXIT_SKIPPED, LEFT, 
 from muletrain.units import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from muletrain.events import Event
     from muletrain.runs.chaos import Injector
@@ -122,17 +122,22 @@ class Session:
         role: Role,
         folder: Path,
         fleet: LocalFleet,
+        workers: Sequence[WorkerSpec] = (),
         console: Callable[[RunView], Silent] = Silent,
         *,
-        clients: Collection[str] = (),
+        stages: int = 0,
         limits: Limits | None = None,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """``clients``: our processes that are none of the run's peers, and end with the run. ``limits``: the session
-        leaves when one is reached. ``begun`` is called when the run begins."""
+        """``workers``: work of our processes; a founder is the first. ``stages``: of a run that only our processes take
+        part in. ``limits``: the session leaves when one is reached. ``begun`` is called when the run begins."""
         from muletrain.runs.tensorboard import TensorBoardSink
 
-        self.role, self.folder, self.fleet = role, folder, fleet
+        self.role, self.folder, self.fleet, self.workers = role, folder, fleet, list(workers)
+        self.founder = self.workers[0].name if workers else ""
+        """The peer that measures the fleet on request, and begins the run, unless we join one."""
+        self._clients = frozenset(worker.name for worker in workers if worker.client and role != "join")
+        """Our processes that are none of the run's peers, and end with the run."""
         # a machine that joined gets events of its own peers alone
         self.view = RunView(whole=role != "join", earlier=events_in(folder, RunStarted, StepDone, SteppedBack))
         self.console = console(self.view)
@@ -145,7 +150,7 @@ class Session:
         """Errors of processes that gave up: names of the processes by message."""
         self._goodbyes: list[str] = []
         """Why our clients ended."""
-        self._clients, self._limits, self._begun = frozenset(clients), limits or Limits(), begun
+        self._stages, self._limits, self._begun = stages, limits or Limits(), begun
         self._dismissed: float | None = None
         """When the last process ended that is no client, and no newcomer."""
         self._ended: set[str] = set()
@@ -161,24 +166,23 @@ class Session:
         self._paused = False
         """The session leaves because of the owner's pause file."""
         self.chaos: Injector | None = None
-        self.founder = ""
-        """The peer that measures the fleet on request, and begins the run."""
         self._waits = False
         """The run waits for a peer of a stage that has none."""
 
-    def begin(self, workers: Sequence[WorkerSpec], founding: dict[str, object] | None = None) -> Ticket | None:
-        """Assign work to every process. With ``founding``, further fields of its work, the first founds the run, and its
-        ticket admits the others. Returns that ticket; None: no machine can join by us."""
-        first, ticket = workers[0], None
-        self.founder = first.name
-        self.fleet.begin(first if founding is None else first.model_copy(update={"role": "found", **founding}))
-        if founding is not None and not founding.get("alone"):
-            ticket = self._wait_for_ticket()
-            workers = [worker.model_copy(update={"ticket": str(ticket)}) for worker in workers]
-        for worker in workers[1:]:
-            self.fleet.begin(worker)
+    def begin(self) -> Ticket | None:
+        """Assign work to every process; the ticket of a founder admits the others. Returns that ticket; None: no machine
+        can join by us."""
+        first, *others = self.workers
+        self.fleet.begin(first)
+        ticket = self._wait_for_ticket() if first.role == "found" and not first.alone else None
+        if ticket is not None:
+            others = [other.model_copy(update={"ticket": str(ticket)}) for other in others]
+        for other in others:
+            self.fleet.begin(other)
         if self.chaos is not None:
-            self.chaos.newcomer = next(worker for worker in reversed(workers) if not worker.client)
+            like = next(worker for worker in (*reversed(others), first) if not worker.client)
+            own = {"role": "join", "ticket": str(ticket), "config": None, "resume": None, "port": 0, "announce": ()}
+            self.chaos.newcomer = like.model_copy(update=own)
         return ticket
 
     def _wait_for_ticket(self) -> Ticket:
@@ -306,21 +310,20 @@ class Session:
         waits = self.role == "join" and self.training
         return self._stopped_s is not None and not waits and time.monotonic() - self._stopped_s > STOP_S
 
-    def watch(self, *, stages: int = 0) -> None:
-        """Poll until every process has ended. ``stages``: of a run that only our processes take part in; the run begins
-        without processes that fail earlier, if possible. Raises MuletrainError if all failed, or if the run needs a
-        failed one."""
+    def watch(self) -> None:
+        """Poll until every process has ended. A run that only our processes take part in begins without those that fail
+        earlier, if possible. Raises MuletrainError if all failed, or if the run needs a failed one."""
         while alive := self.fleet.alive():
             self.poll()
             self._tell_of_ended()
             self._dismiss(alive)
-            begun = not stages or self.view.started is not None or self.interrupted
+            begun = not self._stages or self.view.started is not None or self.interrupted
             if self._late:
                 newest = f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint"
                 self._warn(
                     f"the run did not end in order within {STOP_S:.0f} s, so its processes are killed; {newest}", "end"
                 )
-            if self._late or self._stranded(alive) or not (begun or self._can_begin(stages, alive)):
+            if self._late or self._stranded(alive) or not (begun or self._can_begin(alive)):
                 self._ended.update(self.fleet.alive())  # we killed these ourselves
                 self.fleet.kill()
             time.sleep(POLL_S)
@@ -334,14 +337,14 @@ class Session:
                 f"{self._reasons() or '; '.join(self._deaths) or 'no peer is left'}; logs: {self.folder}/*.log"
             )
 
-    def _can_begin(self, stages: int, alive: list[str]) -> bool:
+    def _can_begin(self, alive: list[str]) -> bool:
         """Can the run begin with our surviving peers? If some failed, the founder is told to wait only for the
         survivors."""
         lost = {name for name, code in self.fleet.exit_codes().items() if code} - self._clients
         left = [name for name in alive if name not in self._clients]
         if not lost:
             return True
-        if self.founder in lost or len(left) < stages:
+        if self.founder in lost or len(left) < self._stages:
             return False
         if lost != self._lost:
             self._lost, self._lost_s = lost, time.monotonic()

@@ -167,14 +167,19 @@ def save_config(folder: Path, config: RunConfig) -> None:
 
 
 class Ready(NamedTuple):
-    """A run that can begin."""
+    """A run that can begin in ``folder``."""
 
+    folder: Path
     prepared: Prepared
     given: RunConfig
     """The configuration that the next resume begins with."""
     checkpoint: Path | None
     """The folder of the checkpoint that the run goes on from; None: it begins."""
     first_step: int
+
+    def save(self) -> None:
+        """Save ``given`` for the next resume."""
+        save_config(self.folder, self.given)
 
 
 def ready(
@@ -198,7 +203,7 @@ def ready(
         if wanted.resume is not None:
             given = _with(given, "train", data_offset=0)
         prepared = prepare(given, fits, reads=reads)
-        return Ready(prepared._replace(config=placed(prepared.config, folder)), given, None, 0)
+        return Ready(folder, prepared._replace(config=placed(prepared.config, folder)), given, None, 0)
     given = _by_checkpoint(given, checkpoint, folder)
     config, _, data = prepare(given, fits, checkpoint)
     differs = data.digest != checkpoint.manifest.get("data")
@@ -218,7 +223,7 @@ def ready(
     console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder})", soft_wrap=True)
     given = _with(given, "train", data_offset=config.train.data_offset)
     prepared = Prepared(placed(config, folder), RunFacts.of(config), data)
-    return Ready(prepared, given, checkpoint.folder, checkpoint.step)
+    return Ready(folder, prepared, given, checkpoint.folder, checkpoint.step)
 
 
 def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Checkpoint | None:

@@ -7,9 +7,10 @@ import json as jsonlib
 import secrets
 import signal
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from muletrain.cli.actions.opening import first_checkpoint, opened, ready, save_config, tell_of
+from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
 from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
 from muletrain.cli.show.final_report import final_report, improvement
@@ -20,87 +21,83 @@ from muletrain.errors import ConfigError, DataError
 from muletrain.events import EventTail
 from muletrain.policy.chaos import Bounds, draw, parse
 from muletrain.runs.alone import Alone
+from muletrain.runs.assemble import RunFacts
 from muletrain.runs.chaos import Injector
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import held, new_run_folder
 from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure.machine import check_local
 from muletrain.runs.own_peers import Listening, OwnPeers, check_name, host_name
-from muletrain.runs.session import Limits, Session
+from muletrain.runs.session import Limits, Session, Silent
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from muletrain.cli.actions.opening import Ready, Wanted
     from muletrain.config.schema import RunConfig
     from muletrain.policy.chaos import Fault
     from muletrain.runs.spec import WorkerSpec
+    from muletrain.runs.view import RunView
 
 
 def run_local(
     wanted: Wanted, *, json: bool, chaos: str | None = None, seed: int | None = None, trace: Path | None = None
 ) -> None:
-    """Train with a local fleet and print the report. ``chaos``: faults to inject (``policy/chaos.py``). ``trace``: where
-    to write a timeline. Raises MuletrainError before anything starts if the run is not possible."""
+    """Train with a local fleet and print the report. ``trace``: where to write a timeline. Raises MuletrainError before
+    anything starts if the run is not possible."""
     if trace is not None:
         check_trace(trace)
         wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
     if chaos is None and seed is not None:
         raise ConfigError("--seed draws the faults of --chaos; the seed of the run is --set train.seed=N")
+    with local_session(wanted, _console(json), chaos, seed or 0) as session:
+        try:
+            _serve(session)
+        finally:
+            if trace is not None:
+                write_trace(trace, EventTail(session.folder).poll())
+
+
+@contextmanager
+def local_session(
+    wanted: Wanted, console: Callable[[RunView], Silent] = Silent, chaos: str | None = None, seed: int = 0
+) -> Iterator[Session]:
+    """A session of a local fleet, ready to begin. ``chaos``: faults to inject (``policy/chaos.py``)."""
     with opened(wanted, "run") as (folder, config):
         config = config.local()
         check_many(config)
-        faults = _chaos_plan(chaos, seed or 0, config) if chaos is not None else ()
-        try:
-            _run_local(folder, config, wanted, json=json, plan=faults, seed=seed or 0)
-        finally:
-            if trace is not None:
-                write_trace(trace, EventTail(folder).poll())
+        plan = _chaos_plan(chaos, seed, config) if chaos is not None else ()
+        servers, clients = names_of(config), clients_of(config)
+        names = servers + clients
+        threads = threads_per_peer(config.compute.threads, len(names))
+        alone = len(names) == 1 and not plan  # else a newcomer may join
+        with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
+            fleet.spawn(names)  # the processes import while we tokenise
+            peers = OwnPeers.dealt(names, config.compute.device, threads)
+
+            def fits(config: RunConfig) -> None:
+                needs = RunFacts.of(config, alone=alone).needs()
+                check_local(needs, peers.devices[: len(servers)], config.compute.memory, peers.host_memory)
+
+            run = ready(folder, config, wanted, fits, reads=True)
+            config, network = run.prepared.config, run.prepared.config.network
+            founder, *others = _founding(peers, Listening(network.listen, 0, ()), folder, run)
+            founder = founder.model_copy(update={"port": network.port, "announce": network.announce, "alone": alone})
+            workers = [
+                worker.model_copy(update={"client": worker.name in clients, "fleet_index": n, "faults": bool(plan)})
+                for worker, n in zip((founder, *others), indices_of(config), strict=True)
+            ]
+            session = Session("run", folder, fleet, workers, console, stages=config.fleet.stages, begun=run.save)
+            session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
+            tell_of(run.prepared, folder, run.first_step)
+            yield session
 
 
 def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
     bounds = Bounds(tuple(names_of(config)), config.fleet.stages, config.train.steps, tuple(clients_of(config)))
     return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
-
-
-def _run_local(
-    folder: Path, config: RunConfig, wanted: Wanted, *, json: bool, plan: tuple[Fault, ...], seed: int
-) -> None:
-    servers, clients = names_of(config), clients_of(config)
-    names = servers + clients
-    threads = threads_per_peer(config.compute.threads, len(names))
-    alone = len(names) == 1 and not plan  # else a newcomer may join
-    with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
-        fleet.spawn(names)  # the processes import while we tokenise
-        peers = OwnPeers.dealt(names, config.compute.device, threads)
-        run = ready(
-            folder, config, wanted, lambda config: _check_room(config, peers, len(servers), alone=alone), reads=True
-        )
-        config = run.prepared.config
-        session = Session(
-            "run", folder, fleet, _console(json), clients=clients, begun=lambda: save_config(folder, run.given)
-        )
-        session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
-        own = {
-            worker.name: worker for worker in _workers(peers, Listening(config.network.listen, 0, ()), folder, config)
-        }
-        workers = [
-            own[name].model_copy(update={"client": name in clients, "fleet_index": index, "faults": bool(plan)})
-            for name, index in zip(names, indices_of(config), strict=True)
-        ]
-        founding = {"port": config.network.port, "announce": config.network.announce, "alone": alone}
-        tell_of(run.prepared, folder, run.first_step)
-        _serve(session, workers, _founding(folder, run) | founding, stages=config.fleet.stages)
-
-
-def _check_room(config: RunConfig, peers: OwnPeers, servers: int, *, alone: bool) -> None:
-    """Raises CapacityError if a stage fits none of the first ``servers`` of ``peers``."""
-    from muletrain.runs.assemble import RunFacts
-    from muletrain.runs.measure.machine import check_local
-
-    needs = RunFacts.of(config, alone=alone).needs()
-    check_local(needs, peers.devices[:servers], config.compute.memory, peers.host_memory)
 
 
 def start_run(
@@ -119,11 +116,11 @@ def start_run(
         with LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)  # the processes import while we tokenise
             run = ready(folder, config, wanted)
-            founding = _founding(folder, run, first_weights=True) | {"probe": probe}
-            workers = _workers(peers, listening, folder, run.prepared.config)
-            session = Session("start", folder, fleet, _console(json), begun=lambda: save_config(folder, run.given))
+            founder, *others = _founding(peers, listening, folder, run, joinable=True)
+            workers = [founder.model_copy(update={"probe": probe}), *others]
+            session = Session("start", folder, fleet, workers, _console(json), begun=run.save)
             tell_of(run.prepared, folder, run.first_step)
-            _serve(session, workers, founding)
+            _serve(session)
 
 
 def _check_planned(names: list[str], planned: list[str], field: str) -> None:
@@ -134,24 +131,30 @@ def _check_planned(names: list[str], planned: list[str], field: str) -> None:
         )
 
 
-def _invite(session: Session, workers: Sequence[WorkerSpec], ticket: Ticket) -> None:
+def _invite(session: Session, ticket: Ticket) -> None:
     """Tell people how machines join."""
     if isinstance(session.console, JsonConsole):
         print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
-    names = ", ".join(worker.name for worker in workers)
+    names = ", ".join(worker.name for worker in session.workers)
     session.say(f"This machine is {names}. Run this on every other one:\n\nmuletrain join {ticket}\n")
-    if (place := workers[0].place) is not None:
+    if (place := session.workers[0].place) is not None:
         session.say(f"On machines that can write to {place} themselves, add: --place {place}\n")
     session.say(
         f"Other machines must reach {ticket.ports()}: open that port, or forward it and start with --announce.\n"
     )
 
 
-def _workers(peers: OwnPeers, listening: Listening, folder: Path, config: RunConfig) -> list[WorkerSpec]:
-    """The work of the founding machine's peers, without the ticket."""
-    return peers.specs(
+def _founding(
+    peers: OwnPeers, listening: Listening, folder: Path, run: Ready, *, joinable: bool = False
+) -> list[WorkerSpec]:
+    """The work of a founding machine's peers, the founder's first. ``joinable``: further machines may join, and lack the
+    source of the model's first weights."""
+    config, checkpoint, ticket = run.prepared.config, run.checkpoint, Ticket.new_run(folder)
+    if joinable and checkpoint is None and config.model.given is not None:
+        checkpoint = first_checkpoint(folder, config, ticket.run_id)
+    founder, *others = peers.specs(
         listening,
-        ticket="",
+        ticket=str(ticket),
         folder=str(folder),
         data="config",
         place=config.checkpoint.place,
@@ -159,15 +162,9 @@ def _workers(peers: OwnPeers, listening: Listening, folder: Path, config: RunCon
         memory_gib=config.compute.memory,
         swap_folder=config.swap.folder,
     )
-
-
-def _founding(folder: Path, run: Ready, *, first_weights: bool = False) -> dict[str, object]:
-    """The further work of the founder. ``first_weights``: other machines may lack the source of the model's weights."""
-    config, checkpoint, ticket = run.prepared.config, run.checkpoint, Ticket.new_run(folder)
-    if first_weights and checkpoint is None and config.model.given is not None:
-        checkpoint = first_checkpoint(folder, config, ticket.run_id)
     resume = None if checkpoint is None else str(checkpoint)
-    return {"ticket": str(ticket), "config": config.model_dump_json(by_alias=True), "resume": resume}
+    own = {"role": "found", "config": config.model_dump_json(by_alias=True), "resume": resume}
+    return [founder.model_copy(update=own), *others]
 
 
 def join_run(
@@ -218,10 +215,10 @@ def join_run(
         )
         with held(folder), LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)
-            session = Session("join", folder, fleet, _console(json), limits=limits)
+            session = Session("join", folder, fleet, workers, _console(json), limits=limits)
 
             session.say(f"this machine is {', '.join(peers.names)}{hint}")
-            _serve(session, workers)
+            _serve(session)
         comes_back = session.comes_back
 
 
@@ -238,19 +235,16 @@ def _console(json: bool) -> type[JsonConsole] | type[LiveConsole]:
     return JsonConsole if json else LiveConsole
 
 
-def _serve(
-    session: Session, workers: list[WorkerSpec], founding: dict[str, object] | None = None, *, stages: int = 0
-) -> None:
-    """Show a session from the beginning to the end, and report. The first of ``workers`` founds the run if there is
-    further work ``founding``. ``stages``: see ``Session.watch``. Raises SystemExit with an exit code that is not 0, and
+def _serve(session: Session) -> None:
+    """Show a session from the beginning to the end, and report. Raises SystemExit with an exit code that is not 0, and
     the errors of ``Session.check``."""
     try:
         with session.interruptible():
             with session.console:
-                ticket = session.begin(workers, founding)
+                ticket = session.begin()
                 if session.role == "start" and ticket is not None:
-                    _invite(session, workers, ticket)
-                session.watch(stages=stages)
+                    _invite(session, ticket)
+                session.watch()
             report(session)
             session.check()
     finally:
