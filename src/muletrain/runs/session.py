@@ -3,14 +3,12 @@ the events, if there is one."""
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from muletrain.cgroups import cpus
 from muletrain.errors import CheckpointError, MuletrainError
 from muletrain.events import (
     CheckpointWritten,
@@ -427,11 +425,14 @@ class Session:
 
     def evaluate(self) -> tuple[Quality | None, list[str]]:
         """Quality and samples of the last checkpoint, as far as possible; failures become warnings."""
+        from muletrain.runs.result import evaluation
+
+        assert self.checkpoint is not None
         try:
             with EventLog(self.folder / "result.jsonl", "result") as log:
                 log.subscribe(self.show)
                 try:
-                    return self._quality(log)
+                    return evaluation(self.checkpoint, log)
                 except KeyboardInterrupt:
                     log.note("the model was not evaluated: interrupted", "warning")
                 except (MuletrainError, MemoryError, RuntimeError) as e:  # torch's lack of memory is a RuntimeError
@@ -439,31 +440,6 @@ class Session:
         except OSError as e:
             self.say(f"the model was not evaluated: {e}")
         return None, []
-
-    def _quality(self, log: EventLog) -> tuple[Quality | None, list[str]]:
-        import torch
-
-        from muletrain.data.tokens import TokenCache
-        from muletrain.runs.checkpoint import Checkpoint
-        from muletrain.runs.result import check_memory, evaluated, loss_before, quality, report_tokens, samples
-
-        assert self.checkpoint is not None
-        torch.set_num_threads(cpus())
-        checkpoint = Checkpoint.open(self.checkpoint)
-        check_memory(checkpoint.params)
-        cache = checkpoint.corpus()
-        if isinstance(cache, TokenCache) and not len(cache.heldout):
-            log.note("no text is held out (data.heldout = 0): the model was not measured", "info")
-            return None, samples(checkpoint, checkpoint.model())
-        tokens, before = report_tokens(checkpoint.spec), None
-        try:  # first: both models need not be in memory at once
-            before = loss_before(checkpoint, cache, tokens) if isinstance(cache, TokenCache) else None
-        except MuletrainError as e:
-            log.note(f"the loss before training was not measured: {e}", "warning")
-        model = checkpoint.model()
-        result = dataclasses.replace(quality(checkpoint, model, cache, tokens), before=before)
-        log.emit(evaluated(checkpoint.step, result))
-        return result, samples(checkpoint, model)
 
     @property
     def unlearned(self) -> bool:

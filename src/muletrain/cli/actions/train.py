@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_of
 from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
@@ -171,22 +171,17 @@ def join_run(
     ticket: str,
     *,
     listening: Listening,
-    data: str | None = None,
-    tokens: float = 1.0,
-    place: str | None = None,
-    stage: int | None = None,
-    memory: float | None = None,
-    device: str = "auto",
-    threads: int | None = None,
     json: bool,
     name: str | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    data: str | None = None,
     private: bool = False,
     limits: Limits | None = None,
-    reliable: bool = False,
+    **work: Any,
 ) -> None:
-    """Serve until the run ends, or as long as ``limits`` allow. ``reliable``: as a server if the run has servers and
-    clients. Raises MuletrainError with the reason if the run does
-    not admit this machine."""
+    """Serve until the run ends, or as long as ``limits`` allow. ``work``: further fields of ``WorkerSpec``. Raises
+    MuletrainError with the reason if the run does not admit this machine."""
     Ticket.parse(ticket)
     check_name(name)
     if private and (listening.port or listening.announce):
@@ -204,14 +199,10 @@ def join_run(
             ticket=ticket,
             folder=str(folder),
             data=where,
-            tokens_gib=tokens,
-            place=place,
-            stage=stage,
-            memory_gib=memory,
             bandwidth_bytes_per_s=limits.share(len(peers.names)),
             private=private,
-            client=not reliable,
             keeps_ticket=True,
+            **work,
         )
         with held(folder), LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)
