@@ -21,16 +21,26 @@ from muletrain.config.schema import RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
-from muletrain.events import Note, RunFinished, RunStarted, StageEmpty, StepDone, read_events
+from muletrain.events import (
+    ClientFinished,
+    Event,
+    Note,
+    PeerLeft,
+    RunFinished,
+    RunStarted,
+    StageEmpty,
+    StepDone,
+    read_events,
+)
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.runs import result
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.measure.quality import Quality
-from muletrain.runs.session import Session
+from muletrain.runs.session import Limits, Session
 from muletrain.runs.view import PeerView
-from muletrain.runs.worker_files import EXIT_SKIPPED
+from muletrain.runs.worker_files import EXIT_SKIPPED, LEFT
 from tests.whole_model import build_full
 
 STARTED = RunStarted(
@@ -279,3 +289,41 @@ def test_what_all_peers_say_is_said_once(tmp_path: Path) -> None:
         with pytest.raises(MuletrainError, match=r"^a, b: no cuda:1 here; logs: "):
             session.watch()
         session.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([], "the run has ended"),
+        ([STARTED, PeerLeft("x", "other", 3), RunFinished(9, 1.0, "all steps done")], "the run has ended"),
+        ([STARTED, PeerLeft("x", "own", 4), RunFinished(4, 1.0, LEFT)], "left the run in order after step 4"),
+        ([ClientFinished(1.0, LEFT), ClientFinished(1.0, LEFT)], "left in order"),
+    ],
+)
+def test_a_machine_that_joined_says_how_its_own_part_ended(tmp_path: Path, events: list[Event], said: str) -> None:
+    session = Session("join", tmp_path, LocalFleet(tmp_path, 1))
+    for event in events:
+        session.show(event)
+    assert (session.goodbye(), session.comes_back, session.exit_code()) == (said, False, 0)
+    session.close()
+
+
+def test_a_machine_that_joined_leaves_at_its_owners_limit_and_at_once_if_asked_again(tmp_path: Path) -> None:
+    screen, mine = io.StringIO(), tmp_path / "mine"
+    session = Session(
+        "join",
+        tmp_path,
+        LocalFleet(tmp_path, 1),
+        console=lambda view: LiveConsole(view, Console(file=screen, width=200)),
+        limits=Limits(pause_file=mine),
+    )
+    session.poll()
+    assert screen.getvalue() == ""
+    mine.touch()
+    session.poll()
+    session.poll()
+    assert screen.getvalue() == f"{mine} exists: leaving before the run begins; Ctrl-C leaves at once\n"
+    assert (session.goodbye(), session.comes_back) == ("left before the run began", True)
+    with pytest.raises(SystemExit, match="130"), session.interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+    session.close()

@@ -4,13 +4,14 @@ resume leaves the folder as it was."""
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from muletrain.cli.actions.opening import Wanted, opened, ready
-from muletrain.cli.actions.train import run_local
+from muletrain.cli.actions.train import local_session, run_local
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.events import StepDone, events_in
@@ -81,6 +82,19 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run: Path, tmp_path: Path)
     run_local(Wanted(None, ["train.steps=8"], run), json=True)
     assert steps(run) == list(range(1, 9))
     assert load_config(run / "config.toml").train.steps == 8
+
+
+def test_a_program_trains_without_a_console(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with local_session(Wanted(None, ["train.steps=8"], run)) as session, closing(session):
+        session.begin()
+        session.watch()
+        session.check()
+        evaluation, texts = session.evaluate()
+    assert (session.view.step, session.exit_code(), session.go_on()) == (8, 0, "")
+    assert session.checkpoint == run / "checkpoints" / "step-00000008"
+    assert evaluation is not None
+    assert texts
+    assert capsys.readouterr().out == ""
 
 
 def test_batch_context_rate_and_data_change_from_the_checkpoint_on_and_it_is_said(
