@@ -20,7 +20,7 @@ class Injection:
     def __init__(self, world: World) -> None:
         self._world = world
         self._doomed: list[tuple[Fault, Counter[tuple[str, str]]]] = []
-        world.links.observe(self)
+        world.links.sending = self.sending  # type: ignore[method-assign]
 
     async def inject(self, fault: Fault) -> None:
         """Begin a fault at its time, and end it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from muletrain.network.memory import Conditions
 from muletrain.wire.frame import frame_size
@@ -15,24 +15,13 @@ if TYPE_CHECKING:
     from proofs.scenario import Scenario
 
 
-class Observer(Protocol):
-    """Sees frames before they are sent."""
-
-    def sending(self, sender: PeerId, kind: str) -> None: ...
-
-
 class Links(Conditions):
     """Draws what happens to messages from the scenario's seed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario, self._rng = scenario, random.Random(f"world/{scenario.seed}")
-        self._observers: list[Observer] = []
         self.damaging: set[PeerId] = set()
         """Peers whose next frame comes damaged."""
-
-    def observe(self, observer: Observer) -> None:
-        """Show ``observer`` each frame before it is sent."""
-        self._observers.append(observer)
 
     def delay_s(self, sender: PeerId, receiver: PeerId) -> float:
         return self._rng.uniform(0.3, 1.0) * self._scenario.delay_s
@@ -43,10 +32,6 @@ class Links(Conditions):
 
     def weight(self, sender: PeerId, frame: Frame) -> int:
         return frame_size(frame) + int((self._scenario.weight - 1.0) * sum(t.nbytes for t in frame.tensors))
-
-    def sending(self, sender: PeerId, kind: str) -> None:
-        for observer in self._observers:
-            observer.sending(sender, kind)
 
     def damage(self, sender: PeerId, receiver: PeerId, packed: bytes) -> bytes:
         """Flip a bit in the prefix of a damaging peer's next frame, where libp2p's encryption would notice."""

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.text import Text
 
 from muletrain.cli.show.console import status
-from muletrain.cli.show.sentences import printable
-from muletrain.cli.show.view import RunView, headline, is_warning
 from muletrain.events import Event, EventTail, FaultInjected, StepDone
+from muletrain.runs.view import RunView
+from muletrain.units import printable
 
 WIDTH = 104  # columns
 
@@ -43,9 +43,9 @@ def main() -> None:
     )
     view = RunView()
     for event in until(sorted(EventTail(given.run).poll(), key=lambda e: e.t), given.steps):
-        sentence = headline(event, view) if view.fold(event) else None
+        sentence = view.headline(event) if view.fold(event) else ""
         if sentence and view.started:
-            style = "yellow" if is_warning(event) else ""
+            style = "yellow" if event.is_warning() else ""
             console.print(Text(printable(sentence), style=style), overflow="ellipsis", no_wrap=True)
     console.print(status(view))
     svg = console.export_svg(title="muletrain run")

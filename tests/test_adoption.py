@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.show.sentences import headline
-from muletrain.cli.show.view import RunView
 from muletrain.errors import ProtocolError
 from muletrain.events import SteppedBack
 from muletrain.policy.assignment import Load, View
 from muletrain.policy.checkpoints import keepers, newest_complete
+from muletrain.runs.view import RunView
 from muletrain.runtime.checkpoint.store import Key
 from muletrain.runtime.core.branches import branch_of, branched, count_of, hashed
 from muletrain.runtime.recovery.messages import StepBack
@@ -107,7 +106,7 @@ def test_people_are_told_once() -> None:
     event = SteppedBack(step=40, to=20, lost=[1], moves=["peer-3 to stage 1"], lineage="ab")
     assert [view.fold(event), view.fold(event)] == [True, False]
     said = "stage 1 lost all peers: the run steps back from step 40 to the checkpoint of step 20; peer-3 to stage 1"
-    assert headline(event, view) == said
+    assert view.headline(event) == said
 
 
 # fmt: off

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.opening import anchored, opened, prepare
+from muletrain.cli.actions.opening import Wanted, anchored, opened, prepare
 from muletrain.config.schema import RunConfig
 from muletrain.data.corpus import absolute
 from muletrain.data.tokenizer import train_tokenizer
@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def refusal(*overrides: str) -> str:
     with (
         pytest.raises(MuletrainError) as refused,
-        opened(Path("my.toml"), overrides, "run", None) as (_, config),
+        opened(Wanted(Path("my.toml"), overrides), "run") as (_, config),
     ):
         prepare(config)
     assert not Path("runs").exists(), "nothing was trained: nothing is left"
@@ -90,14 +90,14 @@ def test_a_field_of_the_file_is_named_with_its_line(here: Path) -> None:
 
 
 def test_what_is_fine_is_prepared_and_a_resumed_folder_stays(here: Path) -> None:
-    with opened(Path("my.toml"), [], "run", None) as (folder, config):
+    with opened(Wanted(Path("my.toml"), []), "run") as (folder, config):
         prepare(config)
         (folder / "peer-0.jsonl").touch()  # a peer began
     assert (folder / "config.toml").is_file()
     (folder / "peer-0.jsonl").unlink()
     (here / "text" / "a.txt").unlink()
     expected = rf"{folder.name}/config.toml:\d+: data.path: "
-    with pytest.raises(MuletrainError, match=expected), opened(None, [], "run", folder) as (_, config):
+    with pytest.raises(MuletrainError, match=expected), opened(Wanted(None, [], folder), "run") as (_, config):
         prepare(config)
     assert (folder / "config.toml").is_file()
 
@@ -107,7 +107,7 @@ def test_resume_without_a_folder_takes_the_run_that_was_begun_or_resumed_last(
 ) -> None:
     def resumed(*arguments: str) -> Path:
         given = parsed(f"muletrain run {' '.join(arguments)}")
-        with opened(None, given["overrides"], "run", given["resume"]) as (folder, _):
+        with opened(Wanted(None, given["overrides"], given["resume"]), "run") as (folder, _):
             return folder
 
     with pytest.raises(MuletrainError, match=r"^runs: no run folder .*'muletrain run' or 'start' was called"):
@@ -126,12 +126,15 @@ def test_resume_without_a_folder_takes_the_run_that_was_begun_or_resumed_last(
 
 
 def test_a_run_goes_on_from_any_working_directory(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(Path("my.toml"), ["data.path=text/*.txt, text/a*", "data.cache=kept"], "run", None) as (folder, config):
+    with opened(Wanted(Path("my.toml"), ["data.path=text/*.txt, text/a*", "data.cache=kept"]), "run") as (
+        folder,
+        config,
+    ):
         prepare(config)
         (folder / "peer-0.jsonl").touch()
     folder = folder.resolve()
     monkeypatch.chdir(tmp_path)
-    with opened(None, ["data.heldout=0.1"], "run", folder) as (_, resumed):
+    with opened(Wanted(None, ["data.heldout=0.1"], folder), "run") as (_, resumed):
         prepare(resumed)
     assert resumed.data.path == f"{here}/text/*.txt, {here}/text/a*"
     assert resumed.data.cache == f"{here}/kept"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.show.view import FaultsView
 from muletrain.errors import MuletrainError
 from muletrain.events import (
     EventLog,
@@ -30,6 +29,7 @@ from muletrain.policy.chaos import Fault
 from muletrain.runs.chaos import Injector, Points
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.spec import WorkerSpec
+from muletrain.runs.view import FaultsView
 
 if TYPE_CHECKING:
     from pathlib import Path

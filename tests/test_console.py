@@ -16,7 +16,6 @@ from rich.console import Console
 from muletrain import cli as cli_package
 from muletrain import events as ev
 from muletrain.cli.show.console import JsonConsole, LiveConsole, Quality, RunView, final_report, plain_line, status
-from muletrain.cli.show.sentences import headline
 from muletrain.runs.tensorboard import TensorBoardSink
 
 if TYPE_CHECKING:
@@ -152,9 +151,9 @@ def test_a_step_back_is_told_from_where_the_run_was() -> None:
     """The first to tell may be a newcomer, which had done none."""
     view = fold([started(steps=1000), done(400)])
     assert view.fold(back(0, 300))
-    assert "steps back from step 400 to the checkpoint of step 300" in str(headline(back(0, 300), view))
-    assert "the run steps back to the checkpoint of step 300" in str(headline(back(0, 300), fold([])))
-    assert "steps back from step 40 to the beginning" in str(headline(back(40, 0), fold([])))
+    assert "steps back from step 400 to the checkpoint of step 300" in view.headline(back(0, 300))
+    assert "the run steps back to the checkpoint of step 300" in fold([]).headline(back(0, 300))
+    assert "steps back from step 40 to the beginning" in fold([]).headline(back(40, 0))
 
 
 def test_peers_add_up() -> None:
@@ -250,7 +249,7 @@ def test_who_was_refused_is_named_and_who_was_admitted_is_known_by_name() -> Non
 def test_that_a_gradient_stands_out_is_no_warning() -> None:
     """Honest data do that. Only another result of a second peer is news."""
     stands_out, differs = ev.GradientStandsOut(step=3, name="b", who="a"), ev.ResultsDiffer(step=3, name="b")
-    assert (stands_out.level, differs.level) == ("info", "warning")
+    assert (stands_out.is_warning(), differs.is_warning()) == (False, True)
     assert not fold([stands_out]).warnings
     assert plain([stands_out], []) == []
     assert fold([differs]).warnings.total() == 1

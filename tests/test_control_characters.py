@@ -13,9 +13,9 @@ from muletrain.cli import main as program
 from muletrain.cli.show.console import LiveConsole, RunView, make_console
 from muletrain.cli.show.doing import doing
 from muletrain.cli.show.final_report import final_report
-from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
 from muletrain.errors import MuletrainError
+from muletrain.units import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

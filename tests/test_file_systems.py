@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.opening import opened
+from muletrain.cli.actions.opening import Wanted, opened
 from muletrain.config.cache import cache_folder
 from muletrain.config.model_sections import DataConfig
 from muletrain.errors import DataError, MuletrainError, of_the_disk
@@ -38,7 +38,7 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_run_goes_on_and_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with opened(None, [], "run", None) as (folder, _), opened(None, [], "run", folder):
+    with opened(Wanted(None, []), "run") as (folder, _), opened(Wanted(None, [], folder), "run"):
         (folder / "peer-0.jsonl").touch()
     assert "has no locks, so make sure yourself" in capsys.readouterr().err.replace("\n", " ")
     with temporary_folder() as first, temporary_folder() as second:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from muletrain.cli.actions.opening import _newest_checkpoint, opened, prepare
+from muletrain.cli.actions.opening import Wanted, _newest_checkpoint, opened, prepare
 from muletrain.cli.show.console import make_console
 from muletrain.config.load import load_config
 from muletrain.config.schema import Precision
@@ -65,7 +65,7 @@ def settings(*more: str) -> list[str]:
 
 def refusal(*more: str) -> str:
     """What 'muletrain run' is told."""
-    with pytest.raises(MuletrainError) as caught, opened(None, settings(*more), "run", None) as (_, config):
+    with pytest.raises(MuletrainError) as caught, opened(Wanted(None, settings(*more)), "run") as (_, config):
         prepare(config, reads=True)
     assert not Path("runs").exists()
     return str(caught.value)

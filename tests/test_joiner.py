@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions import own_peers
-from muletrain.cli.actions.join_run import Limits, join_run
-from muletrain.cli.actions.own_peers import Listening, OwnPeers
+from muletrain.cli.actions.train import join_run
 from muletrain.clock import LoopClock
 from muletrain.compute.estimate import Offer
 from muletrain.config.schema import Precision
@@ -21,11 +19,14 @@ from muletrain.errors import ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.network.base import Network
 from muletrain.network.memory import MemoryHub
+from muletrain.runs import own_peers
 from muletrain.runs.host import Host
 from muletrain.runs.join.client import JoinClient
 from muletrain.runs.join.messages import PIECE, AskPart, Welcome
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
+from muletrain.runs.own_peers import Listening, OwnPeers
+from muletrain.runs.session import Limits
 from muletrain.runs.spec import WorkerSpec
 from muletrain.wire.codec import encode_raw
 from muletrain.wire.frame import Frame

@@ -20,7 +20,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from muletrain.cli.actions import examine as cli_peers
-from muletrain.cli.actions.session import Session
 from muletrain.cli.main import app
 from muletrain.cli.show.measured_fleet import fleet_tables
 from muletrain.compute import block
@@ -40,6 +39,7 @@ from muletrain.runs.measure import fleet_survey as survey
 from muletrain.runs.measure.probing import (
     seconds_per_byte,
 )
+from muletrain.runs.session import Session
 from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
 from tests.fleet_run import run_fleet
 from tests.test_link_probes import PROFILE
@@ -186,7 +186,7 @@ def start_that_says(folder: Path, event: Event) -> Iterator[None]:
         with LocalFleet(folder, 1) as fleet:
             told: list[tuple[str, str]] = []
             fleet.tell = lambda name, line: told.append((name, line))  # type: ignore[method-assign]
-            session = Session(folder, fleet, json=True)
+            session = Session("start", folder, fleet)
             session.founder = "first"
             while not told and not over.is_set():
                 session.poll()

@@ -13,23 +13,34 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from muletrain.cli.actions.session import Session
+from muletrain.cli.actions.train import report
 from muletrain.cli.show.console import LiveConsole, plain_line
 from muletrain.cli.show.final_report import quality_table
-from muletrain.cli.show.view import PeerView
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import RunConfig
 from muletrain.data.ngram import spread
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CapacityError, DataError, MuletrainError
-from muletrain.events import Note, RunFinished, RunStarted, StageEmpty, StepDone, read_events
+from muletrain.events import (
+    ClientFinished,
+    Event,
+    Note,
+    PeerLeft,
+    RunFinished,
+    RunStarted,
+    StageEmpty,
+    StepDone,
+    read_events,
+)
 from muletrain.model.spec import ModelSpec
 from muletrain.model.stage import Stage
 from muletrain.runs import result
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet
 from muletrain.runs.measure.quality import Quality
-from muletrain.runs.worker_files import EXIT_SKIPPED
+from muletrain.runs.session import Limits, Session
+from muletrain.runs.view import PeerView
+from muletrain.runs.worker_files import EXIT_SKIPPED, LEFT
 from tests.whole_model import build_full
 
 STARTED = RunStarted(
@@ -133,9 +144,9 @@ def test_the_end_of_a_run_is_measured_on_what_it_can_afford() -> None:
 def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session = Session(tmp_path, LocalFleet(tmp_path, 1), json=False)
+    session = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole)
     session.checkpoint = tmp_path / "gone"
-    session.report()
+    report(session)
     session.close()
     out = capsys.readouterr().out
     assert "the model was not evaluated: " in out
@@ -148,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_evaluated_does_not_cost_the_report(
 def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
+    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, force_terminal=True, width=200, color_system=None))
     session.view.fold(STARTED)
     with session.interruptible(), session.console:
@@ -157,7 +168,7 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
     assert "stopping after this step; checkpoint and report follow (Ctrl-C again ends at once)" in screen.getvalue()
     session.checkpoint = tmp_path / "gone"
     session.view.fold(RunFinished(steps=0, seconds=1.0, reason="stopped by the user"))
-    session.report()
+    report(session)
     session.close()
     assert "  stopped" in plain_line(session.view)
     assert f"muletrain run --resume {tmp_path}   # go on after step 0 of 9" in screen.getvalue()
@@ -166,7 +177,7 @@ def test_ctrl_c_is_answered_above_the_live_view_and_the_report_says_how_to_go_on
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_that_no_person_at_the_keyboard_sent_is_named(tmp_path: Path, number: signal.Signals) -> None:
-    session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
+    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, width=200))
     session.view.fold(STARTED)
     with session.interruptible(), session.console:
@@ -182,15 +193,16 @@ def test_a_signal_that_no_person_at_the_keyboard_sent_is_named(tmp_path: Path, n
 def test_a_run_that_learned_nothing_gives_no_advice_as_after_a_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    session = Session(tmp_path, LocalFleet(tmp_path, 1), json=False)
+    session = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole)
     session.view.fold(STARTED)
     session.checkpoint = tmp_path / "gone"
     monkeypatch.setattr(session.fleet, "exit_codes", lambda: {"peer-0": code})
+    report(session)
     if code:
         with pytest.raises(MuletrainError, match="the run learned nothing at its end"):
-            session.report()
+            session.check()
     else:
-        session.report()
+        session.check()
     session.close()
     out = capsys.readouterr().out
     assert f"checkpoint   {tmp_path / 'gone'}" in out.replace("\n", "")
@@ -218,7 +230,7 @@ def test_models_of_counts_are_shown_beside_a_model_that_was_trained(
 
 
 def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
-    session, screen = Session(tmp_path, LocalFleet(tmp_path, 1), json=False), io.StringIO()
+    session, screen = Session("run", tmp_path, LocalFleet(tmp_path, 1), console=LiveConsole), io.StringIO()
     session.console = LiveConsole(session.view, Console(file=screen, width=200))
     with pytest.raises(SystemExit, match="130"), session.interruptible(), session.console:
         raise KeyboardInterrupt
@@ -233,7 +245,7 @@ def test_a_second_ctrl_c_says_what_is_left(tmp_path: Path) -> None:
 
 def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with LocalFleet(tmp_path, 1) as fleet:
-        session = Session(tmp_path, fleet, json=False)
+        session = Session("run", tmp_path, fleet, console=LiveConsole)
         fleet.spawn(["peer-0"])
         os.kill(fleet.pid("peer-0"), signal.SIGKILL)
         with pytest.raises(MuletrainError, match=r"peer-0 was killed by signal 9 .*peer-0\.log; logs: .*\*\.log"):
@@ -247,7 +259,7 @@ def test_a_killed_process_is_told_of_with_its_log(tmp_path: Path, capsys: pytest
 def test_a_run_that_waits_for_a_peer_that_nobody_can_bring_ends(tmp_path: Path) -> None:
     """It waited for 15 minutes, though no other machine can join it. (The module's own operation failed in one stage.)"""
     with LocalFleet(tmp_path, 1) as fleet:
-        session = Session(tmp_path, fleet, json=True)
+        session = Session("run", tmp_path, fleet)
         fleet.spawn(["peer-0", "peer-1"])
         session.view.fold(replace(STARTED, stages=2, peers=2))
         for stage, name in enumerate(("peer-0", "peer-1")):
@@ -256,9 +268,9 @@ def test_a_run_that_waits_for_a_peer_that_nobody_can_bring_ends(tmp_path: Path) 
         session.show(StageEmpty(stages="stage 1", lacks="and there is no checkpoint", minutes=15))
         assert not session._stranded(["peer-0", "peer-1"]), "it may answer again"
         assert session._stranded(["peer-0"])
-        session.founder = "peer-0"
+        session.role = "start"
         assert not session._stranded(["peer-0"]), "another machine may join"
-        session.founder = None
+        session.role = "run"
         session.show(StepDone(step=1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, duration_s=1.0, lineage=""))
         assert not session._stranded(["peer-0"]), "the run goes on"
         session.show(StageEmpty(stages="stage 1", lacks="and there is no checkpoint", minutes=15))
@@ -271,9 +283,47 @@ def test_a_run_that_waits_for_a_peer_that_nobody_can_bring_ends(tmp_path: Path) 
 
 def test_what_all_peers_say_is_said_once(tmp_path: Path) -> None:
     with LocalFleet(tmp_path, 1) as fleet:
-        session = Session(tmp_path, fleet, json=True)
+        session = Session("run", tmp_path, fleet)
         for name in ("a", "b"):
             session.show(Note(level="error", message="no cuda:1 here", peer=name))
         with pytest.raises(MuletrainError, match=r"^a, b: no cuda:1 here; logs: "):
             session.watch()
         session.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([], "the run has ended"),
+        ([STARTED, PeerLeft("x", "other", 3), RunFinished(9, 1.0, "all steps done")], "the run has ended"),
+        ([STARTED, PeerLeft("x", "own", 4), RunFinished(4, 1.0, LEFT)], "left the run in order after step 4"),
+        ([ClientFinished(1.0, LEFT), ClientFinished(1.0, LEFT)], "left in order"),
+    ],
+)
+def test_a_machine_that_joined_says_how_its_own_part_ended(tmp_path: Path, events: list[Event], said: str) -> None:
+    session = Session("join", tmp_path, LocalFleet(tmp_path, 1))
+    for event in events:
+        session.show(event)
+    assert (session.goodbye(), session.comes_back, session.exit_code()) == (said, False, 0)
+    session.close()
+
+
+def test_a_machine_that_joined_leaves_at_its_owners_limit_and_at_once_if_asked_again(tmp_path: Path) -> None:
+    screen, mine = io.StringIO(), tmp_path / "mine"
+    session = Session(
+        "join",
+        tmp_path,
+        LocalFleet(tmp_path, 1),
+        console=lambda view: LiveConsole(view, Console(file=screen, width=200)),
+        limits=Limits(pause_file=mine),
+    )
+    session.poll()
+    assert screen.getvalue() == ""
+    mine.touch()
+    session.poll()
+    session.poll()
+    assert screen.getvalue() == f"{mine} exists: leaving before the run begins; Ctrl-C leaves at once\n"
+    assert (session.goodbye(), session.comes_back) == ("left before the run began", True)
+    with pytest.raises(SystemExit, match="130"), session.interruptible():
+        os.kill(os.getpid(), signal.SIGINT)
+    session.close()

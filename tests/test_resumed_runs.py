@@ -4,13 +4,14 @@ resume leaves the folder as it was."""
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from muletrain.cli.actions.local_run import run_local
-from muletrain.cli.actions.opening import How, opened, ready
+from muletrain.cli.actions.opening import Wanted, opened, ready
+from muletrain.cli.actions.train import local_session, run_local
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
 from muletrain.events import StepDone, events_in
@@ -44,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "text.txt").write_text(TEXT)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
-        run_local(None, SMALL, json=True)
+        run_local(Wanted(None, SMALL), json=True)
     return here / run_folder(here / ROOT)
 
 
@@ -71,16 +72,29 @@ def test_a_refused_resume_leaves_the_folder_as_it_was(run: Path, tmp_path: Path)
         ["train.steps=9", "optimizer.lr=-1"],
     ):
         with pytest.raises(MuletrainError):
-            run_local(None, overrides, json=True, resume=run)
+            run_local(Wanted(None, overrides, run), json=True)
         assert (run / "config.toml").read_bytes() == before
     (run / "owner.key").mkdir()  # so that the founder cannot begin, as with a busy port
     with pytest.raises((MuletrainError, OSError)):
-        run_local(None, ["train.steps=9"], json=True, resume=run)
+        run_local(Wanted(None, ["train.steps=9"], run), json=True)
     assert (run / "config.toml").read_bytes() == before
     shutil.rmtree(run / "owner.key")
-    run_local(None, ["train.steps=8"], json=True, resume=run)
+    run_local(Wanted(None, ["train.steps=8"], run), json=True)
     assert steps(run) == list(range(1, 9))
     assert load_config(run / "config.toml").train.steps == 8
+
+
+def test_a_program_trains_without_a_console(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with local_session(Wanted(None, ["train.steps=8"], run)) as session, closing(session):
+        session.begin()
+        session.watch()
+        session.check()
+        evaluation, texts = session.evaluate()
+    assert (session.view.step, session.exit_code(), session.go_on()) == (8, 0, "")
+    assert session.checkpoint == run / "checkpoints" / "step-00000008"
+    assert evaluation is not None
+    assert texts
+    assert capsys.readouterr().out == ""
 
 
 def test_batch_context_rate_and_data_change_from_the_checkpoint_on_and_it_is_said(
@@ -88,7 +102,7 @@ def test_batch_context_rate_and_data_change_from_the_checkpoint_on_and_it_is_sai
 ) -> None:
     (tmp_path / "other.txt").write_text(TEXT.replace("mule", "donkey"))
     changed = ["train.steps=9", "train.batch=4", "model.context=16", "optimizer.lr=0.001"]
-    run_local(None, [*changed, f"data.path={tmp_path}/other.txt"], json=True, resume=run)
+    run_local(Wanted(None, [*changed, f"data.path={tmp_path}/other.txt"], run), json=True)
     said = capsys.readouterr().err
     for line in (
         "train.batch: 8 before, 4 from step 6 on",
@@ -101,7 +115,7 @@ def test_batch_context_rate_and_data_change_from_the_checkpoint_on_and_it_is_sai
     checkpoint = Checkpoint.open(run)
     assert checkpoint.config.train.data_offset + 6 * 4 == 0, "the first sequence of the new text comes first"
     assert checkpoint.tokenizer_json == Checkpoint.open(run / "checkpoints" / "step-00000006").tokenizer_json
-    run_local(None, ["train.steps=10"], json=True, resume=run)
+    run_local(Wanted(None, ["train.steps=10"], run), json=True)
     assert "from step 9 on" in (said := capsys.readouterr().err)
     assert "train.batch" not in said
     assert steps(run) == list(range(1, 11))
@@ -131,7 +145,7 @@ def test_the_folder_of_a_member_goes_on_when_the_founder_and_its_files_are_gone(
     """A member that collected the last checkpoint has no config.toml, and its text lies elsewhere."""
     (run / "config.toml").unlink()
     text = shutil.copy("text.txt", tmp_path / "my-copy.txt")
-    run_local(None, ["train.steps=8", f"data.path={text}"], json=True, resume=run)
+    run_local(Wanted(None, ["train.steps=8", f"data.path={text}"], run), json=True)
     assert steps(run) == list(range(1, 9))
     assert "another corpus" not in capsys.readouterr().err
     assert load_config(run / "config.toml").data.path == str(text)
@@ -146,9 +160,9 @@ def test_resume_takes_the_newest_folder_in_which_a_step_was_done(
     (failed / "config.toml").write_text("")
     (failed / "peer-0.jsonl").write_text("")
     shutil.move(run, tmp_path / "runs" / "good")
-    with opened(None, ["train.steps=8"], "run", tmp_path / "runs") as (folder, config):
+    with opened(Wanted(None, ["train.steps=8"], tmp_path / "runs"), "run") as (folder, config):
         assert folder.name == "good"
-        found = ready(folder, config, How(resumed=True, means_data=False))
+        found = ready(folder, config, Wanted(resume=tmp_path / "runs"))
     assert found.checkpoint is not None
     said = capsys.readouterr().err
     assert "20991231-start: no step was done there; passed over" in said.replace("\n", "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from muletrain.cli.actions.session import HEARD_S, POLL_S, SEATED_S, STOPPED_S, Session
 from muletrain.errors import MuletrainError
 from muletrain.events import PeerJoined, RunFinished, RunStarted, Waiting
+from muletrain.runs.session import HEARD_S, POLL_S, SEATED_S, STOPPED_S, Session
 from muletrain.runs.worker_files import LEFT
 
 if TYPE_CHECKING:
@@ -66,15 +67,22 @@ class Played:
 @pytest.fixture
 def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Played]:
     def play(
-        ends: dict[str, tuple[float, int]], news: dict[float, Event] | None = None, *, clients: Any = (), **watched: Any
+        ends: dict[str, tuple[float, int]],
+        news: dict[float, Event] | None = None,
+        *,
+        clients: Any = (),
+        first: str = "",
+        stages: int = 0,
     ) -> Played:
         fleet: Any = Played(ends, news or {})
         monkeypatch.setattr(time, "monotonic", lambda: fleet.now_s)
         monkeypatch.setattr(time, "sleep", fleet.sleep)
-        session = Session(tmp_path, fleet, json=True, clients=clients)
+        names = [*([first] if first else ()), *clients]
+        workers: Any = [SimpleNamespace(name=name, client=name in clients) for name in names]
+        session = Session("run", tmp_path, fleet, workers, stages=stages)
         fleet.show, fleet.session = session.show, session
         try:
-            session.watch(**watched)
+            session.watch()
         except MuletrainError:
             fleet.told.append((fleet.now_s, "", "failed"))
         finally:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions import asked
-from muletrain.cli.actions.asked import Asked, Outlet
 from muletrain.events import CheckpointWritten, read_events
+from muletrain.runs import asked
+from muletrain.runs.asked import Asked, Outlet
 from tests.test_cli import SMALL, TWO, peers_left, start
 
 LONG = [*SMALL, "--set", "train.steps=100000", "--set", "compute.threads=1"]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from muletrain.cli.show.console import plain_line
-from muletrain.cli.show.view import RunView, SkipsView
 from muletrain.compute.scaling import LossScale
 from muletrain.events import StepApplied, StepDone, SteppedBack
 from muletrain.optim.flat import FlatLayout
+from muletrain.runs.view import RunView, SkipsView
 from muletrain.runtime.averaging.messages import ShardFacts
 from muletrain.runtime.step.record import StageEntry, StepRecord
 from proofs.play import play

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from muletrain.cli.actions.local_run import run_local
+from muletrain.cli.actions.opening import Wanted
+from muletrain.cli.actions.train import run_local
 from muletrain.errors import ConfigError
 
 from .fleet_run import checkpoint_weights
@@ -80,9 +81,9 @@ def test_chaos_costs_no_number(tmp_path: Path) -> None:
 def test_a_plan_that_makes_no_sense_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="unknown target 'stage7'"):
-        run_local(None, [], json=True, chaos="kill stage7@step3")
+        run_local(Wanted(None, []), json=True, chaos="kill stage7@step3")
     with pytest.raises(ConfigError, match="--seed draws the faults of --chaos"):
-        run_local(None, [], json=True, seed=3)
+        run_local(Wanted(None, []), json=True, seed=3)
     assert not list(tmp_path.iterdir())
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.final_report import final_report
-from muletrain.cli.show.view import RunView
 from muletrain.errors import AdmissionError, DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
 from muletrain.events import EventLog, Note, events_in
 from muletrain.network.libp2p import Libp2pNetwork
@@ -20,6 +19,7 @@ from muletrain.runs.join.client import JoinClient, find_admitter
 from muletrain.runs.join.messages import Ready
 from muletrain.runs.join.patience import FIRST_S, PATIENCE_S, patiently
 from muletrain.runs.spec import WorkerSpec
+from muletrain.runs.view import RunView
 from tests.newcomers import introduction, rendezvous_of
 from tests.runners import TICKET
 from tests.test_chaos_targets import World

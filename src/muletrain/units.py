@@ -1,4 +1,4 @@
-"""Quantities as people write and read: bytes, durations, counts. Pure; parsers raise ValueError.
+"""Quantities and text as people write and read: bytes, durations, counts. Pure; parsers raise ValueError.
 
 Sizes are decimal (1 MB = 10^6 bytes, as networks count); written with an 'i', binary (1 MiB = 2^20 bytes, as
 memory counts).
@@ -89,3 +89,15 @@ def _number(digits: str, text: str) -> float:
         return float(digits)
     except ValueError:
         raise ValueError(f"expected a number with a unit, got {text!r}") from None
+
+
+_OF_SCRIPTS = "\u00ad\u200c\u200d\u200e\u200f"
+"""Characters without width that scripts and emoji need: joiners, separators, and marks of direction."""
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """Untrusted ``text`` without characters that a terminal obeys or that hide text: control characters, escape
+    sequences, marks of direction, characters without width. The result is one line, unless ``lines`` keeps line
+    ends."""
+    kept = f"{_OF_SCRIPTS}\n\t" if lines else _OF_SCRIPTS
+    return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "\ufffd" for c in text)

@@ -22,9 +22,9 @@ from muletrain.cli.commands.train import join, run, start
 from muletrain.cli.commands.trained import evaluate, export, generate
 from muletrain.cli.options import Command
 from muletrain.cli.show.doing import begins
-from muletrain.cli.show.sentences import printable
 from muletrain.errors import MuletrainError, of_the_disk
 from muletrain.runs.fleet import COMMON
+from muletrain.units import printable
 
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Train": {"run": run, "start": start, "join": join},

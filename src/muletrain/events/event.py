@@ -38,9 +38,19 @@ class Event(_Frozen, kw_only=True):
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
     kind: ClassVar[str] = "event"
+    TEXT: ClassVar[str] = ""
+    """The sentence for people, with field names in braces."""
+    WARNING: ClassVar[bool] = False
 
     t: Number = 0.0
     peer: str = ""
+
+    def sentence(self) -> str:
+        """The event for people, with ids of peers; empty: only numbers change."""
+        return self.TEXT.format_map(vars(self))
+
+    def is_warning(self) -> bool:
+        return self.WARNING
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()

@@ -1,15 +1,19 @@
-"""Events of a run that programs read."""
+"""Events of a run that programs read, too."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Literal
 
 from muletrain.events.event import Event, Number
+from muletrain.units import format_bytes, format_count, format_duration, plural
 
 TrafficClass = Literal["activation", "gradient", "averaging", "state", "control", "relayed"]
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("activation", "gradient", "averaging", "state", "control", "relayed")
 """Classes of traffic; 'relayed': carried by a peer between two other peers."""
+ANSWERED = re.compile("answered a probe|it trains in|it is still at|its history")
+"""Reasons of a suspicion that came from the peer itself."""
 
 
 class RunStarted(Event):
@@ -31,6 +35,11 @@ class RunStarted(Event):
     members: dict[str, str] = field(default_factory=dict)
     """Names of the peers that begin, by id."""
 
+    def sentence(self) -> str:
+        stages = plural(self.stages, "stage")
+        model = f"{format_count(self.params)} parameters in {stages}" if self.params else stages
+        return f"run {self.run_id}: {plural(self.steps, 'step')}, {model}, {plural(self.peers, 'peer')}"
+
 
 class PeerJoined(Event):
     """A peer began to serve a stage."""
@@ -49,6 +58,11 @@ class PeerJoined(Event):
     swapped: int = 0
     """Parts of the stage that take turns on the device; 0: the stage stays there."""
 
+    def sentence(self) -> str:
+        turns = f" in {self.swapped} parts that take turns" if self.swapped else ""
+        about = f"{self.device}, {self.precision}, {format_count(self.params)} parameters{turns}"
+        return f"{self.name} serves stage {self.stage} ({about}{', trainer' if self.trainer else ''})"
+
 
 class ClientBegan(Event):
     """A client began to compute for a stage."""
@@ -64,6 +78,10 @@ class ClientBegan(Event):
     chip: str = ""
     """Product name of the device."""
 
+    def sentence(self) -> str:
+        about = f"{self.device}, {self.precision}, {format_count(self.params)} parameters"
+        return f"{self.name} computes for stage {self.stage} ({about})"
+
 
 class ClientFinished(Event):
     """A client's process ended in order."""
@@ -71,16 +89,23 @@ class ClientFinished(Event):
     seconds: Number
     reason: str
 
+    def sentence(self) -> str:
+        return f"{self.peer} ended after {format_duration(self.seconds)}: {self.reason}"
+
 
 class Waiting(Event):
     """The run waits for conditions, e.g. ['a peer for stage 1']."""
 
     missing: list[str]
 
+    def sentence(self) -> str:
+        return f"waiting: {', '.join(self.missing)}" if self.missing else "nothing is missing any more"
+
 
 class ProbeProgress(Event):
     """Machines and links are being measured: ``done`` of ``total`` rounds, and the next one."""
 
+    TEXT = "{what}"
     done: int
     total: int
     what: str
@@ -95,10 +120,15 @@ class FleetMeasured(Event):
     lacking: list[str]
     """A sentence for each thing that could not be measured."""
 
+    def sentence(self) -> str:
+        return f"measured {plural(len(self.peers), 'peer')}: {self.path}"
+
 
 class ProbeFailed(Event):
     """Measuring failed."""
 
+    TEXT = "the fleet was not measured: {reason}"
+    WARNING = True
     reason: str
 
 
@@ -112,14 +142,21 @@ class Admitted(Event):
 class JoinRefused(Event):
     """A peer asked for admission and was refused. ``name``: the requested name, if known."""
 
+    WARNING = True
     remote: str
     reason: str
     name: str = ""
+
+    def sentence(self) -> str:
+        who = f"{self.name} ({self.remote})" if self.name else self.remote
+        return f"{who} was not admitted: {self.reason}"
 
 
 class FrameRefused(Event):
     """A message arrived that no correct peer of this run would send."""
 
+    TEXT = "refused a message from {remote}: {reason}"
+    WARNING = True
     remote: str
     reason: str
 
@@ -238,9 +275,14 @@ class MicrobatchRerouted(Event):
 class PeerDown(Event):
     """A peer gets no more work until a new announcement."""
 
+    WARNING = True
     peer_id: str
     reason: str
     name: str = ""
+
+    def sentence(self) -> str:
+        silent = "" if ANSWERED.match(self.reason) else "does not answer and "
+        return f"{self.peer_id} {silent}gets no work: {self.reason}"
 
 
 class MemberAdmitted(Event):
@@ -254,6 +296,7 @@ class MemberAdmitted(Event):
 class PeerLeft(Event):
     """A peer left in order after ``step``."""
 
+    TEXT = "{name} left in order after step {step}"
     peer_id: str
     name: str
     step: int
@@ -271,10 +314,19 @@ class LineageLeft(Event):
     to_step: int
     to_lineage: str
 
+    def sentence(self) -> str:
+        apart = plural(self.step - self.forked_at + 1, "step")
+        return (
+            f"{self.peer}: a partition since step {self.forked_at} healed; this peer drops {apart} of its own side, "
+            f"and takes the other side's state after step {self.to_step}"
+        )
+
 
 class PeerExpelled(Event):
     """The members expelled a peer, because two other peers computed a different gradient for ``step``."""
 
+    TEXT = "{name} was expelled after step {step}: its results differ from those of its replicas"
+    WARNING = True
     peer_id: str
     name: str
     step: int
@@ -283,6 +335,7 @@ class PeerExpelled(Event):
 class MemberRemoved(Event):
     """The run's owner removed a peer for good."""
 
+    TEXT = "{name} was removed by the run's owner"
     peer_id: str
     name: str
 
@@ -290,8 +343,12 @@ class MemberRemoved(Event):
 class PeerBanned(Event):
     """This process ignores a peer for a while, because of repeated malformed messages."""
 
+    WARNING = True
     peer_id: str
     seconds: Number
+
+    def sentence(self) -> str:
+        return f"{self.peer_id} is banned for {format_duration(self.seconds)}: it keeps sending malformed messages"
 
 
 class CheckpointWritten(Event):
@@ -302,10 +359,16 @@ class CheckpointWritten(Event):
     bytes: int
     seconds: Number
 
+    def sentence(self) -> str:
+        cost = f"{format_bytes(self.bytes)}, {format_duration(self.seconds)}"
+        return f"checkpoint of step {self.step}: {self.path} ({cost})"
+
 
 class CheckpointFailed(Event):
     """A checkpoint could not be written; training continues."""
 
+    TEXT = "the checkpoint of step {step} failed: {reason}"
+    WARNING = True
     step: int
     reason: str
 
@@ -314,6 +377,7 @@ class SteppedBack(Event):
     """Stages lost all peers, so all processes restart from the newest complete checkpoint. Some steps are done again;
     the final weights are unchanged."""
 
+    WARNING = True
     step: int
     """Steps that this process had done; 0: it was joining."""
     to: int
@@ -322,6 +386,13 @@ class SteppedBack(Event):
     moves: list[str]
     """A sentence for each peer that moves to another stage."""
     lineage: str
+
+    def sentence(self) -> str:
+        stages = f"stage{'s' if len(self.lost) > 1 else ''} {', '.join(map(str, self.lost))}"
+        where = f"the checkpoint of step {self.to}" if self.to else "the beginning"
+        origin = f"from step {self.step} " if self.step > self.to else ""
+        moves = f"; {', '.join(self.moves)}" if self.moves else ""
+        return f"{stages} lost all peers: the run steps back {origin}to {where}{moves}"
 
 
 class Evaluated(Event):
@@ -339,6 +410,11 @@ class Evaluated(Event):
     """Loss of the weights of ``model.from`` on the same text; None: the run began with different weights, or
     unknown."""
 
+    def sentence(self) -> str:
+        before = "" if self.before is None else f" (before training {self.before:.3f})"
+        more = "" if self.perplexity is None else f", perplexity {self.perplexity:.1f}"
+        return f"step {self.step}: validation loss {self.loss:.3f}{before}{more}"
+
 
 class Validated(Event):
     """The held-out loss was measured during training, after ``step`` updates; fields as in ``Evaluated``."""
@@ -347,6 +423,13 @@ class Validated(Event):
     loss: Number
     perplexity: Number | None
     tokens: int
+
+    def sentence(self) -> str:
+        when = f"step {self.step}" if self.step else "before the first step"
+        more, what = "", "samples or tokens"
+        if self.perplexity is not None:
+            more, what = f", perplexity {self.perplexity:,.1f}", "tokens"
+        return f"{when}: held-out loss {self.loss:.3f}{more} ({self.tokens:,} {what})"
 
 
 class FaultInjected(Event):
@@ -362,6 +445,9 @@ class FaultInjected(Event):
     """Text of the plan."""
     step: int
     """Steps done before the fault."""
+
+    def sentence(self) -> str:
+        return f"chaos: {self.planned} hits {', '.join(self.who)} after step {self.step}"
 
 
 class RunFinished(Event):

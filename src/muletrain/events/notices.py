@@ -1,8 +1,8 @@
-"""Events of a run with a sentence for people."""
+"""Events about trouble, and about members that come, go or change: most are read by people alone."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from muletrain.events.event import Event
 from muletrain.units import plural
@@ -16,16 +16,17 @@ class Note(Event):
     level: Level
     message: str
 
+    def sentence(self) -> str:
+        return self.message
+
+    def is_warning(self) -> bool:
+        return self.level != "info"
+
 
 class Notice(Event, abstract=True):
-    """Base of events with a sentence: ``TEXT``, with field names in braces. ``step`` counts from 1, as in ``StepDone``."""
+    """Base of warnings, unless the class says otherwise. ``step`` counts from 1, as in ``StepDone``."""
 
-    TEXT: ClassVar[str]
-    level: ClassVar[Level] = "warning"
-
-    @property
-    def message(self) -> str:
-        return self.TEXT.format_map(vars(self))
+    WARNING = True
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -38,8 +39,7 @@ class MicrobatchesRerun(Notice):
     stage: int
     microbatches: int
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         return f"step {self.step}: stage {self.stage} computes {plural(self.microbatches, 'microbatch')} again"
 
 
@@ -60,8 +60,7 @@ class SampleReplaced(Notice):
     reason: str
     stops: bool
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         then = (
             "; the run ends after this step (data.on_error = 'skip' goes on)" if self.stops else "; others are counted"
         )
@@ -75,8 +74,7 @@ class OrphansTaken(Notice):
     owners: str
     microbatches: int
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         return f"step {self.step}: this trainer takes over {plural(self.microbatches, 'microbatch')} of {self.owners}"
 
 
@@ -111,8 +109,7 @@ class ReplicaApart(Notice):
     why: str
     steps: int
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         pause = plural(self.steps, "step")
         return f"step {self.step}: {self.name} answers, but {self.why}; averaging without it for {pause}"
 
@@ -127,13 +124,9 @@ class WeightsDiffer(Notice):
 
 class GradientStandsOut(Notice):
     """A member's gradient is far longer or shorter than the rest, so ``who`` computes the gradient again as a check.
-    Honest data do that at times: no fault unless ``ResultsDiffer`` follows."""
+    Honest data do that at times, so no sentence tells of it: only ``ResultsDiffer`` tells of a fault."""
 
-    TEXT = (
-        "step {step}: the gradient of {name} is far longer or shorter than others, which honest data do at times; {who} computes it "
-        "again, as a check"
-    )
-    level = "info"
+    WARNING = False
     step: int
     name: str
     who: str
@@ -182,7 +175,7 @@ class GradientTaken(Notice):
     """This peer missed a step, and applied the step later."""
 
     TEXT = "{reason}: fetched it from a replica and applied it"
-    level = "info"
+    WARNING = False
     reason: str
 
 
@@ -190,7 +183,7 @@ class TransferFailed(Notice):
     """``what`` (a state, a gradient, tokens, a part) could not be fetched from ``source`` ('': from several)."""
 
     TEXT = "{what} could not be fetched: {reason}"
-    level = "info"
+    WARNING = False
     what: str
     reason: str
     source: str = ""
@@ -200,7 +193,7 @@ class PeerMoved(Notice):
     """A peer moves to another stage."""
 
     TEXT = "{name} moves from stage {stage} to stage {target}"
-    level = "info"
+    WARNING = False
     name: str
     stage: int
     target: int
@@ -210,7 +203,7 @@ class MoveDecided(Notice):
     """This peer decided to move to stage ``target``."""
 
     TEXT = "stage {target} {reason}"
-    level = "info"
+    WARNING = False
     target: int
     reason: str
 
@@ -248,7 +241,7 @@ class DeviceBack(Notice):
     """The device returned from a late job."""
 
     TEXT = "the device works again"
-    level = "info"
+    WARNING = False
 
 
 class StageEmpty(Notice):
@@ -258,8 +251,7 @@ class StageEmpty(Notice):
     lacks: str
     minutes: int
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         return f"{self.stages} lost all peers, {self.lacks}. The run waits for {plural(self.minutes, 'minute')}"
 
 
@@ -268,8 +260,7 @@ class NoTrainer(Notice):
 
     minutes: int
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         return (
             "no trainer is left, because no peer has the data; join with a machine that has it ('muletrain join --data PATH'). "
             f"The run writes a checkpoint, and waits for {plural(self.minutes, 'minute')}"
@@ -287,7 +278,7 @@ class TrainerAdded(Notice):
     """A peer that fetched the run's tokens became a trainer."""
 
     TEXT = "{name} has the run's tokens and now builds microbatches too"
-    level = "info"
+    WARNING = False
     name: str
 
 
@@ -299,8 +290,7 @@ class SeatEmpty(Notice):
     seat: str
     spares: str
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         lacks = f"pipeline {self.pipeline} lacks '{self.seat}' at stage {self.stage}"
         if self.spares:
             return f"{lacks}: {self.spares} (spare) takes its microbatches"
@@ -311,7 +301,7 @@ class SeatFilled(Notice):
     """A planned peer took the seat again."""
 
     TEXT = "'{seat}' serves stage {stage} of pipeline {pipeline} again, as planned"
-    level = "info"
+    WARNING = False
     pipeline: int
     stage: int
     seat: str
@@ -328,7 +318,7 @@ class DirectoryFailed(Notice):
     """The directory, or a peer named there, did not answer."""
 
     TEXT = "{what}: {reason}"
-    level = "info"
+    WARNING = False
     what: str
     reason: str
 
@@ -337,7 +327,7 @@ class PartNotKept(Notice):
     """This peer could not keep a copy of a checkpoint part."""
 
     TEXT = "this peer does not keep its copy of a checkpoint part: {reason}"
-    level = "info"
+    WARNING = False
     reason: str
 
 
@@ -348,7 +338,7 @@ class ClientEnlisted(Notice):
     """A client begins to work for this server."""
 
     TEXT = "client {name} works for stage {stage}"
-    level = "info"
+    WARNING = False
     peer_id: str
     name: str
     stage: int
@@ -362,8 +352,7 @@ class ClientLost(Notice):
     reason: str
     parts: int
 
-    @property
-    def message(self) -> str:
+    def sentence(self) -> str:
         return f"client {self.name} is gone ({self.reason}); {plural(self.parts, 'part')} computed again"
 
 

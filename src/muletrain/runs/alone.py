@@ -29,7 +29,7 @@ class Alone(LocalFleet):
 
     def __init__(self, folder: Path, threads: int) -> None:
         super().__init__(folder, threads)
-        os.environ.update(environment(threads))  # read by torch, which is not imported yet
+        os.environ.update(environment(threads))
         self._loop = asyncio.new_event_loop()
         self._lines: asyncio.Queue[str] = asyncio.Queue()
         self._thread: threading.Thread | None = None
@@ -44,8 +44,11 @@ class Alone(LocalFleet):
         self._thread.start()
 
     def _run(self, spec: WorkerSpec) -> None:
+        import torch
+
         from muletrain.runs.worker import work
 
+        torch.set_num_threads(self._threads)  # torch read the environment when the configuration was checked
         with open(self.folder / f"{self._name}.log", "a", encoding="utf-8") as log:
             try:
                 with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

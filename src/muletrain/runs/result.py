@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from muletrain.cgroups import cpus
 from muletrain.compute.probe import free_memory
 from muletrain.data.microbatch import heldout_batches
 from muletrain.data.ngram import baselines, countable, spread
 from muletrain.data.tokens import TokenCache
-from muletrain.errors import CapacityError, DataError
+from muletrain.errors import CapacityError, DataError, MuletrainError
 from muletrain.events import Evaluated
 from muletrain.model.generate import evaluate, generate
 from muletrain.model.make import load_model, make_stage
 from muletrain.runs.assemble import RunFacts, initial_weights
+from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.measure.quality import Quality
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from muletrain.data.microbatch import TokenArray
     from muletrain.data.samples import Data
+    from muletrain.events import EventLog
     from muletrain.model.chain import Model
     from muletrain.model.module import StageModule
     from muletrain.planning.partition import Cut
-    from muletrain.runs.checkpoint import Checkpoint
 
 HELDOUT_TOKENS = 1 << 20
 """Most held-out tokens to measure on: the loss then has an error of about 0.002 nats."""
@@ -159,3 +164,24 @@ def samples(checkpoint: Checkpoint, model: StageModule) -> list[str]:
     if checkpoint.spec.own_loss:
         return []
     return [write(checkpoint, model, p, max_tokens=40, top_k=40, seed=k) for k, p in enumerate(PROMPTS)]
+
+
+def evaluation(folder: Path, log: EventLog) -> tuple[Quality | None, list[str]]:
+    """Quality and samples of the checkpoint in ``folder`` at the end of a run. ``log`` gets the figures, and what could
+    not be measured. Raises MuletrainError."""
+    torch.set_num_threads(cpus())
+    checkpoint = Checkpoint.open(folder)
+    check_memory(checkpoint.params)
+    cache = checkpoint.corpus()
+    if isinstance(cache, TokenCache) and not len(cache.heldout):
+        log.note("no text is held out (data.heldout = 0): the model was not measured", "info")
+        return None, samples(checkpoint, checkpoint.model())
+    tokens, before = report_tokens(checkpoint.spec), None
+    try:  # first: both models need not be in memory at once
+        before = loss_before(checkpoint, cache, tokens) if isinstance(cache, TokenCache) else None
+    except MuletrainError as e:
+        log.note(f"the loss before training was not measured: {e}", "warning")
+    model = checkpoint.model()
+    result = dataclasses.replace(quality(checkpoint, model, cache, tokens), before=before)
+    log.emit(evaluated(checkpoint.step, result))
+    return result, samples(checkpoint, model)

@@ -14,7 +14,6 @@ from rich.text import Text
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
 from muletrain.cli.show.measured_fleet import fleet_tables
-from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
 from muletrain.config.load import load_config
 from muletrain.errors import MuletrainError
@@ -22,7 +21,7 @@ from muletrain.events import EventTail, FleetMeasured, ProbeFailed, ProbeProgres
 from muletrain.runs.doctor.examination import Question, examine
 from muletrain.runs.folder import ROOT
 from muletrain.runs.worker_files import OWNER_FILE, PROBE_FILE
-from muletrain.units import plural
+from muletrain.units import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from muletrain.cli.actions.asked import cleaned_up
 from muletrain.cli.actions.planned import follows, planned
 from muletrain.cli.show.console import make_console
 from muletrain.cli.show.doing import doing
@@ -20,6 +20,7 @@ from muletrain.data.corpus import absolute
 from muletrain.errors import CheckpointError, ConfigError, MuletrainError
 from muletrain.events import EventLog
 from muletrain.model.hf_hub import is_hub_name
+from muletrain.runs.asked import cleaned_up
 from muletrain.runs.folder import ROOT, held, new_run_folder, run_folder
 from muletrain.runs.worker_files import OWNER_FILE, TICKET_FILE
 from muletrain.units import plural
@@ -38,20 +39,29 @@ if TYPE_CHECKING:
     from muletrain.runs.checkpoint import Checkpoint
 
 
-@contextmanager
-def opened(
-    path: Path | None,
-    overrides: Sequence[str],
-    name: str,
-    resume: Path | None,
-    plan: Path | None = None,
-    choice: str | None = None,
-) -> Iterator[tuple[Path, RunConfig]]:
-    """The run folder, locked while the context lasts, and the configuration of the run in it.
+@dataclass(frozen=True)
+class Wanted:
+    """A run as its user asks for it: a new one, or the one in the folder ``resume`` (``ROOT``: the newest one there)."""
 
-    The run is new, or the run in the folder ``resume`` (``ROOT``: the newest one there). ``path`` is the configuration,
-    default: of the folder, or of the newest checkpoint. The run follows ``plan``, with the plan's strategy ``choice``,
-    or just that strategy, if given. Raises MuletrainError."""
+    path: Path | None = None
+    """The configuration; default: of the folder, or of the newest checkpoint."""
+    overrides: Sequence[str] = ()
+    resume: Path | None = None
+    plan: Path | None = None
+    """A plan to follow."""
+    strategy: str | None = None
+    """The strategy of the plan to follow, default: the recommended one; without a plan, the run's."""
+
+    @property
+    def names_data(self) -> bool:
+        """Does a configuration file, or one of the overrides, name the data of the run?"""
+        return self.path is not None or any(text.strip().startswith("data.") for text in self.overrides)
+
+
+@contextmanager
+def opened(wanted: Wanted, name: Literal["run", "start"]) -> Iterator[tuple[Path, RunConfig]]:
+    """The run folder, locked while the context lasts, and the configuration of the run in it. Raises MuletrainError."""
+    path, overrides, resume, plan = wanted.path, wanted.overrides, wanted.resume, wanted.plan
     console = make_console(sys.stderr)
     if resume is not None and (found := run_folder(resume, lambda text: console.print(text, soft_wrap=True))) != resume:
         console.print(f"resuming {found}, the newest run in {found.parent}/", soft_wrap=True)
@@ -60,7 +70,7 @@ def opened(
     if resume is not None and plan is not None:
         given = _free_for_plan(given, overrides)
     with located(origins):
-        config = anchored(_chosen(given, plan, choice, local=name == "run"))
+        config = anchored(_chosen(given, plan, wanted.strategy, local=name == "run"))
     folder = new_run_folder(path.stem if path is not None else name) if resume is None else resume
     try:
         say = functools.partial(console.print, soft_wrap=True, markup=False)
@@ -157,8 +167,9 @@ def save_config(folder: Path, config: RunConfig) -> None:
 
 
 class Ready(NamedTuple):
-    """A run that can begin."""
+    """A run that can begin in ``folder``."""
 
+    folder: Path
     prepared: Prepared
     given: RunConfig
     """The configuration that the next resume begins with."""
@@ -166,24 +177,15 @@ class Ready(NamedTuple):
     """The folder of the checkpoint that the run goes on from; None: it begins."""
     first_step: int
 
-
-class How(NamedTuple):
-    """How a run is begun."""
-
-    resumed: bool
-    means_data: bool
-    """The user named data for this start (``names_data``)."""
-
-
-def names_data(path: Path | None, overrides: Sequence[str]) -> bool:
-    """Does a configuration file, or one of the ``overrides``, name the data of a run?"""
-    return path is not None or any(text.strip().startswith("data.") for text in overrides)
+    def save(self) -> None:
+        """Save ``given`` for the next resume."""
+        save_config(self.folder, self.given)
 
 
 def ready(
     folder: Path,
     given: RunConfig,
-    how: How,
+    wanted: Wanted,
     fits: Callable[[RunConfig], None] = lambda config: None,
     *,
     reads: bool = False,
@@ -196,19 +198,19 @@ def ready(
     from muletrain.runs.resuming import continued
 
     console = make_console(sys.stderr)
-    checkpoint = _newest_checkpoint(folder, given, console) if how.resumed else None
+    checkpoint = _newest_checkpoint(folder, given, console) if wanted.resume is not None else None
     if checkpoint is None:
-        if how.resumed:
+        if wanted.resume is not None:
             given = _with(given, "train", data_offset=0)
         prepared = prepare(given, fits, reads=reads)
-        return Ready(prepared._replace(config=placed(prepared.config, folder)), given, None, 0)
+        return Ready(folder, prepared._replace(config=placed(prepared.config, folder)), given, None, 0)
     given = _by_checkpoint(given, checkpoint, folder)
     config, _, data = prepare(given, fits, checkpoint)
     differs = data.digest != checkpoint.manifest.get("data")
     if differs and given.data.tokenizer == "train":  # another version of the library trains another one
         given = _with(given, "data", tokenizer=_own_tokenizer(checkpoint, folder))
         config, _, data = prepare(given, fits, checkpoint)
-    config, changes = continued(checkpoint, config, data, meant=how.means_data)
+    config, changes = continued(checkpoint, config, data, meant=wanted.names_data)
     for text in changes:
         console.print(text, soft_wrap=True, markup=False)
     if checkpoint.step >= config.train.steps:
@@ -221,7 +223,7 @@ def ready(
     console.print(f"continuing after step {checkpoint.step} ({checkpoint.folder})", soft_wrap=True)
     given = _with(given, "train", data_offset=config.train.data_offset)
     prepared = Prepared(placed(config, folder), RunFacts.of(config), data)
-    return Ready(prepared, given, checkpoint.folder, checkpoint.step)
+    return Ready(folder, prepared, given, checkpoint.folder, checkpoint.step)
 
 
 def _newest_checkpoint(folder: Path, config: RunConfig, console: Console) -> Checkpoint | None:

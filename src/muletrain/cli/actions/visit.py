@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from muletrain.cli.show.console import make_console
-from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.status import Announced, Down, furthest, gone, state_of, status_of
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError, PeerUnreachable, Refused
 from muletrain.events import RunFinished, RunStarted, events_in
@@ -18,7 +17,7 @@ from muletrain.network.answers import NOT_SERVED
 from muletrain.runs.folder import ROOT, held, temporary_folder
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.worker_files import LEFT, OWNER_FILE, REMOVED_FILE, TICKET_FILE, write_secret
-from muletrain.units import plural
+from muletrain.units import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

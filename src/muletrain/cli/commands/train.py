@@ -41,19 +41,11 @@ def run(
 
     With --plan, there is one process for each machine of the plan. Ctrl-C writes a checkpoint and ends the run; a
     second Ctrl-C ends it at once."""
-    from muletrain.cli.actions.local_run import run_local
+    from muletrain.cli.actions.opening import Wanted
+    from muletrain.cli.actions.train import run_local
 
-    run_local(
-        config,
-        overrides or [],
-        json=json,
-        resume=resume,
-        chaos=chaos,
-        seed=seed,
-        trace=trace,
-        plan=plan,
-        strategy=strategy,
-    )
+    wanted = Wanted(config, overrides or [], resume, plan, strategy)
+    run_local(wanted, json=json, chaos=chaos, seed=seed, trace=trace)
 
 
 Probe = Annotated[
@@ -93,20 +85,13 @@ def start(
 
     Prints a ticket for 'muletrain join', waits until every stage has a peer, then trains and collects checkpoints.
     Ctrl-C writes a checkpoint and ends the run."""
-    from muletrain.cli.actions.own_peers import Listening
-    from muletrain.cli.actions.start_run import start_run
+    from muletrain.cli.actions.opening import Wanted
+    from muletrain.cli.actions.train import start_run
+    from muletrain.runs.own_peers import Listening
 
-    start_run(
-        config,
-        [*(overrides or []), *(["data.share=true"] if share_data else [])],
-        listening=Listening(listen, port, tuple(announce or ())),
-        json=json,
-        resume=resume,
-        plan=plan,
-        strategy=strategy,
-        name=name,
-        probe=probe,
-    )
+    overrides = [*(overrides or []), *(["data.share=true"] if share_data else [])]
+    listening = Listening(listen, port, tuple(announce or ()))
+    start_run(Wanted(config, overrides, resume, plan, strategy), listening=listening, json=json, name=name, probe=probe)
 
 
 Ticket = Annotated[
@@ -201,24 +186,25 @@ def join(
     it. With --factory for its data.factory too, this machine also builds microbatches.
 
     Ctrl-C leaves in order, between two steps; a second Ctrl-C leaves at once."""
-    from muletrain.cli.actions.join_run import Limits, join_run
-    from muletrain.cli.actions.own_peers import Listening
+    from muletrain.cli.actions.train import join_run
     from muletrain.config.trusted import trust
+    from muletrain.runs.own_peers import Listening
+    from muletrain.runs.session import Limits
 
     trust(*(factory or ()))
     join_run(
         ticket,
-        data=data,
-        tokens=tokens,
-        place=place,
-        stage=stage,
-        memory=memory,
-        device=device,
-        threads=threads,
         listening=Listening(listen, port, tuple(announce or ())),
         json=json,
         name=name,
+        device=device,
+        threads=threads,
+        data=data,
         private=private,
-        reliable=reliable,
         limits=Limits(hours=hours, bandwidth_mbps=bandwidth, pause_file=pause_file),
+        tokens_gib=tokens,
+        place=place,
+        stage=stage,
+        memory_gib=memory,
+        client=not reliable,
     )

@@ -74,10 +74,10 @@ def generate(
 
     A module of yours (model.factory, which --factory must name) writes text if it was trained on text and its
     forward(inputs), without targets, returns logits."""
-    from muletrain.cli.show.sentences import printable
     from muletrain.config.trusted import trust
     from muletrain.runs.pretrained import trained_in
     from muletrain.runs.result import check_memory, write
+    from muletrain.units import printable
 
     if not prompt:
         raise MuletrainError("the prompt is empty; give at least one character")

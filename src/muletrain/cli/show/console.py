@@ -19,11 +19,13 @@ from rich.text import Text
 
 from muletrain import events as ev
 from muletrain.cli.show.final_report import final_report
-from muletrain.cli.show.sentences import headline, is_warning, printable
+from muletrain.cli.show.measured_fleet import fleet_tables
+from muletrain.cli.show.summary import summary_table
 from muletrain.cli.show.tables import new_table
-from muletrain.cli.show.view import PeerView, RunView
 from muletrain.runs.measure.quality import Quality
-from muletrain.units import format_bytes, format_duration, plural
+from muletrain.runs.session import Silent
+from muletrain.runs.view import PeerView, RunView
+from muletrain.units import format_bytes, format_duration, plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,7 +69,7 @@ def say(console: Console, text: str) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
-class LiveConsole:
+class LiveConsole(Silent):
     """Folds events into ``view`` and shows the view. A context manager; call with each event, from one thread."""
 
     def __init__(
@@ -78,7 +80,7 @@ class LiveConsole:
         interval_s: float = 5.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.view = view
+        super().__init__(view)
         self.console = console or make_console()
         self._interval_s = interval_s
         self._now = now
@@ -105,13 +107,20 @@ class LiveConsole:
         with self._lock:
             news = self.view.fold(event)
             asides, self.view.asides = self.view.asides, []
-        sentence = headline(event, self.view) if news else None
-        if sentence:
-            self._print(sentence, "yellow" if is_warning(event) else "")
+        if news and (sentence := self.view.headline(event)):
+            self._print(sentence, "yellow" if event.is_warning() else "")
         for aside in asides:
             self._print(aside, "yellow")
+        if isinstance(event, ev.FleetMeasured):
+            self.console.print(fleet_tables(event))
+        if isinstance(event, ev.RunPrepared):
+            self.console.print(summary_table(event))
         if self._live is None and isinstance(event, ev.StepDone) and self._now() >= self._next_line:
             self._print_line()
+
+    def say(self, text: str) -> None:
+        """Print above the live view, which would overwrite a second console's text."""
+        self.console.print(text, soft_wrap=True, markup=False)
 
     def _print(self, sentence: str, style: str) -> None:
         self.console.print(Text(printable(sentence), style=style), soft_wrap=True)
@@ -126,21 +135,18 @@ class LiveConsole:
             return status(self.view, time.time())
 
 
-class JsonConsole:
+class JsonConsole(Silent):
     """Prints each event as one line of JSON, and folds the event."""
 
     def __init__(self, view: RunView, file: TextIO | None = None) -> None:
-        self.view = view
+        super().__init__(view)
         self._file = file
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         (self._file or sys.stdout).flush()
 
     def __call__(self, event: ev.Event) -> None:
-        self.view.fold(event)
+        super().__call__(event)
         print(event.to_json(), file=self._file, flush=True)
 
 

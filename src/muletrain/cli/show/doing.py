@@ -43,7 +43,7 @@ def begins(command: str) -> None:
 
 
 def _say(what: str) -> None:
-    from muletrain.cli.show.sentences import printable
+    from muletrain.units import printable
 
     print(f"{printable(what)} ...", file=sys.stderr, flush=True)
 

@@ -11,17 +11,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
 from muletrain.events import TRAFFIC_CLASSES
-from muletrain.units import format_bytes, format_duration, plural
+from muletrain.units import format_bytes, format_duration, plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from muletrain.cli.show.view import PeerView, RunView
     from muletrain.runs.measure.quality import Quality
+    from muletrain.runs.view import PeerView, RunView
 
 
 MEASURED = 12

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from muletrain.cli.show.sentences import printable
 from muletrain.cli.show.tables import new_table
 from muletrain.runtime.peer.messages import HOLDS_S
+from muletrain.units import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from muletrain.cli.show.sentences import printable
-from muletrain.units import format_count, plural
+from muletrain.units import format_count, plural, printable
 
 if TYPE_CHECKING:
     from muletrain.events import RunPrepared

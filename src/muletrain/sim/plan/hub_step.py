@@ -226,7 +226,9 @@ class HubStep:
         server, clients = self._rates(b, linked=linked)
         thin = max(1.0, (1 + len(b.clients)) / self.setting.cost.sequences)
         way_s = max(self._way_s(b, k, server + clients) for k in b.clients) if linked else 0.0
-        return Link(path.delay_s + ((thin - 1) / (server + clients) + way_s) / self._passes(b.stage), path.bandwidth_bytes_per_s)
+        return Link(
+            path.delay_s + ((thin - 1) / (server + clients) + way_s) / self._passes(b.stage), path.bandwidth_bytes_per_s
+        )
 
     # Weights and gradients ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import statistics
@@ -10,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain import events as ev
-from muletrain.cli.show.sentences import headline, is_warning, printable
-from muletrain.units import format_duration, plural
+from muletrain.units import format_duration, plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -398,11 +398,6 @@ class RunView:
         return self.pace.step
 
     @property
-    def left(self) -> int:
-        """Steps done before the last step back."""
-        return self.pace.left
-
-    @property
     def steps(self) -> int:
         """Planned steps of the run; 0: not known yet."""
         return self.started.steps if self.started else 0
@@ -445,6 +440,12 @@ class RunView:
             return self._names.get(word) or (f"..{word[-8:]}" if len(word) > 40 else word)
 
         return BASE58.sub(name, text)
+
+    def headline(self, event: ev.Event) -> str:
+        """The event as a sentence, with names of peers for ids; empty: only numbers change."""
+        if isinstance(event, ev.SteppedBack):  # the reporting process may be behind, or a newcomer without a step
+            event = dataclasses.replace(event, step=max(event.step, self.pace.left))
+        return self.named(event.sentence())
 
     def _learn(self, peer_id: str, name: str) -> None:
         if peer_id and name:
@@ -537,9 +538,9 @@ class RunView:
         return news
 
     def _warn(self, event: ev.Event) -> bool:
-        if not is_warning(event):
+        if not event.is_warning():
             return True
-        message = headline(event, self) or event.kind
+        message = self.headline(event) or event.kind
         self.warnings[message] += 1
         return self.warnings[message] == 1
 
@@ -615,7 +616,7 @@ class RunView:
             if event.t - refused.t > ENTERS_S:
                 del self._strangers[remote]
                 if self._warn(refused):
-                    self.asides.append(headline(refused, self) or "")
+                    self.asides.append(self.headline(refused))
 
     def _finish(self, event: ev.RunFinished) -> None:
         self.finished = event

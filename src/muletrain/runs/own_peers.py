@@ -1,4 +1,4 @@
-"""The peer processes of this machine in a run on several machines: names, devices and addresses."""
+"""The peer processes of this machine in a run: names, devices and addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from muletrain.errors import ConfigError
 from muletrain.runs.fleet import threads_per_peer
-from muletrain.runs.measure.machine import free_memory_of_machine, own_devices
+from muletrain.runs.measure.machine import dealt, free_memory_of_machine, own_devices
 from muletrain.runs.spec import WorkerSpec
 
 _ADDRESS = re.compile(r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/)(\d{1,5})")
@@ -39,10 +39,9 @@ class Listening(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnPeers:
-    """One peer per GPU of this machine, or one on the CPU."""
-
     names: list[str]
     devices: list[str]
+    """The device of each."""
     threads: int
     """CPU threads per peer."""
     host_memory: int
@@ -50,10 +49,16 @@ class OwnPeers:
 
     @classmethod
     def on(cls, name: str, device: str, threads: int | None) -> OwnPeers:
+        """One peer per GPU of this machine, or one on the CPU."""
         devices = own_devices(device)
         names = [name] if len(devices) == 1 else [f"{name}-{k}" for k in range(len(devices))]
-        share = threads_per_peer(threads, len(devices))
-        return cls(names, devices, share, free_memory_of_machine(len(devices)))
+        return cls.dealt(names, device, threads)
+
+    @classmethod
+    def dealt(cls, names: list[str], device: str, threads: int | None) -> OwnPeers:
+        """Peers of these ``names``, dealt over the devices of this machine."""
+        share = threads_per_peer(threads, len(names))
+        return cls(names, dealt(own_devices(device), len(names)), share, free_memory_of_machine(len(names)))
 
     def specs(self, listening: Listening, **common: Any) -> list[WorkerSpec]:
         """The peers' work, with the shared fields in ``common``. Raises ConfigError."""
@@ -63,6 +68,7 @@ class OwnPeers:
                 name=name,
                 threads=self.threads,
                 device=device,
+                sharing=self.devices.count(device),
                 host_memory=self.host_memory,
                 listen=listening.host,
                 port=listening.port_of(k),

@@ -1,0 +1,283 @@
+"""``muletrain run``, ``start`` and ``join``: serve a run with the peers of this machine, in one of three roles, and report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+import secrets
+import signal
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from muletrain.cli.actions.opening import first_checkpoint, opened, ready, tell_of
+from muletrain.cli.actions.planned import check_many, clients_of, indices_of, names_of
+from muletrain.cli.show.console import JsonConsole, LiveConsole, make_console
+from muletrain.cli.show.final_report import final_report, improvement
+from muletrain.config.model_sections import DataConfig
+from muletrain.config.trusted import trusted
+from muletrain.data.corpus import Corpus, absolute
+from muletrain.errors import ConfigError, DataError
+from muletrain.events import EventTail
+from muletrain.policy.chaos import Bounds, draw, parse
+from muletrain.runs.alone import Alone
+from muletrain.runs.assemble import RunFacts
+from muletrain.runs.chaos import Injector
+from muletrain.runs.fleet import LocalFleet, threads_per_peer
+from muletrain.runs.folder import held, new_run_folder
+from muletrain.runs.join.ticket import Ticket
+from muletrain.runs.measure.machine import check_local
+from muletrain.runs.own_peers import Listening, OwnPeers, check_name, host_name
+from muletrain.runs.session import Limits, Session, Silent
+from muletrain.timeline import check_trace, write_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from muletrain.cli.actions.opening import Ready, Wanted
+    from muletrain.config.schema import RunConfig
+    from muletrain.policy.chaos import Fault
+    from muletrain.runs.spec import WorkerSpec
+    from muletrain.runs.view import RunView
+
+
+def run_local(
+    wanted: Wanted, *, json: bool, chaos: str | None = None, seed: int | None = None, trace: Path | None = None
+) -> None:
+    """Train with a local fleet and print the report. ``trace``: where to write a timeline. Raises MuletrainError before
+    anything starts if the run is not possible."""
+    if trace is not None:
+        check_trace(trace)
+        wanted = dataclasses.replace(wanted, overrides=[*wanted.overrides, "fleet.trace=true"])
+    if chaos is None and seed is not None:
+        raise ConfigError("--seed draws the faults of --chaos; the seed of the run is --set train.seed=N")
+    with local_session(wanted, _console(json), chaos, seed or 0) as session:
+        try:
+            _serve(session)
+        finally:
+            if trace is not None:
+                write_trace(trace, EventTail(session.folder).poll())
+
+
+@contextmanager
+def local_session(
+    wanted: Wanted, console: Callable[[RunView], Silent] = Silent, chaos: str | None = None, seed: int = 0
+) -> Iterator[Session]:
+    """A session of a local fleet, ready to begin. ``chaos``: faults to inject (``policy/chaos.py``)."""
+    with opened(wanted, "run") as (folder, config):
+        config = config.local()
+        check_many(config)
+        plan = _chaos_plan(chaos, seed, config) if chaos is not None else ()
+        servers, clients = names_of(config), clients_of(config)
+        names = servers + clients
+        threads = threads_per_peer(config.compute.threads, len(names))
+        alone = len(names) == 1 and not plan  # else a newcomer may join
+        with Alone(folder, threads) if alone else LocalFleet(folder, threads) as fleet:
+            fleet.spawn(names)  # the processes import while we tokenise
+            peers = OwnPeers.dealt(names, config.compute.device, threads)
+
+            def fits(config: RunConfig) -> None:
+                needs = RunFacts.of(config, alone=alone).needs()
+                check_local(needs, peers.devices[: len(servers)], config.compute.memory, peers.host_memory)
+
+            run = ready(folder, config, wanted, fits, reads=True)
+            config, network = run.prepared.config, run.prepared.config.network
+            founder, *others = _founding(peers, Listening(network.listen, 0, ()), folder, run)
+            founder = founder.model_copy(update={"port": network.port, "announce": network.announce, "alone": alone})
+            workers = [
+                worker.model_copy(update={"client": worker.name in clients, "fleet_index": n, "faults": bool(plan)})
+                for worker, n in zip((founder, *others), indices_of(config), strict=True)
+            ]
+            session = Session("run", folder, fleet, workers, console, stages=config.fleet.stages, begun=run.save)
+            session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
+            tell_of(run.prepared, folder, run.first_step)
+            yield session
+
+
+def _chaos_plan(chaos: str, seed: int, config: RunConfig) -> tuple[Fault, ...]:
+    bounds = Bounds(tuple(names_of(config)), config.fleet.stages, config.train.steps, tuple(clients_of(config)))
+    return draw(seed, bounds) if chaos.strip() == "random" else parse(chaos, bounds)
+
+
+def start_run(
+    wanted: Wanted, *, listening: Listening, json: bool, name: str | None = None, probe: bool = False
+) -> None:
+    """Found or continue a run, and serve with this machine's peers; print the report at the end. Raises MuletrainError
+    before anything starts."""
+    check_name(name)
+    with opened(wanted, "start") as (folder, config):
+        peers = OwnPeers.on(name or host_name(), config.compute.device, config.compute.threads)
+        _check_planned(peers.names, config.pipeline.machines, "pipeline.seats")
+        _check_planned(peers.names, config.hub.servers, "hub.seats")
+        listening = listening._replace(
+            port=listening.port or config.network.port, announce=listening.announce or config.network.announce
+        )
+        with LocalFleet(folder, peers.threads) as fleet:
+            fleet.spawn(peers.names)  # the processes import while we tokenise
+            run = ready(folder, config, wanted)
+            founder, *others = _founding(peers, listening, folder, run, joinable=True)
+            workers = [founder.model_copy(update={"probe": probe}), *others]
+            session = Session("start", folder, fleet, workers, _console(json), begun=run.save)
+            tell_of(run.prepared, folder, run.first_step)
+            _serve(session)
+
+
+def _check_planned(names: list[str], planned: list[str], field: str) -> None:
+    if unknown := [name for name in names if planned and name not in planned]:
+        raise ConfigError(
+            f"{field}: the plan has no machine '{unknown[0]}' there; give this machine's name in the plan by --name NAME "
+            f"(several GPUs are NAME-0, NAME-1 ...). The plan has {', '.join(planned)}"
+        )
+
+
+def _invite(session: Session, ticket: Ticket) -> None:
+    """Tell people how machines join."""
+    if isinstance(session.console, JsonConsole):
+        print(jsonlib.dumps({"kind": "ticket", "ticket": str(ticket)}), flush=True)
+    names = ", ".join(worker.name for worker in session.workers)
+    session.say(f"This machine is {names}. Run this on every other one:\n\nmuletrain join {ticket}\n")
+    if (place := session.workers[0].place) is not None:
+        session.say(f"On machines that can write to {place} themselves, add: --place {place}\n")
+    session.say(
+        f"Other machines must reach {ticket.ports()}: open that port, or forward it and start with --announce.\n"
+    )
+
+
+def _founding(
+    peers: OwnPeers, listening: Listening, folder: Path, run: Ready, *, joinable: bool = False
+) -> list[WorkerSpec]:
+    """The work of a founding machine's peers, the founder's first. ``joinable``: further machines may join, and lack the
+    source of the model's first weights."""
+    config, checkpoint, ticket = run.prepared.config, run.checkpoint, Ticket.new_run(folder)
+    if joinable and checkpoint is None and config.model.given is not None:
+        checkpoint = first_checkpoint(folder, config, ticket.run_id)
+    founder, *others = peers.specs(
+        listening,
+        ticket=str(ticket),
+        folder=str(folder),
+        data="config",
+        place=config.checkpoint.place,
+        precision=config.compute.precision.value,
+        memory_gib=config.compute.memory,
+        swap_folder=config.swap.folder,
+    )
+    resume = None if checkpoint is None else str(checkpoint)
+    own = {"role": "found", "config": config.model_dump_json(by_alias=True), "resume": resume}
+    return [founder.model_copy(update=own), *others]
+
+
+def join_run(
+    ticket: str,
+    *,
+    listening: Listening,
+    json: bool,
+    name: str | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    data: str | None = None,
+    private: bool = False,
+    limits: Limits | None = None,
+    **work: Any,
+) -> None:
+    """Serve until the run ends, or as long as ``limits`` allow. ``work``: further fields of ``WorkerSpec``. Raises
+    MuletrainError with the reason if the run does not admit this machine."""
+    Ticket.parse(ticket)
+    check_name(name)
+    if private and (listening.port or listening.announce):
+        raise ConfigError("--private opens no port; leave out --port and --announce, or --private")
+    where = "none" if data is None else _own_data(data)
+    limits = limits or Limits()
+    # two machines may have one host name
+    peers = OwnPeers.on(name or f"{host_name()}-{secrets.token_hex(2)}", device, threads)
+    hint = "; --name chooses another name" if name is None else ""
+    comes_back = True
+    while comes_back and limits.wait_until_free(lambda text: make_console(sys.stderr).print(text, soft_wrap=True)):
+        folder = new_run_folder("join")
+        workers = peers.specs(
+            listening,
+            ticket=ticket,
+            folder=str(folder),
+            data=where,
+            bandwidth_bytes_per_s=limits.share(len(peers.names)),
+            private=private,
+            keeps_ticket=True,
+            **work,
+        )
+        with held(folder), LocalFleet(folder, peers.threads) as fleet:
+            fleet.spawn(peers.names)
+            session = Session("join", folder, fleet, workers, _console(json), limits=limits)
+
+            session.say(f"this machine is {', '.join(peers.names)}{hint}")
+            _serve(session)
+        comes_back = session.comes_back
+
+
+def _own_data(path: str) -> str:
+    """``--data`` for any working directory. Raises DataError if there is no such corpus."""
+    try:
+        Corpus(absolute(path), DataConfig().field)
+    except DataError as e:
+        raise DataError(f"--data {path}: {str(e).removeprefix('data.path: ')}") from e
+    return absolute(path)
+
+
+def _console(json: bool) -> type[JsonConsole] | type[LiveConsole]:
+    return JsonConsole if json else LiveConsole
+
+
+def _serve(session: Session) -> None:
+    """Show a session from the beginning to the end, and report. Raises SystemExit with an exit code that is not 0, and
+    the errors of ``Session.check``."""
+    try:
+        with session.interruptible():
+            with session.console:
+                ticket = session.begin()
+                if session.role == "start" and ticket is not None:
+                    _invite(session, ticket)
+                session.watch()
+            report(session)
+            session.check()
+    finally:
+        session.close()
+    if code := session.exit_code():
+        raise SystemExit(code)
+
+
+def report(session: Session) -> None:
+    """Print the final report, with an evaluation of the last checkpoint; a machine that joined only says how its part
+    ended."""
+    if session.role == "join":
+        for text in filter(None, (session.goodbye(), session.go_on())):
+            session.say(text)
+        return
+    session.bring_home()
+    session.asked.at_once = True
+    hurries = session.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills slow processes
+    evaluation, texts = None, list[str]()
+    if session.checkpoint is not None and not hurries:
+        session.say("measuring the model on held-out data, for a minute or two at most (Ctrl-C leaves that out)")
+        evaluation, texts = session.evaluate()
+    if isinstance(session.console, JsonConsole):
+        return
+    folder = session.folder
+    paths = {
+        "run folder": folder,
+        "events": folder / "*.jsonl",
+        "logs": folder / "*.log",
+        "tensorboard": folder / "tensorboard",
+        **({} if session.checkpoint is None else {"checkpoint": session.checkpoint}),
+    }
+    make_console().print(final_report(session.view, evaluation, texts, paths))
+    if session.checkpoint is None or session.unlearned:
+        return
+    if evaluation is not None and evaluation.before is not None:
+        session.say(f"\n{improvement(evaluation)}")
+    if evaluation is not None and evaluation.own_loss:
+        named = " ".join(f"--factory {name}" for name in trusted())
+        session.say(f"\nmuletrain export {folder} --hf my-model {named}   # its state_dict")
+    else:
+        session.say(f'\nmuletrain generate {folder} "The "   # more text from this model')
+        session.say(f"muletrain export {folder} --hf my-model   # for Hugging Face transformers")
+    if how := session.go_on():
+        session.say(how)
