@@ -23,7 +23,7 @@ from muletrain.runs.host import Host
 from muletrain.runs.join import newcomer
 from muletrain.runs.join.admission import RunInfo
 from muletrain.runs.join.client import JoinClient, find_admitter
-from muletrain.runs.join.messages import READY_EVERY_S, Ready, Welcome
+from muletrain.runs.join.messages import READY_EVERY_S, Admitter, Ready, Welcome
 from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure import machine
 from muletrain.runs.parts import write_first_checkpoint
@@ -242,5 +242,13 @@ def test_before_the_run_begins_any_member_says_that_the_founder_admits() -> None
         JoinClient(member, founder.peer_id)
         addresses = ("/memory/p2p/gone", "/memory/p2p/member")
         assert await find_admitter(newcomer, addresses) == "founder"
+        frozen = hub.join("frozen")
+        frozen.serve(Admitter.KIND, never)
+        async with asyncio.timeout(5):
+            assert await find_admitter(newcomer, ("/memory/p2p/frozen", *addresses)) == "founder"
+
+    async def never(sender: str, payload: bytes) -> bytes:
+        await asyncio.sleep(3600)
+        return b""
 
     asyncio.run(scenario())

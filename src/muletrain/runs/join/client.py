@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from muletrain.errors import AdmissionError, DeadlineExceeded, NetworkError, PeerUnreachable, ProtocolError, Refused
 from muletrain.runs.join.admission import serve_admitter
@@ -27,13 +27,14 @@ from muletrain.runs.join.messages import (
 from muletrain.runs.join.patience import patiently
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
     from pathlib import Path
 
     from muletrain.network.base import Network, PeerId
     from muletrain.runtime.core.messages import Message
     from muletrain.runtime.members.roster import Genesis
 
+T = TypeVar("T")
 AHEAD = 4
 """Pieces that a newcomer asks for at once."""
 
@@ -43,20 +44,38 @@ def members_in(addresses: tuple[str, ...]) -> list[PeerId]:
     return list(dict.fromkeys(a.rsplit("/p2p/", 1)[-1] for a in addresses))
 
 
+async def first_answer(asked: Iterable[Coroutine[Any, Any, T]]) -> tuple[T | None, list[NetworkError]]:
+    """The first result of calls to several members side by side, so that a frozen member holds up nobody; None: none
+    answers. Also returned: the errors until then."""
+    calls, problems = [asyncio.create_task(call) for call in asked], list[NetworkError]()
+    try:
+        for call in asyncio.as_completed(calls):
+            try:
+                return await call, problems
+            except NetworkError as e:
+                problems.append(e)
+        return None, problems
+    finally:
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def find_admitter(net: Network, addresses: tuple[str, ...]) -> PeerId:
     """Ask the members at a ticket's addresses for the peer that admits newcomers. Raises PeerUnreachable when no member
     answers, and AdmissionError when no answer names a peer."""
-    problems, silent = list[str](), True
-    for member in members_in(addresses):
-        try:
-            return Admitter.unpack(await net.call(member, Admitter.KIND, b"", timeout_s=CALL_S)).id
-        except NetworkError as e:
-            problems.append(str(e))
-            silent &= isinstance(e, (PeerUnreachable, DeadlineExceeded))
-    if problems and silent:
-        raise PeerUnreachable(f"no member of the ticket answers ({'; '.join(problems)})")
+
+    async def answer(member: PeerId) -> PeerId:
+        return Admitter.unpack(await net.call(member, Admitter.KIND, b"", timeout_s=CALL_S)).id
+
+    admitter, problems = await first_answer(map(answer, members_in(addresses)))
+    if admitter is not None:
+        return admitter
+    said = "; ".join(map(str, problems))
+    if problems and all(isinstance(e, (PeerUnreachable, DeadlineExceeded)) for e in problems):
+        raise PeerUnreachable(f"no member of the ticket answers ({said})")
     raise AdmissionError(
-        f"no member of the ticket knows who admits newcomers ({'; '.join(problems) or 'it names none'}); "
+        f"no member of the ticket knows who admits newcomers ({said or 'it names none'}); "
         f"ask for a ticket of 'muletrain start' itself"
     )
 

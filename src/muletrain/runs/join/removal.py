@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -17,7 +16,7 @@ from pydantic import Field
 
 from muletrain.errors import AdmissionError, MuletrainError, NetworkError
 from muletrain.network.trust import MAX_KEPT, chain_from
-from muletrain.runs.join.client import find_founder
+from muletrain.runs.join.client import find_founder, first_answer
 from muletrain.runtime.core.messages import Id, Message, Name, Natural
 
 if TYPE_CHECKING:
@@ -91,16 +90,8 @@ async def serving(net: Network, ask: Iterable[PeerId]) -> list[Listed]:
         said = Members.unpack(await net.call(member, Members.KIND, b"", timeout_s=CALL_TIMEOUT_S))
         return [m for m in said.members if m.stage is not None]
 
-    calls = [asyncio.create_task(answer(member)) for member in list(dict.fromkeys(ask))[:ASKED]]
-    try:
-        for call in asyncio.as_completed(calls):
-            with suppress(NetworkError):
-                return await call
-        return []
-    finally:
-        for task in calls:
-            task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+    found, _ = await first_answer(map(answer, list(dict.fromkeys(ask))[:ASKED]))
+    return found or []
 
 
 @dataclass(frozen=True)
