@@ -192,3 +192,11 @@ def test_a_newcomer_to_a_run_that_has_ended_is_ended_and_one_whose_run_goes_on_e
     fleet = played({"a": (6.0, 0), "late": (300.0, 0)}, {1.0: joined("a", 0), 5.0: end})
     assert (fleet.killed_s <= 6.0 + STOPPED_S + LOOKS_S) == ended
     assert (fleet.stopped_s <= 6.0 + HEARD_S + LOOKS_S) == ended
+
+
+def test_the_time_until_clients_are_ended_counts_anew_if_a_peer_came_meanwhile(played: Callable[..., Played]) -> None:
+    end = RunFinished(steps=9, seconds=1.0, reason="all steps done", peer="a")
+    news = {1.0: joined("a", 0), 5.0: end, 7.0: joined("late", 0)}
+    fleet = played({"a": (6.0, 0), "late": (40.0, 0), "c": FOR_EVER}, news, clients=["c"])
+    assert 40 + HEARD_S <= fleet.stopped_s
+    assert 40 + STOPPED_S <= fleet.killed_s <= 40 + STOPPED_S + LOOKS_S

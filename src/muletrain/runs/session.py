@@ -150,7 +150,7 @@ class Session:
         """Why our clients ended."""
         self._stages, self._limits, self._begun = stages, limits or Limits(), begun
         self._dismissed: float | None = None
-        """When the last process ended that is no client, and no newcomer."""
+        """Since when only clients and newcomers are left."""
         self._ended: set[str] = set()
         self._lost, self._lost_s = set[str](), 0.0
         """Our processes that failed before the run began, and when the last one did."""
@@ -368,6 +368,7 @@ class Session:
         if end is not None and end.reason != LEFT:
             outside.update(name for name in alive if name not in self.view.peers)
         if not outside.issuperset(alive):
+            self._dismissed = None
             return
         self._dismissed = self._dismissed or time.monotonic()
         waited_s = time.monotonic() - self._dismissed
