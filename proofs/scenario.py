@@ -27,10 +27,10 @@ class Fault:
     nobody is told; 'join': a newcomer, whose name says its stage; or ``who`` wants to 'leave' in order, or to 'move' to
     the next stage (or to stage ``to``). Who freezes may be ``SUSPENDED``. A kill or damage with ``on`` waits, from
     ``at_s`` on, for the ``nth`` frame of that kind that ``who`` would send: it dies instead, or that frame is damaged.
-    'corrupt': ``who`` computes wrongly (``how``: see ``sim.world.faulty``). 'hang': no operation of its device ends,
+    'corrupt': ``who`` computes wrongly (``how``: see ``proofs.faulty``). 'hang': no operation of its device ends,
     while its event loop answers. 'one way': the first of ``who`` does not reach the second, which reaches it. 'small':
     between the two only frames of up to ``limit`` bytes pass. 'lie': ``who`` lies to the others (``how``: see
-    ``sim.world.lying``). 'kick': all others refuse ``who`` from now on. 'stop': it asks for the run's orderly end.
+    ``proofs.lying``). 'kick': all others refuse ``who`` from now on. 'stop': it asks for the run's orderly end.
     'disk': the disk that ``who`` writes checkpoints to is 'slow', 'hangs', or is 'full' (``how``). 'directory': it
     answers nobody. A 'join' may come under the name ``how`` of another."""
 
@@ -118,7 +118,7 @@ class Scenario:
     log_bytes: int = 1 << 28
     """Bytes of past gradients that each peer keeps (``runtime.peer.peer``)."""
     short: bool = False
-    """Peers remember little (``sim.world.play``): what long runs reach, this one does, too."""
+    """Peers remember little (``proofs.play``): what long runs reach, this one does, too."""
     resume_s: float | None = None
     """Then all machines lose power; the run is begun again from what was written."""
     given_weights: bool = False

@@ -31,7 +31,7 @@ def test_every_device_has_a_source_and_is_found_by_the_names_people_write() -> N
         ("Tesla P100-PCIE-16GB", "P100"),
         ("Tesla V100-SXM2-32GB", "V100"),
         ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA GH200 480GB", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
         ("AMD Instinct MI300X", "MI300X"),
         ("Apple M2 Max", "M2 Max"),
         ("M4", "M4"),

@@ -1,6 +1,6 @@
 """``PacedCompute`` is a real stage with a declared speed, for fleets emulated on one machine.
 
-On shared cores one peer's sleep is another's speed-up (ENGINE.md), so slowing real peers does not emulate unequal
+On shared cores one peer's sleep is another's speed-up, so slowing real peers does not emulate unequal
 machines. Here tensors are real, but each call takes a declared time on the clock, mostly asleep.
 """
 

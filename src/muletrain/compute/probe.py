@@ -46,7 +46,7 @@ def choose_precision(device: torch.device) -> Precision:
     """The fastest arithmetic that trains well, in at most a second.
 
     CUDA has bf16 or fp16 in hardware. Elsewhere a measurement decides: a CPU without AMX or AVX512-bf16 emulates bf16,
-    up to a hundred times slower than fp32 (ENGINE.md).
+    up to a hundred times slower than fp32.
     """
     if device.type == "cuda":
         return Precision.BF16 if torch.cuda.get_device_capability(device) >= (8, 0) else Precision.FP16

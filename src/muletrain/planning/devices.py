@@ -3,7 +3,7 @@
 Rates count every operation that is carried out, recomputed forwards included, of large matrix products in training;
 small models and short microbatches get less. Values without a source are marked as estimates: 40 % of the dense peak of
 tensor cores with 16-bit inputs and fp32 sums, or 60 % of the fp32 peak without tensor cores. Peaks are from the named
-documents of the vendors.
+documents of the vendors. Memory is what torch reports: ECC takes a part of what a card is sold with.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _SWARM_SAMPLE = "(4 x 5.5e13 FLOP a sample: 48 layers of 16 x 4096^2 parameters,
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper"
-_APPLE = "Apple's newsroom on its announcement; one memory for CPU and GPU, so give memory_gib; muletrain does not train on it yet"
-_CORES = "cores that Apple states x 128 lanes x 2 x about 1.4 GHz; one memory, so give memory_gib; muletrain does not train on it yet"
+_SPECIFIED = "2 x the fp32 peak of NVIDIA's specifications"
 
 
 def _rounded(tflops: float) -> float:
@@ -46,6 +45,17 @@ def _peak(name: str, tflops: float, gib: int, document: str, *aliases: str) -> D
     """A device of which only the peak of the tensor cores is known."""
     return Device(
         name, _rounded(TENSOR * tflops), gib * GIB, f"40 % of {tflops:g} TFLOP/s ({document})", True, True, aliases
+    )
+
+
+def _apple(name: str, tflops: float, gib: int, ghz: float) -> Device:
+    """An Apple chip. ``ghz``: its GPU's clock."""
+    return _plain(
+        name,
+        tflops,
+        gib,
+        f"cores that Apple states x 128 lanes x 2 x about {ghz} GHz; one memory, so give memory_gib; muletrain does not train on it yet",
+        accelerator=False,
     )
 
 
@@ -63,71 +73,73 @@ DEVICES: tuple[Device, ...] = (
     Device("H100", 400e12, 80 * GIB, "Llama 3 (Grattafiori et al. 2024), table 4: 380 to 430 a GPU (SXM)"),
     _peak("H100 PCIe", 756, 80, "NVIDIA H100 Tensor Core GPU datasheet"),
     _peak("H100 NVL", 835, 94, "NVIDIA H100 Tensor Core GPU datasheet"),
+    Device("H200", 400e12, 139 * GIB, "as H100, whose chip it has with more memory", True),
     Device(
-        "H200", 400e12, 139 * GIB, "as H100, whose chip it has with more memory", True, True, ("GH200", "GH200 480GB")
+        "GH200",
+        400e12,
+        94 * GIB,
+        "as H100, whose chip it has; 480 GB is its CPU's memory",
+        True,
+        True,
+        ("GH200 480GB",),
     ),
     _peak("H200 NVL", 835, 139, "NVIDIA H200 Tensor Core GPU datasheet"),
     _peak("B200", 2250, 178, "NVIDIA DGX B200 datasheet"),
     _peak("A30", 165, 24, "NVIDIA A30 Tensor Core GPU datasheet"),
-    _peak("A10", 125, 24, "NVIDIA A10 Tensor Core GPU datasheet"),
-    _peak("A10G", 70, 24, "NVIDIA A10G Tensor Core GPU datasheet, Amazon EC2 G5"),
-    _peak("A40", 150, 48, "NVIDIA A40 datasheet"),
-    _peak("L4", 121, 24, "NVIDIA L4 Tensor Core GPU datasheet"),
-    _peak("L40", 181, 48, "NVIDIA L40 datasheet"),
-    _peak("L40S", 362, 48, "NVIDIA L40S datasheet"),
+    _peak("A10", 125, 22, "NVIDIA A10 Tensor Core GPU datasheet"),
+    _peak("A10G", 70, 22, "NVIDIA A10G Tensor Core GPU datasheet, Amazon EC2 G5"),
+    _peak("A40", 150, 44, "NVIDIA A40 datasheet"),
+    _peak("L4", 121, 22, "NVIDIA L4 Tensor Core GPU datasheet"),
+    _peak("L40", 181, 44, "NVIDIA L40 datasheet"),
+    _peak("L40S", 362, 44, "NVIDIA L40S datasheet"),
     _peak("RTX A6000", 155, 48, "NVIDIA RTX A6000 datasheet"),
     _peak("RTX 6000 Ada", 364, 48, f"{_ADA}, professional edition", "RTX 6000 Ada Generation"),
     Device("RTX 2080", 25e12, 8 * GIB, "HYBRID sec. 4: takes 1.55 times as long as a V100"),
-    _peak("RTX 2080 Ti", 54, 11, "NVIDIA Turing GPU Architecture whitepaper"),
-    _peak("RTX 3060", 25.5, 12, _GA102),
-    _peak("RTX 3060 Ti", 32.4, 8, _GA102),
+    _peak("RTX 2080 Ti", 54, 11, "NVIDIA Turing GPU Architecture whitepaper, reference card"),
+    _peak("RTX 3060", 25.5, 12, _SPECIFIED),
+    _peak("RTX 3060 Ti", 32.4, 8, _SPECIFIED),
     _peak("RTX 3070", 40.6, 8, _GA102),
-    _peak("RTX 3070 Ti", 43.5, 8, _GA102),
+    _peak("RTX 3070 Ti", 43.5, 8, _SPECIFIED),
     _peak("RTX 3080", 59.5, 10, _GA102),
-    _peak("RTX 3080 Ti", 68.2, 12, _GA102),
+    _peak("RTX 3080 Ti", 68.2, 12, _SPECIFIED),
     _peak("RTX 3090", 71, 24, _GA102),
-    _peak("RTX 3090 Ti", 80, 24, _GA102),
-    _peak("RTX 4060", 30.2, 8, _ADA),
-    _peak("RTX 4060 Ti", 44.1, 8, _ADA),
+    _peak("RTX 3090 Ti", 80, 24, _SPECIFIED),
+    _peak("RTX 4060", 30.2, 8, _SPECIFIED),
+    _peak("RTX 4060 Ti", 44.1, 8, _SPECIFIED),
     _peak("RTX 4070", 58.3, 12, _ADA),
-    _peak("RTX 4070 SUPER", 70.9, 12, _ADA),
+    _peak("RTX 4070 SUPER", 70.9, 12, _SPECIFIED),
     _peak("RTX 4070 Ti", 80.2, 12, _ADA),
-    _peak("RTX 4070 Ti SUPER", 88.2, 16, _ADA),
+    _peak("RTX 4070 Ti SUPER", 88.2, 16, _SPECIFIED),
     _peak("RTX 4080", 97.5, 16, _ADA),
-    _peak("RTX 4080 SUPER", 104.4, 16, _ADA),
+    _peak("RTX 4080 SUPER", 104.4, 16, _SPECIFIED),
     _peak("RTX 4090", 165, 24, _ADA),
-    _peak("RTX 5060", 38.4, 8, _BLACKWELL),
-    _peak("RTX 5060 Ti", 47.4, 16, _BLACKWELL),
+    _peak("RTX 5060", 38.4, 8, _SPECIFIED),
+    _peak("RTX 5060 Ti", 47.4, 16, _SPECIFIED),
     _peak("RTX 5070", 61.7, 12, _BLACKWELL),
     _peak("RTX 5070 Ti", 87.9, 16, _BLACKWELL),
     _peak("RTX 5080", 112.6, 16, _BLACKWELL),
-    _peak("RTX 5090", 209.5, 32, _BLACKWELL),
+    _peak("RTX 5090", 209.5, 31, _BLACKWELL),
     _plain("GTX 1080", 8.9, 8, "NVIDIA GeForce GTX 1080 whitepaper"),
     _plain("GTX 1080 Ti", 11.3, 11, "NVIDIA GeForce GTX 1080 Ti specifications"),
     _plain("P100", 9.3, 16, "NVIDIA Tesla P100 PCIe datasheet"),
     _peak("MI210", 181, 64, "AMD Instinct MI210 data sheet"),
-    _peak("MI250X", 383, 128, "AMD Instinct MI250X data sheet, both dies"),
+    _peak("MI250X", 191.5, 64, "AMD Instinct MI250X data sheet; one of its two dies, each of them a device"),
     _peak("MI300X", 1307, 192, "AMD Instinct MI300X data sheet"),
-    *(
-        _plain(f"M{name}", tflops, gib, document, accelerator=False)
-        for name, tflops, gib, document in (
-            ("1", 2.6, 8, _APPLE),
-            ("1 Pro", 5.2, 16, _APPLE),
-            ("1 Max", 10.4, 32, _APPLE),
-            ("1 Ultra", 21, 64, _APPLE),
-            ("2", 3.6, 8, _APPLE),
-            ("2 Pro", 6.8, 16, _APPLE),
-            ("2 Max", 13.6, 32, _APPLE),
-            ("2 Ultra", 27.2, 64, _APPLE),
-            ("3", 3.6, 8, _CORES),
-            ("3 Pro", 6.5, 18, _CORES),
-            ("3 Max", 14.3, 36, _CORES),
-            ("3 Ultra", 28.7, 96, _CORES),
-            ("4", 3.6, 16, _CORES),
-            ("4 Pro", 7.2, 24, _CORES),
-            ("4 Max", 14.3, 36, _CORES),
-        )
-    ),
+    _apple("M1", 2.6, 8, 1.28),
+    _apple("M1 Pro", 5.2, 16, 1.28),
+    _apple("M1 Max", 10.4, 32, 1.28),
+    _apple("M1 Ultra", 21, 64, 1.28),
+    _apple("M2", 3.6, 8, 1.4),
+    _apple("M2 Pro", 6.8, 16, 1.4),
+    _apple("M2 Max", 13.6, 32, 1.4),
+    _apple("M2 Ultra", 27.2, 64, 1.4),
+    _apple("M3", 3.6, 8, 1.4),
+    _apple("M3 Pro", 6.5, 18, 1.4),
+    _apple("M3 Max", 14.3, 36, 1.4),
+    _apple("M3 Ultra", 28.7, 96, 1.4),
+    _apple("M4", 4.0, 16, 1.58),
+    _apple("M4 Pro", 8.1, 24, 1.58),
+    _apple("M4 Max", 17.2, 36, 1.68),
     Device("CPU", 0.3e12, 16 * GIB, "eight cores of 40 GFLOP/s in fp32", True, accelerator=False),
 )
 _BRANDS = re.compile(r"nvidia|geforce|tesla|quadro|\bamd\b|instinct|\bapple\b|rtx|gtx|[\s_-]+")

@@ -10,11 +10,12 @@ To add a fifth strategy:
    ``tests/test_strategies.py`` calls each method; add a configuration that asks for the strategy there (``made``).
 3. If a run must know more, add a section to the configuration (``config/peer_sections.py``, ``config/schema.py``; may a
    resumed run change it? ``runs.resuming.TABLE``), filled from a plan (``cli/actions/planned.py``).
-4. Write a predictor in ``sim/plan/`` and name it in ``sim.plan.planner.plan``, or ``muletrain plan`` reports it
+4. Write a predictor in ``sim/plan/`` and name it in ``sim.plan.planner.predict``, or ``muletrain plan`` reports it
    missing. ``planner.confirmed`` plays the recommended plan as strategy swarm, unless the plan has a schedule. New
    schedules and fields belong into ``config.plan_file.Prediction``.
 5. Let the fuzzer draw the strategy (``proofs/draws/``).
-6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``.
+6. Describe the strategy in ``README.md``, ``docs/planning.md`` and ``docs/plan.md``, and name it where people read the
+   choices: ``cli/options.py``, ``cli/commands/simulate.py``, the messages of ``cli/actions/planned.py``.
 """
 
 from __future__ import annotations

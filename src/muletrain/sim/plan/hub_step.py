@@ -132,50 +132,59 @@ class HubStep:
     def _rates(self, crew: Crew, *, linked: bool = True) -> tuple[float, float]:
         """Microbatches/s of a server, and of its clients together. A client computes one part during the transfer of
         the next, and waits if the transfer takes longer; transfers take no time unless ``linked``."""
+        if (crew, linked) in self._known:
+            return self._known[crew, linked]
         s, kinds = crew.stage, self.setting.kinds
         server, clients = 1 / kinds[crew.server].service_s(s), [1 / kinds[k].service_s(s) for k in crew.clients]
         if server < SLOWEST * sum(clients) / max(1, len(clients)):
             server = 0.0
-        if not linked or not clients:
-            return server, sum(clients)
-        part_s = 1 / (server + sum(clients))
+        low = high = sum(clients)
+        if linked and clients:
+            part_s, ways_s = 1 / (server + high), [self._way_s(crew, k) for k in crew.clients]
 
-        def slowed(by_clients: float) -> float:
-            """The clients' rate while their parts wait as if it were ``by_clients``."""
-            ways = [self._way_s(crew, k, server + by_clients) for k in crew.clients]
-            return sum(rate / max(1.0, (1 + way_s / part_s) / ROOM) for rate, way_s in zip(clients, ways, strict=True))
+            def slowed(by_clients: float) -> float:
+                """The clients' rate while their parts wait as if it were ``by_clients``."""
+                queued_s = self._queued_s(crew, server + by_clients)
+                ways = zip(clients, ways_s, strict=True)
+                return sum(rate / max(1.0, (1 + (way_s + queued_s) / part_s) / ROOM) for rate, way_s in ways)
 
-        low, high = 0.0, sum(clients)
-        for _ in range(HALVED):  # the faster, the more they wait
-            rate = (low + high) / 2
-            low, high = (rate, high) if slowed(rate) >= rate else (low, rate)
+            low = slowed(high)
+            for _ in range(HALVED if low < high else 0):  # the faster, the longer they wait
+                rate = (low + high) / 2
+                low, high = (rate, high) if slowed(rate) >= rate else (low, rate)
+        self._known[crew, linked] = server, high
         return server, high
 
-    def _way_s(self, crew: Crew, client: int, rate: float) -> float:
-        """Seconds on links of one client's parts of a microbatch, while the crew computes microbatches at ``rate``."""
+    @cached_property
+    def _known(self) -> dict[tuple[Crew, bool], tuple[float, float]]:
+        return {}
+
+    def _way_s(self, crew: Crew, client: int) -> float:
+        """Seconds on free links of one client's parts of a microbatch."""
         s, kinds, links = crew.stage, self.setting.kinds, self.setting.links
-        passes = self._passes(s)
         share = 1 / (len(crew.clients) + 1)
         out, back = self.inner_bytes(s)
         there, home = links[crew.server][client], links[client][crew.server]
         sent_s = out * share / min(there.bandwidth_bytes_per_s, kinds[client].down_bytes_per_s)
         back_s = back * share / min(home.bandwidth_bytes_per_s, kinds[client].up_bytes_per_s)
-        return passes * (there.delay_s + home.delay_s + self._queued_s(crew, rate)) + sent_s + back_s
+        return self._passes(s) * (there.delay_s + home.delay_s) + sent_s + back_s
 
     def _queued_s(self, crew: Crew, rate: float) -> float:
-        """Seconds that a part waits at the server's own links, there and back, behind the messages of other parts and
-        between stages: M/G/1 queues with the mean waiting time of Pollaczek and Khinchine."""
+        """Seconds that a client's parts of a microbatch wait at the server's own links, there and back, behind other
+        parts and the messages between stages, while the crew computes microbatches at ``rate``: M/G/1 queues with the
+        mean waiting time of Pollaczek and Khinchine."""
         s, own, cost, last = crew.stage, self.setting.kinds[crew.server], self.setting.cost, len(self.stages) - 1
-        out, back = self.inner_bytes(s)
-        onward = 0.0 if s == last else cost.forward_bytes[s + 1], cost.backward_bytes[s] if s else 0.0
-        coming = cost.forward_bytes[s] if s else 0.0, 0.0 if s == last else cost.backward_bytes[s + 1]
-        count, share = self._passes(s) * len(crew.clients), len(crew.clients) / (1 + len(crew.clients))
+        before, behind = s > 0, s < last
+        onward = cost.forward_bytes[s + 1] if behind else 0.0, cost.backward_bytes[s] if before else 0.0
+        coming = cost.forward_bytes[s] if before else 0.0, cost.backward_bytes[s + 1] if behind else 0.0
+        count = self._passes(s) * len(crew.clients)
+        out, back = (nbytes / self._passes(s) / (1 + len(crew.clients)) for nbytes in self.inner_bytes(s))
         waits_s = 0.0
-        for inner, between, link in ((out, onward, own.up_bytes_per_s), (back, coming, own.down_bytes_per_s)):
-            takes_s = [*(nbytes / link for nbytes in between), *[inner * share / count / link] * count]
-            idle = max(1 / QUEUED, 1 - rate * sum(takes_s))
-            waits_s += rate * sum(t * t for t in takes_s) / (2 * idle)
-        return waits_s
+        for part, between, link in ((out, onward, own.up_bytes_per_s), (back, coming, own.down_bytes_per_s)):
+            busy = rate * (count * part + sum(between)) / link
+            squares = rate * (count * part**2 + sum(nbytes**2 for nbytes in between)) / link**2
+            waits_s += squares / (2 * max(1 / QUEUED, 1 - busy))
+        return self._passes(s) * waits_s
 
     def _passes(self, s: int) -> int:
         """Passes of a microbatch through stage ``s`` that travel to clients."""
@@ -225,7 +234,9 @@ class HubStep:
             return path
         server, clients = self._rates(b, linked=linked)
         thin = max(1.0, (1 + len(b.clients)) / self.setting.cost.sequences)
-        way_s = max(self._way_s(b, k, server + clients) for k in b.clients) if linked else 0.0
+        way_s = 0.0
+        if linked:
+            way_s = max(self._way_s(b, k) for k in b.clients) + self._queued_s(b, server + clients)
         return Link(
             path.delay_s + ((thin - 1) / (server + clients) + way_s) / self._passes(b.stage), path.bandwidth_bytes_per_s
         )
