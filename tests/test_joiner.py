@@ -135,7 +135,9 @@ def test_a_name_that_could_not_name_a_file_and_data_that_are_not_there_are_refus
             json=True,
             name=name,
         )
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(MuletrainError, match="--announce"):
+        join_run(ticket, listening=Listening("127.0.0.1", 0, ("1.2.3.4:4000",)), device="cpu", threads=1, json=True)
+    assert not list(tmp_path.iterdir()), "no folder of a run that never began"
 
 
 def test_an_owners_limits(tmp_path: Path) -> None:

@@ -327,3 +327,20 @@ def test_a_machine_that_joined_leaves_at_its_owners_limit_and_at_once_if_asked_a
     with pytest.raises(SystemExit, match="130"), session.interruptible():
         os.kill(os.getpid(), signal.SIGINT)
     session.close()
+
+
+@pytest.mark.parametrize(("steps", "code"), [(STARTED.steps, None), (STARTED.steps - 1, 130)])
+def test_a_ctrl_c_in_the_report_does_not_turn_a_run_whose_steps_are_done_into_one_that_was_ended(
+    tmp_path: Path, steps: int, code: int | None
+) -> None:
+    session, ended_with = Session("run", tmp_path, LocalFleet(tmp_path, 1)), None
+    session.show(STARTED)
+    session.show(RunFinished(steps, 1.0, "all steps done"))
+    session.asked.at_once = True  # as in the report
+    try:
+        with session.interruptible():
+            os.kill(os.getpid(), signal.SIGINT)
+    except SystemExit as e:
+        ended_with = e.code
+    assert ended_with == code
+    session.close()

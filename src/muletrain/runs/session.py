@@ -245,15 +245,18 @@ class Session:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within the context, a signal (``Asked``) asks for an orderly end. A second one ends at once: SystemExit. Only
-        the rest of the report is lost."""
+        """Within the context, a signal (``Asked``) asks for an orderly end. A second one ends at once: SystemExit. Once
+        the processes have ended in order, only the rest of the report is lost: the exit code stays the session's."""
         with self.asked.heard():
             try:
                 yield
             except KeyboardInterrupt:
-                if self.fleet.alive() or not self.asked.at_once:
+                reports = self.asked.at_once and not self.fleet.alive()
+                if not reports:
                     self.say(self._ended_at_once())
-                raise SystemExit(BY_SIGNAL + (self.asked.number or signal.SIGINT)) from None
+                code = self.exit_code() if reports else BY_SIGNAL + (self.asked.number or signal.SIGINT)
+                if code:
+                    raise SystemExit(code) from None
 
     def _ended_at_once(self) -> str:
         """The state after the second Ctrl-C, and how to go on."""

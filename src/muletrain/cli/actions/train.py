@@ -190,26 +190,25 @@ def join_run(
     limits = limits or Limits()
     # two machines may have one host name
     peers = OwnPeers.on(name or f"{host_name()}-{secrets.token_hex(2)}", device, threads)
+    specs = peers.specs(
+        listening,
+        ticket=ticket,
+        folder="",
+        data=where,
+        bandwidth_bytes_per_s=limits.share(len(peers.names)),
+        private=private,
+        keeps_ticket=True,
+        **work,
+    )
     hint = "; --name chooses another name" if name is None else ""
     comes_back = True
     while comes_back and limits.wait_until_free(lambda text: make_console(sys.stderr).print(text, soft_wrap=True)):
         folder = new_run_folder("join")
-        workers = peers.specs(
-            listening,
-            ticket=ticket,
-            folder=str(folder),
-            data=where,
-            bandwidth_bytes_per_s=limits.share(len(peers.names)),
-            private=private,
-            keeps_ticket=True,
-            **work,
-        )
+        workers = [spec.model_copy(update={"folder": str(folder)}) for spec in specs]
         with held(folder), LocalFleet(folder, peers.threads) as fleet:
             fleet.spawn(peers.names)
             session = Session("join", folder, fleet, workers, _console(json), limits=limits)
-
-            session.say(f"this machine is {', '.join(peers.names)}{hint}")
-            _serve(session)
+            _serve(session, f"this machine is {', '.join(peers.names)}{hint}")
         comes_back = session.comes_back
 
 
@@ -226,18 +225,20 @@ def _console(json: bool) -> type[JsonConsole] | type[LiveConsole]:
     return JsonConsole if json else LiveConsole
 
 
-def _serve(session: Session) -> None:
+def _serve(session: Session, greeting: str = "") -> None:
     """Show a session from the beginning to the end, and report. Raises SystemExit with an exit code that is not 0, and
     the errors of ``Session.check``."""
     try:
         with session.interruptible():
             with session.console:
+                if greeting:
+                    session.say(greeting)
                 ticket = session.begin()
                 if session.role == "start" and ticket is not None:
                     _invite(session, ticket)
                 session.watch()
             report(session)
-            session.check()
+        session.check()
     finally:
         session.close()
     if code := session.exit_code():
