@@ -336,7 +336,7 @@ def test_a_ctrl_c_in_the_report_does_not_turn_a_run_whose_steps_are_done_into_on
     session, ended_with = Session("run", tmp_path, LocalFleet(tmp_path, 1)), None
     session.show(STARTED)
     session.show(RunFinished(steps, 1.0, "all steps done"))
-    session.asked.at_once = True  # as in the report
+    session.asked.at_once = (signal.SIGINT,)  # as in the report
     try:
         with session.interruptible():
             os.kill(os.getpid(), signal.SIGINT)

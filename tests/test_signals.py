@@ -55,10 +55,14 @@ def test_two_signals_at_once_are_one_wish(monkeypatch: pytest.MonkeyPatch) -> No
     now[0] += 1.0
     with pytest.raises(KeyboardInterrupt):
         wish.hear(signal.SIGTERM)
-    report = Asked()
-    report.at_once = True
+    leaving = Asked()
+    leaving.at_once = (signal.SIGINT,)
     with pytest.raises(KeyboardInterrupt):
-        report.hear(signal.SIGINT)
+        leaving.hear(signal.SIGINT)
+    leaving = Asked()
+    leaving.at_once = (signal.SIGINT,)
+    leaving.hear(signal.SIGTERM)
+    assert leaving.number == signal.SIGTERM
 
 
 def test_a_closed_output_is_a_wish_and_no_error() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from muletrain.runs.signals import ENDING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from types import FrameType
 
 BY_SIGNAL = 128
@@ -30,8 +30,8 @@ class Asked:
     def __init__(self) -> None:
         self.number = 0
         """The first signal, or the one that a closed output stands for; 0: nobody asked."""
-        self.at_once = False
-        """The current work need not end in order: the first signal raises KeyboardInterrupt, too."""
+        self.at_once: Collection[int] = ()
+        """Signals that raise KeyboardInterrupt also as the first: the current work need not end in order."""
         self._last_s = -AGAIN_S
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
@@ -40,7 +40,7 @@ class Asked:
         first, self.number = self.number == 0, self.number or number
         if again:
             self._last_s = time.monotonic()
-        if again and (self.at_once or not first):
+        if again and (number in self.at_once or not first):
             raise KeyboardInterrupt
 
     def closed(self, number: int) -> None:

@@ -251,7 +251,7 @@ class Session:
             try:
                 yield
             except KeyboardInterrupt:
-                reports = self.asked.at_once and not self.fleet.alive()
+                reports = bool(self.asked.at_once) and not self.fleet.alive()
                 if not reports:
                     self.say(self._ended_at_once())
                 code = self.exit_code() if reports else BY_SIGNAL + (self.asked.number or signal.SIGINT)
@@ -289,7 +289,7 @@ class Session:
             when = "after this step" if self.training else "before the run begins"
             if self.view.started is None and self.view.clients:
                 when = "at once"
-            self.asked.at_once = not self.interrupted
+            self.asked.at_once = () if self.interrupted else (signal.SIGINT,)  # as the sentence says
             self.say(f"{reason}leaving {when}; Ctrl-C leaves at once")
         else:
             what = "after this step; checkpoint and report follow" if self.training else "before the first step"

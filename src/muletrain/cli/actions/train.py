@@ -29,6 +29,7 @@ from muletrain.runs.join.ticket import Ticket
 from muletrain.runs.measure.machine import check_local
 from muletrain.runs.own_peers import Listening, OwnPeers, check_name, host_name
 from muletrain.runs.session import Limits, Session, Silent
+from muletrain.runs.signals import ENDING
 from muletrain.timeline import check_trace, write_trace
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def report(session: Session) -> None:
             session.say(text)
         return
     session.bring_home()
-    session.asked.at_once = True
+    session.asked.at_once = ENDING
     hurries = session.asked.number not in (0, signal.SIGINT)  # a machine that is taken away kills slow processes
     evaluation, texts = None, list[str]()
     if session.checkpoint is not None and not hurries:
