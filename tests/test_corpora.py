@@ -127,6 +127,8 @@ def write_bad_files() -> None:
     Path("quotes.csv").write_text('id,text\n1,"a\nb"\n2,"c" d\n')
     Path("open.csv").write_text('id,text\n1,"a"\n2,"b\n' + "3,c\n" * 5)
     Path("semicolons.csv").write_text("id;text\n1;a\n")
+    Path("twice.csv").write_text("text,id,text\na,1,b\n")
+    Path("pointer.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12345\n")
     Path("rows.jsonl").write_text('{"text": "a"}\n' * 8999 + '{"text": "b\n')
     Path("a.docx").write_bytes(b"PK\x03\x04 and so on")
     Path("a.pdf").write_bytes(b"%PDF-1.7 and so on")
@@ -177,6 +179,8 @@ def write_bad_files() -> None:
         ("quotes.csv", r"quotes\.csv:4: this row cannot be read: .*correct its quotes"),
         ("open.csv", r"open\.csv:3: this row cannot be read: unexpected end of data; correct its quotes"),
         ("semicolons.csv", r"semicolons\.csv:1: no 'text'; set data\.field to one of: id;text"),
+        ("twice.csv", r"twice\.csv:1: two columns are called 'text'; rename one"),
+        ("pointer.txt", r"pointer\.txt is a pointer of git-lfs, not the file itself: call `git lfs pull`"),
         ("rows.jsonl", r"rows\.jsonl:9000: not JSON: Invalid control character"),
         ("a.docx", r"a\.docx is a document of an office program: convert it, e\.g\. with `pandoc"),
         ("a.pdf", r"a\.pdf is a PDF: convert it, e\.g\. with `pdftotext`"),

@@ -77,3 +77,9 @@ def test_a_device_of_an_unknown_name_is_estimated_from_what_it_reports(monkeypat
     device_of.cache_clear()
     assert found_here is not None
     assert (found_here.memory_bytes, found_here.estimate) == (32 << 30, True)
+    properties = SimpleNamespace(
+        name="RX 9999", multi_processor_count=96, clock_rate=2_500_000, total_memory=24 << 30, major=11, minor=0
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = probe.reported(torch.device("cuda"))
+    assert 30e12 < found.flops < 50e12, "an AMD chip of generation 11 is none of CUDA's after 10"

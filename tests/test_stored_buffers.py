@@ -123,6 +123,24 @@ def test_in_16_bits_it_is_not_rounded(source: tuple[Path, Any]) -> None:
     stage.close()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_exported_in_16_bits_it_is_not_rounded_either_nor_is_what_transformers_keeps_in_fp32(
+    source: tuple[Path, Any], tmp_path: Path, dtype: str
+) -> None:
+    """DeepSeek-V3's class keeps the router's weights in fp32, too."""
+    folder, model = source
+    spec, gate = import_traced(folder, context=CONTEXT), BIAS.replace("e_score_correction_bias", "weight")
+    load = load_traced(folder, spec)
+    export_hf({name: load(name) for name in spec.shapes}, spec, None, tmp_path, source=folder, dtype=dtype)
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found[BIAS], model.get_buffer(BIAS))
+    assert torch.equal(found[gate], model.get_parameter(gate))
+    assert found["lm_head.weight"].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=found["lm_head.weight"].dtype)
+    assert torch.equal(loaded.get_buffer(BIAS), model.get_buffer(BIAS))
+    assert torch.equal(loaded.get_parameter(gate), model.get_parameter(gate))
+
+
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.unknown.weight", "model.layers.1.mlp.gate.other_bias"])
 def test_tensors_that_the_model_does_not_take_are_refused(source: tuple[Path, Any], tmp_path: Path, name: str) -> None:
     changed(source[0], tmp_path, {name: torch.ones(3)})

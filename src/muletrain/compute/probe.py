@@ -60,10 +60,11 @@ def chip(device: torch.device) -> str:
 
 
 def reported(device: torch.device) -> Device:
-    """Speed of a CUDA device, estimated from the reported properties."""
+    """Speed of a CUDA or ROCm device, estimated from the reported properties."""
     has = torch.cuda.get_device_properties(device)
     clock_hz = 1e3 * float(getattr(has, "clock_rate", 0.0))  # not every version of torch tells
-    return estimated(has.name, has.multi_processor_count, clock_hz, has.total_memory, (has.major, has.minor))
+    capability = (0, 0) if torch.version.hip else (has.major, has.minor)  # AMD counts its generations otherwise
+    return estimated(has.name, has.multi_processor_count, clock_hz, has.total_memory, capability)
 
 
 def device_here(name: str) -> Device | None:

@@ -38,6 +38,7 @@ _FORMATS = (
     (set[str](), b"\xfe\xff", "UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"),
     ({".arrow", ".feather"}, b"ARROW1", "an Arrow file: save its table as .parquet"),
     (set[str](), b"PAR1", "a Parquet file: let its name end in .parquet"),
+    (set[str](), b"version https://git-lfs", "a pointer of git-lfs, not the file itself: call `git lfs pull`"),
 )
 """Suffixes, first bytes, and the advice for such a file."""
 _HEAD = 4096
@@ -226,6 +227,8 @@ class CsvFile(FileSource):
                 names = [name.strip() for name in cells]
                 if self.field not in names:
                     raise no_field(self.field, place, names)
+                if names.count(self.field) > 1:
+                    raise DataError(f"data.path: {place}: two columns are called '{self.field}'; rename one")
             elif len(cells) == len(names):
                 yield place, dict(zip(names, cells, strict=True))
             elif cells:  # no blank line

@@ -64,12 +64,14 @@ def export_hf(
     layer. ``end_of_text``: the tokenizer's token that ends a document, if any. ``source``: the Hugging Face folder that
     training started from (``model.from``): everything but the weights stays as in that folder, including the declared
     context; special tokens, generation settings and chat template only beside the same tokenizer. The index, or the
-    only weights file, is written last. ``dtype``: type of the weights, a name of ``finite.NAMES``. Returns a remark for
+    only weights file, is written last. ``dtype``: type of the weights, a name of ``finite.NAMES``, except for what is
+    not trained, and what ``transformers`` keeps in fp32. Returns a remark for
     people on values that become zero in ``dtype``, if any. Raises CheckpointError when tensors are missing,
     superfluous, of wrong shape or too large for ``dtype``, the source cannot be read, or the folder is not empty or
     cannot be written."""
     out = Path(out_dir)
-    tensors, remark = cast(_complete(state, spec), dtype)
+    exact = spec.in_fp32(dtype) if isinstance(spec, TracedModel) else ()
+    tensors, remark = cast(_complete(state, spec), dtype, exact)
     with new_folder(out):
         config = _config(spec, _token_id(tokenizer_json, end_of_text))
         if source is not None and _same_tokenizer(source, tokenizer_json):

@@ -15,7 +15,7 @@ from muletrain.model.finite import NAMES, unfit
 from muletrain.model.hf_files import INDEX, WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -52,12 +52,17 @@ def new_folder(out: Path) -> Iterator[None]:
         raise CheckpointError(f"--hf: cannot write {out}: {e}; free space or choose another folder") from e
 
 
-def cast(tensors: Mapping[str, Tensor], dtype: str) -> tuple[dict[str, Tensor], str | None]:
-    """``tensors`` in ``dtype``, a name of ``finite.NAMES``, and a remark for people on values that become zero, if any.
-    Raises CheckpointError for values that ``dtype`` cannot hold."""
+def cast(
+    tensors: Mapping[str, Tensor], dtype: str, exact: Collection[str] = ()
+) -> tuple[dict[str, Tensor], str | None]:
+    """``tensors`` in ``dtype``, a name of ``finite.NAMES``, except for ``exact``, and a remark for people on values that
+    become zero, if any. Raises CheckpointError for values that ``dtype`` cannot hold."""
     found: dict[str, Tensor] = {}
     lost = total = 0
     for name, tensor in tensors.items():
+        if name in exact:
+            found[name] = tensor
+            continue
         if (why := unfit(tensor, NAMES[dtype])) is not None:
             raise CheckpointError(f"--dtype {dtype}: {name}: {why}; use bf16 or fp32")
         found[name] = tensor.to(NAMES[dtype]) if tensor.is_floating_point() else tensor

@@ -186,9 +186,9 @@ USUAL_HZ = 1.5e9
 
 
 def estimated(name: str, processors: int, clock_hz: float, memory_bytes: int, capability: tuple[int, int]) -> Device:
-    """A CUDA device that is not in the catalogue, estimated from the driver's report: multiprocessors, clock [Hz],
-    memory [bytes] and compute capability (or the nearest earlier known capability). Without tensor cores: 128 lanes in
-    fp32."""
+    """A device that is not in the catalogue, estimated from the driver's report: multiprocessors, clock [Hz], memory
+    [bytes] and CUDA's compute capability (or the nearest earlier known capability; (0, 0): not CUDA). Without tensor
+    cores, and for other vendors' chips: 128 lanes in fp32."""
     known = max((c for c in _PER_CLOCK if c <= capability), default=None)
     per_clock, part = (_PER_CLOCK[known], TENSOR) if known else (256, PLAIN)
     clock_hz = clock_hz or USUAL_HZ

@@ -233,7 +233,7 @@ class Checkpoint:
         """Write the state_dict of a user's module to ``folder``/model.safetensors, with parameters in ``dtype``.
         Returns that file, and ``cast``'s remark. Raises CheckpointError, and ConfigError for an unusable factory."""
         assert isinstance(self.spec, TracedModel)
-        weights, remark = cast(self.weights(), dtype)
+        weights, remark = cast(self.weights(), dtype, self.spec.frozen)
         state, file = state_dict(self.spec.config, weights), folder / "model.safetensors"
         with new_folder(folder):
             safetensors.torch.save_file(state, file, metadata={"format": "pt"})

@@ -128,6 +128,14 @@ def _decoded(value: Any) -> Any:
     return [_decoded(v) for v in value] if isinstance(value, list) else value
 
 
+def in_fp32(config: Mapping[str, Any], dtype: str) -> set[str]:
+    """Parts of names of parameters that stay in fp32 where a model is in ``dtype``, a name of ``finite.NAMES``. Raises
+    as ``build``."""
+    own: Any = build(config)
+    always, beside_fp16 = own._keep_in_fp32_modules_strict or (), own._keep_in_fp32_modules or ()
+    return {*always, *(beside_fp16 if dtype == "fp16" else ())}
+
+
 def build(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model on the meta device, in training mode. Raises ConfigError for an architecture that the installed
     ``transformers`` does not have, or that is no causal language model."""

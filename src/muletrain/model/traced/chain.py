@@ -158,6 +158,15 @@ class TracedModel(Described):
     def frozen(self) -> dict[str, str]:
         return self.outline.frozen
 
+    def in_fp32(self, dtype: str) -> set[str]:
+        """Parameters whose values stay as they are in files of ``dtype``, a name of ``finite.NAMES``: what is not
+        trained, and of a model of ``transformers`` what its class keeps in fp32."""
+        from muletrain.model.traced.architecture import in_fp32
+
+        patterns = () if self.own_loss else in_fp32(self.config, dtype)
+        kept = {name for name in self.shapes if any(f".{pattern}." in f".{name}." for pattern in patterns)}
+        return kept | self.frozen.keys()
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter; tied parameters once."""
