@@ -170,7 +170,10 @@ def write_bad_files() -> None:
         ("chat.json", r"chat\.json:1: no 'text', but 'messages': conversations"),
         ("pairs.csv", r"pairs\.csv:1: no 'text', but 'prompt': conversations"),
         ("wrapped.json", r"wrapped\.json: neither a list .* `jq -c '\.data\[\]' wrapped\.json > rows\.jsonl`"),
-        ("pretty.json", r"pretty\.json: neither a list of JSON objects nor one object per line; write its rows"),
+        (
+            "pretty.json",
+            r"pretty\.json: neither a list of JSON objects nor one object per line; .*`jq -c '\.' pretty\.json",
+        ),
         ("half.json", r"half\.json:2: row 2: not JSON: Expecting ',' delimiter"),
         ("comma.json", r"comma\.json:2: row 2: not JSON: Expecting value"),
         ("more.json", r"more\.json:2: row 1: not JSON: text after the end of the list"),

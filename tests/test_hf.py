@@ -218,6 +218,21 @@ def test_training_a_model_of_others_changes_its_weights_only(tmp_path: Path) -> 
     assert all(torch.equal(p, state[name]) for name, p in new.named_parameters())
 
 
+def test_end_tokens_that_only_the_generation_settings_name_are_kept(tmp_path: Path) -> None:
+    """As of many models on the Hub; without them the exported model would not stop."""
+    source, out = tmp_path / "llama", tmp_path / "out"
+    _source(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["eos_token_id"]
+    (source / "config.json").write_text(json.dumps(config))
+    spec, load = import_hf(source, context=16)
+    state = {name: load(name) for name in _full_shapes(spec)}
+    export_hf(state, spec, load_tokenizer(str(source), 1 << 20), out, end_of_text="</s>", source=source)
+    old, new = (json.loads((folder / "generation_config.json").read_text()) for folder in (source, out))
+    assert new == old
+    assert new["eos_token_id"] == [2, 3]
+
+
 def test_special_tokens_do_not_outlive_their_tokenizer(tmp_path: Path) -> None:
     source, out = tmp_path / "llama", tmp_path / "out"
     _source(source)

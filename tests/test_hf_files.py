@@ -111,6 +111,16 @@ def test_a_tensor_that_its_shard_lacks_is_named(model: Callable[[str], Path]) ->
     assert f"{folder / SHARDS[1]} has no model." in refusal(folder)
 
 
+def test_a_tensor_is_read_from_the_shard_that_the_index_names(model: Callable[[str], Path]) -> None:
+    """An old copy may be left over in another shard."""
+    folder = model("llama")
+    places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(name for name, shard in places.items() if shard == SHARDS[0])
+    expected, last = stored(folder)[name].read(), load_file(folder / SHARDS[2])
+    save_file(last | {name: expected + 1}, folder / SHARDS[2])
+    assert torch.equal(stored(folder)[name].read(), expected)
+
+
 def test_one_file_counts_before_an_index_as_in_transformers(model: Callable[[str], Path]) -> None:
     folder = model("llama")
     state = {name: tensor.read() + 1 for name, tensor in stored(folder).items()}

@@ -58,6 +58,13 @@ def test_a_text_is_told_in_documents_tokens_and_epochs(text: Path) -> None:
     assert max(map(len, said.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("warmup", "rate"), [(20, "0.003"), (1000, "6e-05")])
+def test_a_warm_up_as_long_as_the_run_is_told_with_the_rate_that_it_reaches(text: Path, warmup: int, rate: str) -> None:
+    said = " ".join(told(summary(text, "train.steps=20", f"optimizer.warmup={warmup}")).split())
+    assert f"learning rate rises to {rate} at the last step: the warm-up to 0.003 takes" in said
+    assert "decay" not in said
+
+
 def test_what_was_left_out_is_said_with_its_number(text: Path) -> None:
     rows = text.read_text()
     text.write_text(rows + "".join(rows.splitlines(keepends=True)[:3]) + json.dumps({"text": " "}) + "\n")

@@ -197,11 +197,12 @@ class JsonFile(JsonlFile):
             lists = [name for name, value in row.items() if isinstance(value, list)] if isinstance(row, dict) else []
             wrapped = self.field not in row and lists and lists[0] not in _CHAT
         except (ValueError, RecursionError):
-            lists, wrapped = ["data"], True
+            lists, wrapped = [], True  # an object of many lines
         if wrapped:
+            rows = f".{lists[0]}[]" if lists else "."
             raise DataError(
                 f"data.path: {self.path}: neither a list of JSON objects nor one object per line; write its rows as one of "
-                f"these, e.g. by `jq -c '.{lists[0]}[]' {self.path.name} > rows.jsonl`"
+                f"these, e.g. by `jq -c '{rows}' {self.path.name} > rows.jsonl`"
             )
         yield from super()._rows()
 

@@ -311,7 +311,8 @@ class _Side:
             if len(wide) and wide.max() >= self._vocab:
                 raise DataError(
                     f"data.path: {place}: the text has the token '{self._encoder.tokenizer.id_to_token(int(wide.max()))}' "
-                    f'({wide.max()}), and the model only {self._vocab}; set data.special_tokens = "text", or raise model.vocab'
+                    f'({wide.max()}), and the model only {self._vocab}; set data.special_tokens = "text", or '
+                    f"take a tokenizer that fits (a model with random weights can have another model.vocab)"
                 )
             self._file.write(wide.astype(self.dtype).tobytes())
             self.tokens += len(found)

@@ -74,11 +74,12 @@ def export_hf(
     tensors, remark = cast(_complete(state, spec), dtype, exact)
     with new_folder(out):
         config = _config(spec, _token_id(tokenizer_json, end_of_text))
-        if source is not None and _same_tokenizer(source, tokenizer_json):
-            kept = read_json(source / CONFIG)
+        alike = source if source is not None and _same_tokenizer(source, tokenizer_json) else None
+        if alike is not None:
+            kept = read_json(alike / CONFIG)
             for name in (TOKENIZER, *TEXT_FILES):
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, out / name)
+                if (alike / name).is_file():
+                    shutil.copyfile(alike / name, out / name)
         else:
             kept = {} if source is None else _without_tokens(read_json(source / CONFIG))
             _write_tokenizer(out, spec, tokenizer_json, end_of_text)
@@ -88,8 +89,8 @@ def export_hf(
         config.pop("dtype", None)
         write_json(out / CONFIG, config)
         generation = {"_from_model_config": True, "eos_token_id": config.get("eos_token_id")}
-        if source is not None and "eos_token_id" in kept and (source / GENERATION).is_file():
-            generation = read_json(source / GENERATION)
+        if alike is not None and (alike / GENERATION).is_file():
+            generation = read_json(alike / GENERATION)
         generation["eos_token_id"] = _with(generation.get("eos_token_id"), _token_id(tokenizer_json, end_of_text))
         write_json(out / GENERATION, generation)
         write_weights(out, tensors, shard_bytes)

@@ -165,7 +165,8 @@ def stored(folder: Path) -> dict[str, Stored]:
     for name, shard in places.items():
         if name not in found[shard]:
             raise CheckpointError(f"{folder / shard} has no {name}, which {INDEX} puts there; fetch the model again")
-    return {name: tensor for shard in shards for name, tensor in found[shard].items()}
+    every = {name: tensor for shard in shards for name, tensor in found[shard].items()}
+    return every | {name: found[shard][name] for name, shard in places.items()}  # a name may be left over elsewhere
 
 
 def read_json(path: Path) -> dict[str, Any]:

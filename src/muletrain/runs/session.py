@@ -320,7 +320,11 @@ class Session:
             self._dismiss(alive)
             begun = not self._stages or self.view.started is not None or self.interrupted
             if self._late:
-                newest = f"the newest checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint"
+                newest = (
+                    f"the newest checkpoint is {self.checkpoint}"
+                    if self.checkpoint
+                    else "none was written since the start"
+                )
                 self._warn(
                     f"the run did not end in order within {STOP_S:.0f} s, so its processes are killed; {newest}", "end"
                 )
@@ -458,7 +462,11 @@ class Session:
         if (found := self._unusable) is not None:
             raise MuletrainError(f"{found.reason}; correct it and --resume {self.folder}, or set data.on_error=skip")
         if EXIT_NO_CHECKPOINT in self.fleet.exit_codes().values():
-            newest = f"the newest is {self.checkpoint}" if self.checkpoint is not None else "there is none"
+            newest = (
+                f"the newest is {self.checkpoint}"
+                if self.checkpoint is not None
+                else "none was written since the start"
+            )
             raise CheckpointError(
                 f"the final checkpoint could not be written, and {newest}; free some space, then continue with 'muletrain run "
                 f"--resume {self.folder}' ('start --resume' for a run on several machines)"

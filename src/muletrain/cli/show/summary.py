@@ -38,10 +38,14 @@ def _steps(e: RunPrepared) -> list[str]:
     done = f"{e.steps - e.first_step:,} more, to step {e.steps:,}," if e.first_step else plural(e.steps, "step")
     falls = "" if e.schedule == "constant" else f", {e.schedule} decay to {e.lr * e.final_lr:.3g}"
     rises = f" after {plural(e.warmup, 'step')} of warm-up" if e.warmup else ""
+    rate = f"learning rate {e.lr:.3g}{rises}{falls}"
+    if e.warmup >= e.steps:
+        last = e.lr * e.steps / e.warmup
+        rate = f"learning rate rises to {last:.3g} at the last step: the warm-up to {e.lr:.3g} takes {plural(e.warmup, 'step')}"
     return [
         f"{done} of {of}, in microbatches of {e.microbatch:,}",
         f"all steps take {e.taken:,} {e.unit}: {_epochs(e.epochs)} of the data",
-        f"{e.optimizer}, learning rate {e.lr:.3g}{rises}{falls}",
+        f"{e.optimizer}, {rate}",
     ]
 
 
