@@ -192,7 +192,7 @@ class Pair:
         return await own.take(self.ctx, self.taker)
 
     def notes(self) -> str:
-        return "\n".join(e.message for e in self.stage.said if isinstance(e, TransferFailed))
+        return "\n".join(e.sentence() for e in self.stage.said if isinstance(e, TransferFailed))
 
 
 @pytest.fixture(autouse=True)
