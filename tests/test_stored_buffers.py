@@ -131,7 +131,8 @@ def test_exported_in_16_bits_it_is_not_rounded_either_nor_is_what_transformers_k
     folder, model = source
     spec, gate = import_traced(folder, context=CONTEXT), BIAS.replace("e_score_correction_bias", "weight")
     load = load_traced(folder, spec)
-    export_hf({name: load(name) for name in spec.shapes}, spec, None, tmp_path, source=folder, dtype=dtype)
+    remark = export_hf({name: load(name) for name in spec.shapes}, spec, None, tmp_path, source=folder, dtype=dtype)
+    assert f"2 tensors stayed in fp32 (such as {gate})" in str(remark)
     found = load_file(tmp_path / "model.safetensors")
     assert torch.equal(found[BIAS], model.get_buffer(BIAS))
     assert torch.equal(found[gate], model.get_parameter(gate))

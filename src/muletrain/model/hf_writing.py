@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from muletrain.errors import CheckpointError
 from muletrain.model.finite import NAMES, unfit
 from muletrain.model.hf_files import INDEX, WEIGHTS
+from muletrain.units import plural
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -55,8 +56,9 @@ def new_folder(out: Path) -> Iterator[None]:
 def cast(
     tensors: Mapping[str, Tensor], dtype: str, exact: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], str | None]:
-    """``tensors`` in ``dtype``, a name of ``finite.NAMES``, except for ``exact``, and a remark for people on values that
-    become zero, if any. Raises CheckpointError for values that ``dtype`` cannot hold."""
+    """``tensors`` in ``dtype``, a name of ``finite.NAMES``. ``exact``: names of tensors that stay in fp32. Also returned:
+    a remark for people on such tensors, and on values that become zero, if any. Raises CheckpointError for values that
+    ``dtype`` cannot hold."""
     found: dict[str, Tensor] = {}
     lost = total = 0
     for name, tensor in tensors.items():
@@ -68,7 +70,12 @@ def cast(
         found[name] = tensor.to(NAMES[dtype]) if tensor.is_floating_point() else tensor
         lost += int(tensor.count_nonzero()) - int(found[name].count_nonzero())
         total += tensor.numel()
-    return found, f"{lost:,} of {total:,} weights are too small for {dtype} and became 0" if lost else None
+    remarks = [f"{lost:,} of {total:,} weights are too small for {dtype} and became 0"] if lost else []
+    if kept := [] if dtype == "fp32" else [name for name in tensors if name in exact]:
+        remarks.append(
+            f"{plural(len(kept), 'tensor')} stayed in fp32 (such as {kept[0]}), which training or transformers keeps exact"
+        )
+    return found, "\n".join(remarks) or None
 
 
 def write_weights(out: Path, tensors: dict[str, Tensor], shard_bytes: int) -> None:

@@ -148,9 +148,10 @@ def roughly_s(schedule: Schedule, stations: Sequence[Station], microbatches: int
 
 
 def recommend(predictions: Sequence[Prediction], *, all_stay: bool = True) -> tuple[int | None, str]:
-    """The fastest strategy, under the fleet's churn, of those that are possible and run today; and the reason. If that
-    strategy leaves machines out, an equally fast one with planned membership is preferred: the plan names the working
-    machines. Unless ``all_stay``, planned pipelines are avoided among equals: they lose most when a machine leaves."""
+    """Returns the index of the fastest prediction under the fleet's churn, or None, and the reason. Only strategies that
+    are possible and run today count. If the fastest one leaves machines out, an equally fast one with planned membership
+    is preferred: its plan names the working machines. Unless ``all_stay``, planned pipelines are avoided among equals: they
+    lose most when a machine leaves."""
     possible = [i for i, p in enumerate(predictions) if not p.problem]
     able = [i for i in possible if predictions[i].runnable]
     if not able:

@@ -312,8 +312,9 @@ class Session:
         return self._stopped_s is not None and not waits and time.monotonic() - self._stopped_s > STOP_S
 
     def watch(self) -> None:
-        """Poll until every process has ended. A run that only our processes take part in begins without those that fail
-        earlier, if possible. Raises MuletrainError if all failed, or if the run needs a failed one."""
+        """Poll until every process has ended. A process may fail before the run begins. A run of our processes alone then
+        begins with the rest, if every stage has a peer. Raises MuletrainError if all failed, or the run needs a failed
+        one."""
         while alive := self.fleet.alive():
             self.poll()
             self._tell_of_ended()

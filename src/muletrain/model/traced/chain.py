@@ -159,8 +159,8 @@ class TracedModel(Described):
         return self.outline.frozen
 
     def in_fp32(self, dtype: str) -> set[str]:
-        """Parameters whose values stay as they are in files of ``dtype``, a name of ``finite.NAMES``: what is not
-        trained, and of a model of ``transformers`` what its class keeps in fp32."""
+        """Names of the parameters that stay in fp32 in files of ``dtype``, a name of ``finite.NAMES``. These are the
+        parameters that are not trained. A class of ``transformers`` may name more. Raises ConfigError."""
         from muletrain.model.traced.architecture import in_fp32
 
         patterns = () if self.own_loss else in_fp32(self.config, dtype)
