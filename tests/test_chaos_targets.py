@@ -315,10 +315,11 @@ def test_the_report_sets_faults_beside_what_was_noticed() -> None:
         PeerDown(peer_id="id-1", reason="before", t=1.0, peer="peer-0"),
         injected("kill", "peer-1", 10.0),
         injected("freeze", "peer-2", 11.0),
+        FrameRefused(remote="id-2", reason="damaged, read before its fault", t=12.01, peer="peer-0"),
         injected("corrupt", "peer-2", 12.0),
         PeerDown(peer_id="id-1", reason="gone", t=12.5, peer="peer-3"),
         PeerDown(peer_id="id-1", reason="gone", t=13.0, peer="peer-0"),
-        FrameRefused(remote="id-2", reason="damaged", t=12.01, peer="peer-0"),
+        FrameRefused(remote="id-2", reason="damaged", t=13.01, peer="peer-0"),
     ):
         view.fold(event)
     assert list(view.rows()) == [

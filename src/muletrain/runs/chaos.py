@@ -205,6 +205,7 @@ class Injector:
             self._told[who[0]] = fault
             self._fleet.tell(who[0], f"at {fault.step} {fault.phase} {event.to_json()}")
             return
+        self._log.emit(event)  # before anybody can notice the fault
         match fault.kind:
             case "kill":
                 self._killed.add(who[0])
@@ -226,7 +227,6 @@ class Injector:
                 self._fleet.spawn([who[0]])
                 self._fleet.begin(self.newcomer.model_copy(update={"name": who[0]}))
         self._lasts(fault, who)
-        self._log.emit(event)
 
     def _lasts(self, fault: Fault, who: tuple[str, ...]) -> None:
         if fault.for_s:
@@ -284,13 +284,16 @@ class Points:
 
 
 def spoil_next(compute: Compute) -> None:
-    """Make the next gradient that ``compute`` gives to averaging not finite, as faulty memory would. An all-zero
-    gradient (no microbatches) is passed over, because a fault there would not matter."""
-    right = compute.gradient
+    """Make a gradient of ``compute`` not finite, as faulty memory would: the first one of a later step than the current
+    one, which may be sealed already. Damage after the seal is no longer computed again; the update is then skipped. An
+    all-zero gradient (no microbatches) is passed over, because a fault there would not matter."""
+    right, current = compute.gradient, math.inf
 
     async def gradient(step: int) -> Tensor:
+        nonlocal current
+        current = min(current, step)
         accumulated = await right(step)
-        if accumulated.any():
+        if step > current and accumulated.any():
             compute.gradient = right  # type: ignore[method-assign]
             accumulated[:1] = math.nan
         return accumulated

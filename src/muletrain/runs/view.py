@@ -207,11 +207,16 @@ class FaultsView:
         """``name_of``: a peer's name from the id."""
         self._name_of = name_of
         self._faults: list[_Injected] = []
+        self._notices: deque[tuple[str, ev.Event, tuple[str, ...]]] = deque(maxlen=100)
+        """The newest events that may tell of a fault: name of the peer that it hit, event, possible kinds of fault. An
+        event may be read before its fault, because different processes write them."""
 
     def fold(self, event: ev.Event) -> None:
         match event:
             case ev.FaultInjected():
                 self._faults.append(_Injected(event))
+                for notice in self._notices:
+                    self._attribute(*notice)
             case ev.PeerDown():
                 self._noticed(self._name_of(event.peer_id), event, ("kill", "freeze", "partition"))
             case ev.FrameRefused():
@@ -226,12 +231,16 @@ class FaultsView:
                 pass
 
     def _noticed(self, name: str, event: ev.Event, kinds: tuple[str, ...]) -> None:
-        """Attribute the event to the newest fault of ``kinds`` that hit ``name``."""
+        self._notices.append((name, event, kinds))
+        self._attribute(name, event, kinds)
+
+    def _attribute(self, name: str, event: ev.Event, kinds: tuple[str, ...]) -> None:
+        """Attribute the event to the newest fault of ``kinds`` that had hit ``name``."""
         for fault in reversed(self._faults):
-            if name in fault.event.who and fault.event.what in kinds:
+            if name in fault.event.who and fault.event.what in kinds and fault.event.t <= event.t:
                 fault.by.add(event.peer)
-                if fault.noticed_s is None:
-                    fault.noticed_s = max(0.0, event.t - fault.event.t)
+                elapsed = event.t - fault.event.t
+                fault.noticed_s = elapsed if fault.noticed_s is None else min(elapsed, fault.noticed_s)
                 return
 
     def killed(self, name: str) -> bool:
