@@ -109,10 +109,11 @@ def test_without_it_nobody_gives_or_takes_anything() -> None:
 def test_a_fleet_of_processes_outlives_the_one_that_has_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGKILL of the founder, which alone has the corpus, once another has the tokens. What rounds otherwise grows with
-    the steps, of which there have to be enough."""
+    """SIGKILL of the founder, which alone has the corpus, once another has the tokens. Differences of rounding grow with
+    the steps, of which there have to be enough, and with the learning rate: at 3e-3 two orders of summing differ by 6e-5
+    in one process, at 1e-4 by 7e-8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "joiners"))
-    facts, cache = facts_of(tmp_path, "data.share=true", "train.steps=100")
+    facts, cache = facts_of(tmp_path, "data.share=true", "train.steps=100", "optimizer.lr=1e-4")
     torch.set_num_threads(1)
     expected, _ = train_plainly(facts, facts.source(cache))
     took: list[str] = []
@@ -132,7 +133,7 @@ def test_a_fleet_of_processes_outlives_the_one_that_has_the_data(
 
     run_fleet(facts.config, tmp_path / "run", watch=watch, lost=frozenset({"peer-0"}), each=each)
     assert took
-    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-4
+    assert relative_difference(checkpoint_weights(tmp_path / "run"), expected) <= 1e-5
 
 
 # One giver, one taker ---------------------------------------------------------------------------------------------------
