@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from muletrain.cli.actions import examine as cli_peers
 from muletrain.cli.main import app
 from muletrain.cli.show.measured_fleet import fleet_tables
-from muletrain.compute import block
+from muletrain.compute import profile
 from muletrain.compute.estimate import Offer
 from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
@@ -64,13 +64,13 @@ def test_a_tournament_has_every_pair_once_and_nobody_twice_at_a_time(players: in
 
 
 def test_a_block_is_computed_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "BUDGET_S", 60.0)  # the machine may be busy
+    monkeypatch.setattr(profile, "QUICK_S", 60.0)  # the machine may be busy
     begin = time.perf_counter()
-    found = block.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32)
+    found = profile.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32)
     assert 0 < found.forward_s + found.backward_s < time.perf_counter() - begin
     assert (found.sequences, found.tokens) == (3, 16)
-    monkeypatch.setattr(block, "BUDGET_S", 0.0)
-    assert block.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32).sequences == 1, (
+    monkeypatch.setattr(profile, "QUICK_S", 0.0)
+    assert profile.block_times(SPEC, 3, torch.device("cpu"), Precision.FP32).sequences == 1, (
         "fewer, where they take too long"
     )
 
@@ -79,9 +79,9 @@ def test_a_block_that_finds_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     def full(*_: object) -> None:
         raise RuntimeError("CUDA out of memory.\nTried to allocate 3 GiB")
 
-    monkeypatch.setattr(block, "times", full)
+    monkeypatch.setattr(profile.Block, "once", full)
     with pytest.raises(CapacityError, match=r"could not be computed on cpu: CUDA out of memory\. Tried"):
-        block.block_times(SPEC, 1, torch.device("cpu"), Precision.FP32)
+        profile.block_times(SPEC, 1, torch.device("cpu"), Precision.FP32)
 
 
 @given(st.lists(st.integers(0, 8), max_size=6), st.floats(1e-9, 1e-3))

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from muletrain.compute import profile as measuring
-from muletrain.compute.block import now
-from muletrain.compute.profile import Conditions, alike, needed, profiled
+from muletrain.compute.profile import Conditions, alike, needed, now, profiled
 from muletrain.config.profile_file import BlockCost, Profile, read_profile
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.errors import CapacityError, ConfigError

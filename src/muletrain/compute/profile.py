@@ -1,5 +1,6 @@
 """Profiles a model block by block, with everything else off the device, so that a device needs room for one block only
-(ATOM sec. III-D profiles sub-models of a traced graph).
+(ATOM sec. III-D profiles sub-models of a traced graph); and measures one block quickly, which takes nearly all of a
+peer's time.
 
 Equal blocks are measured once. Weights are drawn, so none have to be there. Shapes: B sequences, T tokens, D width.
 """
@@ -18,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muletrain.compute.block import now
 from muletrain.compute.probe import free_memory, precision_dtype
 from muletrain.config.profile_file import BlockCost
 from muletrain.errors import CapacityError
@@ -39,6 +39,8 @@ PASSES, LOADS = (3, 50), 5
 """Fewest passes over a block and most, beside one warm-up pass; and number of copies of the weights to the device."""
 BUDGET_S = 2.0
 """Seconds of passes over one block, unless the fewest passes take longer."""
+QUICK_S, QUICK_PASSES = 1.0, 4
+"""The same for ``block_times``, and the passes for which the time must suffice: with fewer sequences, if need be."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,10 @@ class Block:
         self._module.bind(loaded)
         return took_s
 
-    def once(self) -> tuple[float, float]:
-        """Returns seconds of forward and of backward."""
-        inputs = self._inputs.detach()
+    def once(self, sequences: int | None = None) -> tuple[float, float]:
+        """Returns seconds of forward and of backward, with gradients of weights and inputs, as in training.
+        ``sequences``: fewer than the microbatch has, except for the last block."""
+        inputs = self._inputs[:sequences].detach()
         wanted: list[Tensor] = [p for p in self._module.parameters() if p.requires_grad]
         if not self._module.is_first:
             wanted.append(inputs.requires_grad_())
@@ -151,6 +154,14 @@ class Block:
         if wanted:
             torch.autograd.grad(output, wanted, seed)
         return between - begin, now(self._device) - between
+
+    def median_s(self, fewest: int, budget_s: float, sequences: int | None = None) -> tuple[float, float]:
+        """Returns the medians of ``once``, repeated for ``budget_s``."""
+        deadline, found = time.perf_counter() + budget_s, list[tuple[float, float]]()
+        while len(found) < fewest or (len(found) < PASSES[1] and time.perf_counter() < deadline):
+            found.append(self.once(sequences))
+        forward_s, backward_s = (median(times) for times in zip(*found, strict=True))
+        return forward_s, backward_s
 
     def memory(self) -> tuple[int, int]:
         """Returns bytes that autograd keeps from forward to backward, and the peak beyond these."""
@@ -226,10 +237,7 @@ def _cost(model: Model, parts: list[int], at: Conditions, hidden: Tensor) -> Blo
     block = Block(model, parts[0], at, hidden)
     load_s = median(block.load() for _ in range(LOADS))
     block.once()  # libraries load, and choose how to compute
-    deadline, found = time.perf_counter() + BUDGET_S, list[tuple[float, float]]()
-    while len(found) < PASSES[0] or (len(found) < PASSES[1] and time.perf_counter() < deadline):
-        found.append(block.once())
-    forward_s, backward_s = (median(times) for times in zip(*found, strict=True))
+    forward_s, backward_s = block.median_s(PASSES[0], BUDGET_S)
     activations, workspace = block.memory()
     return BlockCost(
         first=parts[0],
@@ -242,3 +250,37 @@ def _cost(model: Model, parts: list[int], at: Conditions, hidden: Tensor) -> Blo
         activation_bytes=activations,
         workspace_bytes=workspace,
     )
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Median times of one block for a microbatch of ``sequences`` times ``tokens`` [s]."""
+
+    forward_s: float
+    backward_s: float
+    sequences: int
+    tokens: int
+
+
+def block_times(spec: Model, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
+    """Measure the first block: dropout, residuals, norms, attention over the whole context. Uses fewer than
+    ``sequences`` to save time. Raises CapacityError if memory is too small."""
+    at = Conditions(sequences, device, precision)
+    try:
+        block = Block(spec, 1, at, torch.randn(sequences, spec.context, spec.width).to(at.dtype))
+        block.load()
+        block.once(1)  # libraries load, and choose how to compute
+        count = max(1, min(sequences, int(QUICK_S / QUICK_PASSES / sum(block.once(1)))))
+        return BlockTimes(*block.median_s(1, QUICK_S, count), count, spec.context)
+    except RuntimeError as e:  # torch's lack of memory is one
+        problem = " ".join(str(e).split())[:200]
+        raise CapacityError(f"a block of the model could not be computed on {device}: {problem}") from e
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once ``device`` has finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()

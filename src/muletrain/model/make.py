@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import TYPE_CHECKING
 
@@ -58,14 +57,6 @@ def tied_between(model: Model, cut: Cut) -> Tied | None:
         return None
     first, second = (tuple(each[name] for name in names) for each in where)
     return Tied((a, b), (first, second), (layouts[0].trained, layouts[1].trained))
-
-
-def middle_block(model: Model) -> StageModule:
-    """One block, without the parts before the first and after the last block."""
-    if isinstance(model, TracedModel):
-        return model.middle_block()
-    assert isinstance(model, ModelSpec)
-    return Stage(dataclasses.replace(model, layers=3), 1, ((0, 1), (1, 2), (2, 3)))
 
 
 def make_block(model: Model, index: int, blocks: Cut) -> StageModule:

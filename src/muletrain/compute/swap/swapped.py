@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muletrain.compute import checks
-from muletrain.compute.block import block_times
 from muletrain.compute.probe import precision_dtype
+from muletrain.compute.profile import block_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic

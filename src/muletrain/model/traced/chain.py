@@ -219,10 +219,6 @@ class TracedModel(Described):
         """Part ``index`` of the chain, without storage."""
         return self._module((index, index + 1))
 
-    def middle_block(self) -> StageModule:
-        """The first block, without the part before."""
-        return self._module((1, 2))
-
     def _module(self, run: tuple[int, int]) -> StageModule:
         from muletrain.model.traced.stage import TracedStage
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from muletrain.compute.block import block_times
 from muletrain.compute.probe import chip
+from muletrain.compute.profile import block_times
 from muletrain.errors import AdmissionError, Malformed, NetworkError
 from muletrain.network.base import Channel
 from muletrain.runtime.core.messages import Digest, Id, Message, Name, Natural, Text
