@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.cli.actions.simulate_fleet import what_if
-from muletrain.cli.show.playing import Playing
+from muletrain.cli.actions.simulate_fleet import shown, what_if
 from muletrain.errors import Expelled, MuletrainError
+from muletrain.runs import asked
 from muletrain.runtime.peer.service import Service
 from muletrain.sim import loop
 from muletrain.sim.fleet import protocol
@@ -175,9 +175,10 @@ def test_interrupted_json_says_that_it_is_partial_and_shows_no_progress(tmp_path
     assert 0 < said["hours"] < 10
 
 
-def test_interrupted_twice_it_ends_at_once() -> None:
+def test_interrupted_twice_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "AGAIN_S", 0.0)
     before = signal.getsignal(signal.SIGINT)
-    with Playing("playing", 60.0, quiet=True) as playing:
+    with shown("playing", 60.0, asked.Asked(), quiet=True) as playing:
         assert playing(1.0, 0.0)
         signal.raise_signal(signal.SIGINT)
         assert not playing(2.0, 0.0)
@@ -192,21 +193,21 @@ def test_on_a_terminal_a_bar_moves_from_the_first_second(monkeypatch: pytest.Mon
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "80")
-        with Playing("playing", 60.0, quiet=False) as playing:
+        with shown("playing", 60.0, asked.Asked(), quiet=False) as playing:
             for second in range(10):
                 playing(second, second / 4)
                 time.sleep(0.15)
         terminal.flush()
-        shown = os.read(ours, 1 << 16).decode()
+        seen = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert "0 ms of 1:00, 0 steps" in shown
-    assert "5.0 s of 1:00, 1 step " in shown
-    assert "8.0 s of 1:00, 2 steps" in shown
+    assert "0 ms of 1:00, 0 steps" in seen
+    assert "5.0 s of 1:00, 1 step " in seen
+    assert "8.0 s of 1:00, 2 steps" in seen
 
 
 def test_where_there_is_no_terminal_a_line_says_now_and_then_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with Playing("playing", 60.0, quiet=False) as playing:
+    with shown("playing", 60.0, asked.Asked(), quiet=False) as playing:
         for second in range(12):
             playing(second, second / 4)
             time.sleep(0.1)
-    assert re.fullmatch(r"playing: 1?\d.0 s of 1:00, 2 steps in 1.\d s\n", capsys.readouterr().err)
+    assert re.fullmatch(r"playing: 1?\d.0 s of 1:00, 2 steps 1\d% \.\.\.\n", capsys.readouterr().err)

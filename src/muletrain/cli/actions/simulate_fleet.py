@@ -6,6 +6,7 @@ import dataclasses
 import json as jsonlib
 import math
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +15,27 @@ from rich.markup import escape
 from muletrain.cli.actions.hypothetical import need_matplotlib
 from muletrain.cli.actions.scenario import scenario
 from muletrain.cli.show.console import make_console, say
+from muletrain.cli.show.doing import doing
 from muletrain.cli.show.fleet_outcome import draw, links, results, say_advice, say_costs, say_run, say_swapped, shares
-from muletrain.cli.show.playing import Playing
 from muletrain.config.costs import Costs, load_costs
 from muletrain.config.fleet_file import Fleet, load_located_fleet
 from muletrain.config.load import located
 from muletrain.errors import ConfigError
+from muletrain.runs.asked import BY_SIGNAL, Asked
 from muletrain.sim.fleet.advice import suggestions, worth_of_swapping
 from muletrain.sim.fleet.calibration import with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
 from muletrain.strategies import strategy_of
 from muletrain.timeline import check_trace, write_trace
+from muletrain.units import format_duration, plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from muletrain.cli.actions.scenario import Scenario
     from muletrain.config.schema import RunConfig
     from muletrain.events import Event
-    from muletrain.sim.fleet.accounts import Outcome
+    from muletrain.sim.fleet.accounts import GoesOn, Outcome
     from muletrain.sim.fleet.advice import Suggestion
     from muletrain.sim.fleet.flow import Weather
     from muletrain.sim.fleet.simulation import Fidelity
@@ -79,7 +82,7 @@ def what_if(
         (scene, run), planned = asked.scene(), asked.planned
         played = _fidelity(fidelity, pooled=planned is not None, traced=trace is not None)
         seen: list[Event] = []
-        with Playing(WHAT[played], 3600 * hours, quiet=json) as playing:
+        with shown(WHAT[played], 3600 * hours, wish := Asked(), quiet=json) as goes_on:
             outcome = simulate_fleet(
                 scene,
                 run,
@@ -90,7 +93,7 @@ def what_if(
                 watch=seen.append if trace is not None else None,
                 planned=planned,
                 serving=asked.serving(scene),
-                goes_on=playing,
+                goes_on=goes_on,
             )
     if trace is not None:
         write_trace(trace, seen)
@@ -105,9 +108,25 @@ def what_if(
         _tell(asked, outcome, churn, hours, seed, [p for p in (plot, trace) if p is not None])
     if outcome.failure:
         print(f"error: {outcome.failure}. {FAILS}", file=sys.stderr)
-    if playing.stopped_by is not None:
-        return 128 + playing.stopped_by
+    if wish.number:
+        return BY_SIGNAL + wish.number
     return 1 if outcome.gave_up else 0
+
+
+@contextmanager
+def shown(what: str, horizon_s: float, wish: Asked, *, quiet: bool) -> Iterator[GoesOn]:
+    """Tell how much of ``horizon_s`` was played, unless ``quiet``. The first signal (``wish``) ends the play in order, a
+    second one ends the program."""
+    with wish.heard(), nullcontext() if quiet else doing(what) as tell:
+
+        def goes_on(now_s: float, steps: float) -> bool:
+            if tell is not None:
+                so_far = f"{format_duration(now_s)} of {format_duration(horizon_s)}, {plural(int(steps), 'step')}"
+                tell(now_s / horizon_s, f"{what}: {so_far}")
+            return not wish.number
+
+        goes_on(0.0, 0.0)
+        yield goes_on
 
 
 def _fidelity(asked: Fidelity | None, *, pooled: bool, traced: bool) -> Fidelity:
