@@ -15,10 +15,10 @@ from safetensors import SafetensorError, safe_open
 from muletrain.cgroups import cpus
 from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
-from muletrain.compute.estimate import STASH_SHARE, client_memory, stage_memory
+from muletrain.compute.estimate import STASH_SHARE
 from muletrain.compute.paced import PacedCompute
 from muletrain.compute.probe import precision_dtype
-from muletrain.compute.swap.fit import once_swapped
+from muletrain.compute.swap.fit import client_needs, stage_needs
 from muletrain.compute.swap.swapped import Swap, SwappedCompute
 from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import load_fleet
@@ -176,39 +176,19 @@ class RunFacts:
         sequences = (t.batch, t.microbatch, self.spec.context, t.sequence_start, t.sequence_warmup, t.data_offset)
         return MicrobatchSource(tokens, t.seed, *sequences)
 
+    @property
+    def precision(self) -> Precision:
+        """fp32 if machines choose their precisions."""
+        asked = self.config.compute.precision
+        return Precision.FP32 if asked is Precision.AUTO else asked
+
     def needs(self) -> list[StageMemory]:
-        """Memory that each stage needs; in fp32 if machines choose their precisions."""
-        c = self.config
-        precision = Precision.FP32 if c.compute.precision is Precision.AUTO else c.compute.precision
-        found = [
-            stage_memory(
-                self.spec,
-                self.cut,
-                s,
-                tokens=self.tokens,
-                precision=precision,
-                state_on_cpu=c.optimizer.state_device == "cpu",
-                delayed=c.optimizer.delayed,
-                graphs=min(self.capacity, c.microbatches) if c.compute.checkpointing == "never" else 1,
-            )
-            for s in range(c.fleet.stages)
-        ]
-        return once_swapped(found, c, self.spec, self.cut, precision, alone=self.alone)
+        """Memory that each stage needs."""
+        return stage_needs(self.config, self.spec, self.cut, self.precision, alone=self.alone)
 
     def client_needs(self) -> list[StageMemory]:
         """Memory that each stage needs of a client."""
-        precision = self.config.compute.precision
-        return [
-            client_memory(
-                self.spec,
-                self.cut,
-                s,
-                tokens=self.tokens,
-                precision=Precision.FP32 if precision is Precision.AUTO else precision,
-                delayed=self.config.optimizer.delayed,
-            )
-            for s in range(self.config.fleet.stages)
-        ]
+        return client_needs(self.config, self.spec, self.cut, self.precision)
 
     def stage_costs(self) -> list[float]:
         """FLOPs per token of the forward of each stage."""
@@ -298,8 +278,7 @@ def _weights_in(part: Path) -> Callable[[str], Tensor]:
 def check_first_weights(facts: RunFacts, tell: Callable[[float], None]) -> None:
     """Read all weights of ``model.from``. ``tell`` gets the share that is done. Raises CheckpointError for weights that
     are not finite, or not finite in a given ``compute.precision``."""
-    precision = facts.config.compute.precision
-    dtype = torch.float32 if precision is Precision.AUTO else precision_dtype(precision)
+    dtype = precision_dtype(facts.precision)
     for stage in range(len(facts.cut)):
         names = list(make_stage(facts.spec, stage, facts.cut).shapes())
         load = initial_weights(facts, stage)

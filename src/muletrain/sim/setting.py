@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.compute.estimate import StageMemory, client_memory, stage_memory
-from muletrain.compute.swap.fit import once_swapped
+from muletrain.compute.swap import fit
 from muletrain.config.fleet_sections import QUEUE_S
 from muletrain.config.schema import Codec
 from muletrain.errors import CapacityError
@@ -22,7 +21,6 @@ from muletrain.planning.cost import RunCost, StageCost
 from muletrain.policy.assignment import NOWHERE, Load, View
 from muletrain.sim.machine import backing_rate, flops_of, offer_of, precision_of, resident_service_s, swapped_service_s
 from muletrain.strategies import strategy_of
-from muletrain.strategies.base import capacity
 from muletrain.strategies.swarm import SWARM
 from muletrain.units import format_memory
 from muletrain.wire.codec import IDS16, IDS32, encoded_size
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from muletrain.compute.estimate import StageMemory
     from muletrain.config.fleet_file import Fleet, FleetPeer, Link
     from muletrain.config.fleet_sections import Machine
     from muletrain.config.schema import RunConfig
@@ -237,7 +236,7 @@ def setting(
         _check_memory(fleet, spec, needs)
     pooled, every = strategy_of(config).pooled, (whole or fleet).peers()
     leaving = {all(peer.reliable for peer in every)}
-    of_client = _client_needs(config, spec, cut) if pooled else needs
+    of_client = fit.client_needs(config, spec, cut, precision_of(config)) if pooled else needs
     found = [
         _kind(
             n,
@@ -281,28 +280,8 @@ def first_of_each(fleet: Fleet) -> list[FleetPeer]:
 
 
 def stage_needs(config: RunConfig, spec: Model, cut: Cut, *, alone: bool = False) -> list[StageMemory]:
-    """Memory needs of each stage of this run, swapped or not. ``alone``: see ``SwapMemory``."""
-    precision = precision_of(config)
-    needs = [
-        stage_memory(
-            spec,
-            cut,
-            s,
-            tokens=config.train.microbatch * spec.context,
-            precision=precision,
-            delayed=config.optimizer.delayed,
-            state_on_cpu=config.optimizer.state_device == "cpu",
-            graphs=min(capacity(len(cut)), config.microbatches) if config.compute.checkpointing == "never" else 1,
-        )
-        for s in range(len(cut))
-    ]
-    return once_swapped(needs, config, spec, cut, precision, alone=alone)
-
-
-def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
-    """Memory that each stage needs of a client of a hub."""
-    tokens, precision, late = config.train.microbatch * spec.context, precision_of(config), config.optimizer.delayed
-    return [client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late) for s in range(len(cut))]
+    """See ``compute.swap.fit``. A machine of unknown precision is taken to compute in bf16."""
+    return fit.stage_needs(config, spec, cut, precision_of(config), alone=alone)
 
 
 def _kind(
@@ -362,7 +341,7 @@ def takes_s(fleet: Fleet, config: RunConfig, spec: Model, stages: int) -> NDArra
             sizes[0 if s else -1] += spec.layers - sum(sizes)
             cut = spec.cut(stages, sizes)
             own, cost = stage_needs(config, spec, cut)[s], run_cost(config, spec, cut).stages[s]
-            of_client = _client_needs(config, spec, cut)[s] if pooled else own
+            of_client = fit.client_needs(config, spec, cut, precision_of(config))[s] if pooled else own
             for n, (peer, offer) in enumerate(zip(machines, offers, strict=True)):
                 need = own if peer.reliable else of_client
                 if need.resident(offer):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muletrain.compute.estimate import SwapMemory, tied_bytes
+from muletrain.compute.estimate import SwapMemory, client_memory, stage_memory, tied_bytes
 from muletrain.compute.swap.backing import update_window
 from muletrain.compute.swap.chain import chain_cut
 from muletrain.compute.swap.loading import device_window
@@ -119,20 +119,29 @@ def swap_memory(
     )
 
 
-def once_swapped(
-    needs: Sequence[StageMemory], config: RunConfig, spec: Model, cut: Cut, precision: Precision, *, alone: bool
+def stage_needs(
+    config: RunConfig, spec: Model, cut: Cut, precision: Precision, *, alone: bool = False
 ) -> list[StageMemory]:
-    """Add to the ``needs`` of a run's stages the memory of each swapped stage, where swapping is possible. ``alone``:
-    see ``SwapMemory``."""
-    strategy = strategy_of(config)
-    if config.swap.backing == "off" or config.optimizer.delayed or strategy.pooled:
-        return list(needs)
+    """Memory needs of each stage of a run, swapped or not. ``alone``: see ``SwapMemory``."""
+    strategy, optimizer = strategy_of(config), config.optimizer
+    tokens, most = config.train.microbatch * spec.context, min(strategy.capacity(len(cut)), config.microbatches)
+    needs = [
+        stage_memory(
+            spec,
+            cut,
+            s,
+            tokens=tokens,
+            precision=precision,
+            delayed=optimizer.delayed,
+            state_on_cpu=optimizer.state_device == "cpu",
+            graphs=most if config.compute.checkpointing == "never" else 1,
+        )
+        for s in range(len(cut))
+    ]
+    if config.swap.backing == "off" or optimizer.delayed or strategy.pooled:
+        return needs
     within = {s for stages in spec.users(cut).values() for s in stages if stages.count(s) > 1}
-    tokens, disk = (
-        config.train.microbatch * spec.context,
-        None if config.swap.backing == "auto" else config.swap.backing == "disk",
-    )
-    most, lamb = min(strategy.capacity(len(cut)), config.microbatches), config.optimizer.name == "lamb"
+    disk, lamb = None if config.swap.backing == "auto" else config.swap.backing == "disk", optimizer.name == "lamb"
     return [  # weights that two blocks of a stage share cannot be swapped
         need
         if s in within
@@ -142,6 +151,12 @@ def once_swapped(
         )
         for s, need in enumerate(needs)
     ]
+
+
+def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision) -> list[StageMemory]:
+    """Memory that each stage needs of a client of a hub."""
+    tokens, late = config.train.microbatch * spec.context, config.optimizer.delayed
+    return [client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late) for s in range(len(cut))]
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:

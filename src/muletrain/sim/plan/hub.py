@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from muletrain.compute.estimate import client_memory
+from muletrain.compute.swap.fit import client_needs
 from muletrain.config.plan_file import Prediction, Stage
 from muletrain.errors import CapacityError, ConfigError
 from muletrain.planning.groups import Search, Work
@@ -314,11 +314,10 @@ def told(a: Allocated) -> Prediction:
 def _memory(a: Allocated) -> tuple[Memory, ...]:
     entry_of = {name: entry for entry, names in a.question.names.items() for name in names}
     run, spec, cut = a.scene.run, a.question.spec, a.scene.setting.cut
-    needs, tokens = a.question.needs(a.scene), run.train.microbatch * spec.context
+    needs, of_client = a.question.needs(a.scene), client_needs(run, spec, cut, precision_of(run))
     rows: list[Memory] = []
     for s, (servers, clients) in enumerate(a.stages):
-        of_client = client_memory(spec, cut, s, tokens=tokens, precision=precision_of(run))
-        for names, need in ((servers, needs[s]), (clients, of_client)):
+        for names, need in ((servers, needs[s]), (clients, of_client[s])):
             rows += [a.question.memory(entry, s, need) for entry in dict.fromkeys(entry_of[name] for name in names)]
     return fullest(rows)
 
