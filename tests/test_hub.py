@@ -50,7 +50,7 @@ def test_a_stage_of_slow_servers_gets_fewer_layers_and_clients_help_the_slower_s
     found = plan_hub.predict(question, 0, 1e4)
     layers = {stage.machines: stage.layers[1] - stage.layers[0] for stage in found.stages}
     assert layers == {("fast-0",): 3, ("slow-0",): 1} or layers == {("fast",): 3, ("slow",): 1}
-    clients = asked(tmp_path, ("server", 2, 2, 1, "true", 1000), ("client", 3, 4, 1, "false", 1000), stages=2)
+    clients = asked(tmp_path, ("server", 2, 1, 1, "true", 1000), ("client", 3, 2, 1, "false", 1000), stages=2)
     found = plan_hub.predict(clients, 0, 1e4)
     assert all(stage.clients for stage in found.stages)
     assert all(name.startswith("client") == (name in s.clients) for s in found.stages for name in s.machines)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from muletrain.cli.main import app
@@ -20,11 +18,6 @@ from muletrain.config.fleet_file import load_fleet
 from muletrain.config.load import load_config
 from muletrain.config.plan_file import Plan, Prediction
 from muletrain.model.spec import ModelSpec
-from muletrain.planning.splits import (
-    Member,
-    averaging_s,
-    shared_out,
-)
 from muletrain.planning.swapping import Layer, accumulation, round_s, swapping
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import simulate_fleet
@@ -41,22 +34,6 @@ from reproduction import atom
 from tests.planned_fleets import FLEET, TINY
 
 ROOT = Path(__file__).parents[1]
-
-# --- shares ------------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 500), st.lists(st.floats(0.01, 10), min_size=1, max_size=9))
-def test_everything_is_shared_out_in_proportion(items: int, speeds: list[float]) -> None:
-    found = shared_out(items, speeds)
-    assert sum(found) == items
-    assert all(abs(n - items * v / sum(speeds)) < 1 + 1e-6 for n, v in zip(found, speeds, strict=True))
-
-
-def test_averaging_by_hand() -> None:
-    members = [Member(10.0, 20.0), Member(20.0, 20.0)]
-    assert averaging_s(100.0, members[:1], 5.0, 1.0) == 0.0
-    assert averaging_s(100.0, members, math.inf, 0.5) == pytest.approx(2 / 2 * 100 / 10 + 4 * 0.5)
-
 
 # --- swapping ----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from muletrain.planning.splits import Station, roughly_s
 from muletrain.sim.fleet.rates import Rates
 from muletrain.sim.setting import Kind, Setting
 from muletrain.sim.steps import steps
-from muletrain.sim.steps.endings import ending_bytes
+from muletrain.sim.steps.endings import ended_s, ending_bytes
 from muletrain.sim.steps.steps import Cast, cast
 from muletrain.sim.steps.wires import Wires, without_links
 from muletrain.strategies.pipeline import Pipeline, Schedule
@@ -91,7 +91,10 @@ def test_the_end_of_a_step_by_hand(stages: int, delays: int) -> None:
     of four shards go up each time, on links that pacing keeps nearly full."""
     four = setting([[(0.25, 0.5)] * stages], 0.125, averaged=4 << 20)
     took = steps.play(four, cast(four, [(4,)] * stages, trainers=1))
-    assert took.step_s - took.computing_s == pytest.approx(delays * 0.125 + 2 * 3 / averages_at(4, 1.0, 1.0))
+    by_hand_s = pytest.approx(delays * 0.125 + 2 * 3 / averages_at(4, 1.0, 1.0))
+    assert took.step_s - took.computing_s == by_hand_s
+    assert ended_s(four, [(4,)] * stages) == by_hand_s
+    assert ended_s(four, [(1,)] * stages) == 0.0
 
 
 def test_the_exchange_of_tied_gradients_by_hand() -> None:

@@ -86,29 +86,6 @@ def averages_at(members: int, up: float, down: float, *, delayed: bool = False) 
     return 0.88 if members > 2 and 1 / ALIKE < up / down < ALIKE and not delayed else 0.97
 
 
-def makespan_s(items: int, service: Sequence[tuple[int, float]]) -> float:
-    """Seconds until machines, given as (number, seconds per item), finish ``items``. Each machine takes the next whole
-    item when free; the last item occupies one machine alone, on average for half of the slowest machine's time."""
-    present = [(n, s) for n, s in service if n]
-    shared_s = items / sum(n / s for n, s in present)
-    return shared_s if sum(n for n, _ in present) == 1 else shared_s + max(s for _, s in present) / 2
-
-
-def circulating(jobs: int, demands_s: Sequence[float], away_s: float) -> float:
-    """Items per second if ``jobs`` items circulate through queues with one server each, and ``away_s`` outside the
-    queues. Mean value analysis (Reiser and Lavenberg 1980) with constant service times: an arrival finds the waiting
-    items and half of the item in service."""
-    slowest = max(demands_s)
-    waiting, busy = [0.0] * len(demands_s), [0.0] * len(demands_s)
-    rate = 0.0
-    for n in range(1, jobs + 1):
-        spent_s = [d * (1 + q - u / 2) for d, q, u in zip(demands_s, waiting, busy, strict=True)]
-        rate = min(n / (away_s + sum(spent_s)), 1 / slowest)
-        waiting = [rate * s for s in spent_s]
-        busy = [min(1.0, rate * d) for d in demands_s]
-    return rate
-
-
 def steady_shares(expected_s: Sequence[float], counts: Sequence[int]) -> list[float]:
     """Shares of one sender's microbatches by kind of receiver: the steady state of ``policy.wiring``, receivers chosen
     in inverse proportion to expected time."""

@@ -10,14 +10,12 @@ machine's) and bubble; links between stages add the pipeline part; the end of a 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from muletrain.config.plan_file import Split
-from muletrain.planning.cost import all_reduce_s
 from muletrain.strategies.pipeline import in_flight
 
 if TYPE_CHECKING:
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
 
     from muletrain.config.plan_file import Prediction
     from muletrain.strategies.pipeline import Schedule
-
-ENDING_DELAYS = 4
-"""Messages one after another at the end of a step: a trainer's last word, seals, shards, means
-(``sim.fleet.rates``)."""
-
 
 ALIKE = 0.01
 """Relative difference below which two throughputs count as equal."""
@@ -66,34 +59,6 @@ class Station:
     def busy_s(self) -> float:
         """Seconds for which a microbatch occupies the busiest slot."""
         return max(self.forward_s + self.backward_s, self.on_s, self.back_s, self.on_up_s + self.back_up_s)
-
-
-@dataclass(frozen=True)
-class Member:
-    """One replica of a stage: the machine's bandwidth in both directions [bytes/s]."""
-
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-
-
-def averaging_s(nbytes: float, members: Sequence[Member], bandwidth: float, delay_s: float) -> float:
-    """Seconds to average a stage's gradient. ``bandwidth``: of the narrowest path between two replicas [bytes/s];
-    ``delay_s``: of the longest path, one way."""
-    if len(members) < 2:
-        return 0.0
-    narrowest = min(min(m.up_bytes_per_s, m.down_bytes_per_s) for m in members)
-    return all_reduce_s(nbytes, len(members), narrowest, bandwidth) + ENDING_DELAYS * delay_s
-
-
-def shared_out(items: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Share out ``items`` in proportion to ``speeds``, in whole numbers; the largest remainders get one more, the first
-    of equal remainders."""
-    total = sum(speeds)
-    exact = [items * v / total for v in speeds]
-    found = [math.floor(x) for x in exact]
-    for i in sorted(range(len(exact)), key=lambda i: found[i] - exact[i])[: items - sum(found)]:
-        found[i] += 1
-    return tuple(found)
 
 
 def pipeline_shares(

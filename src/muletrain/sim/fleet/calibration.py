@@ -28,7 +28,7 @@ from muletrain.errors import MuletrainError
 from muletrain.model.make import make_model
 from muletrain.planning.cost import service_s
 from muletrain.planning.devices import find_device
-from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.rates import rates_of
 from muletrain.sim.setting import run_cost, setting
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from muletrain.config.schema import RunConfig
     from muletrain.planning.cost import RunCost
-    from muletrain.sim.fleet.rates import Counts
+    from muletrain.sim.fleet.rates import Counts, Rates
     from muletrain.sim.setting import Setting
 
 LEAST = 3
@@ -71,8 +71,7 @@ class Sample:
     """Operations/s by device that no fleet file paces."""
 
     def rates(self, costs: Costs) -> Rates:
-        trainers = self.config.fleet.trainers or TRAINERS
-        return Rates(calibrated(self.setting, costs), trainers=trainers, delayed=self.config.optimizer.delayed)
+        return rates_of(calibrated(self.setting, costs), self.config)
 
     def predicted(self, costs: Costs) -> float:
         """Microbatches/s."""

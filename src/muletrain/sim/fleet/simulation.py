@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from muletrain.sim.fleet.accounts import always
 from muletrain.sim.fleet.flow import HOUR_S, Flow, Rules, Weather
 from muletrain.sim.fleet.pace import BUDGET_S, Pace
-from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.rates import TRAINERS, rates_of
 from muletrain.sim.fleet.trace import TRACE_A, read_trace
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def simulate_fleet(
 
 def by_rates(setting: Setting, config: RunConfig, weather: Weather, *, hours: float, seed: int = 0) -> Outcome:
     """Play fidelity 'flow' on uncorrected rates: milliseconds instead of seconds, to compare many runs."""
-    rates = Rates(setting, trainers=config.fleet.trainers or TRAINERS, delayed=config.optimizer.delayed)
-    return Flow(rates, weather, _rules(config), HOUR_S * hours, seed).play().outcome()
+    return Flow(rates_of(setting, config), weather, _rules(config), HOUR_S * hours, seed).play().outcome()
 
 
 def _rules(config: RunConfig) -> Rules:

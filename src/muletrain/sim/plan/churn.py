@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from muletrain.sim.fleet.flow import HOUR_S, Flow, Rules, Weather
-from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.rates import rates_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ def kept(question: Question, scene: Scene, serving: Sequence[Sequence[int]]) -> 
 
 def _kept(weather: Weather, scene: Scene, serving: Sequence[Counts], exposed: int) -> float:
     fleet = scene.run.fleet
-    rates = Rates(scene.setting, trainers=fleet.trainers or TRAINERS, delayed=scene.run.optimizer.delayed)
+    rates = rates_of(scene.setting, scene.run)
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, scene.run.checkpoint.every)
     often = rate_per_s(weather) * exposed
     hours = min(HOURS[1], max(HOURS[0], EVENTS / (HOUR_S * often) if often else 0.0))

@@ -15,10 +15,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from muletrain.config.fleet_file import Link
-from muletrain.planning.splits import ENDING_DELAYS, Member, averaging_s, parted
+from muletrain.planning.splits import parted
 from muletrain.policy.pool import SLOWEST
 from muletrain.sim.fleet.rates import TRAINERS, Rates
 from muletrain.sim.plan.question import Bytes
+from muletrain.sim.steps.endings import stage_ended_s
 from muletrain.sim.steps.steps import Cast, play
 from muletrain.sim.steps.wires import FREE
 from muletrain.strategies.swarm import SWARM
@@ -265,13 +266,7 @@ class HubStep:
 
     def _averaged_s(self, s: int) -> float:
         """Seconds until the servers have averaged, agreed and updated."""
-        cost, kinds, links = self.setting.cost.stages[s], self.setting.kinds, self.setting.links
-        servers, every = self.stages[s].servers, [k for stage in self.stages for k in stage.servers]
-        agreed_s = ENDING_DELAYS * max(links[a][b].delay_s for a in every for b in every)
-        paths = [links[a][b] for i, a in enumerate(servers) for b in servers[i + 1 :]]
-        members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in servers]
-        path = min((link.bandwidth_bytes_per_s for link in paths), default=math.inf)
-        return averaging_s(cost.averaged_bytes, members, path, 0.0) + agreed_s + cost.ending_s
+        return stage_ended_s(self.setting, s, self.servers_of(s))
 
     # In words -----------------------------------------------------------------------------------------------------------
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Improvement
 from muletrain.errors import CapacityError, MuletrainError
-from muletrain.planning.splits import ENDING_DELAYS
 from muletrain.sim.fleet.advice import MOST, WORTH, applied, changes
 from muletrain.sim.machine import AMPLE
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
 from muletrain.sim.plan import swarm as plan_swarm
 from muletrain.sim.plan.hub_step import BUBBLE
+from muletrain.sim.steps.endings import ENDING_DELAYS
 from muletrain.strategies import find
 from muletrain.units import format_memory
 

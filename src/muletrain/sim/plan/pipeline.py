@@ -340,6 +340,4 @@ def as_told(question: Question, scene: Scene, chosen: Prediction) -> Placed:
             if name not in index or s not in kinds[every[index[name]][0]].fits:
                 raise CapacityError(f"'{name}' has no room for stage {s}; plan more stages")
     assignment = tuple(tuple(index[name] for name in stage.machines) for stage in chosen.stages)
-    used = {d for row in assignment for d in row}
-    spares = tuple(machine for d, machine in enumerate(every) if d not in used)
-    return Placed(scene, tuple(k for k, _ in every), tuple(name for _, name in every), assignment, spares)
+    return Placed.of(scene, every, assignment)

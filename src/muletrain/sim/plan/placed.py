@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from muletrain.planning.cost import averages_at
-from muletrain.planning.splits import Member, Station, averaging_s, pipeline_shares, roughly_s
+from muletrain.planning.splits import Station, pipeline_shares, roughly_s
 from muletrain.sim.fleet.rates import TRAINERS
 from muletrain.sim.setting import seat
 from muletrain.sim.steps.endings import ended_s
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from muletrain.config.fleet_file import Link
     from muletrain.planning.placement import Assignment
     from muletrain.sim.plan.question import Scene
-    from muletrain.sim.setting import Setting
     from muletrain.strategies.pipeline import Schedule
 
 
@@ -38,6 +36,13 @@ class Placed:
     """(kind, name) of machines that hold some stage and have no place."""
     complete: bool = True
     """False: the time limit ended the search."""
+
+    @classmethod
+    def of(cls, scene: Scene, every: Sequence[tuple[int, str]], assignment: Assignment) -> Placed:
+        """The layout of ``every`` machine, given as (kind, name); machines without a place are spares."""
+        used = {d for row in assignment for d in row}
+        spares = tuple(machine for d, machine in enumerate(every) if d not in used)
+        return cls(scene, tuple(k for k, _ in every), tuple(name for _, name in every), assignment, spares)
 
     @cached_property
     def everyone(self) -> tuple[tuple[int, int], ...]:
@@ -147,26 +152,4 @@ class Placed:
     def roughly_s(self, schedule: Schedule) -> float:
         """Estimate a step [s] from the slowest pipeline and the end of the step, without a play."""
         pipeline_s = max(roughly_s(schedule, *given) for given in self.given)
-        return pipeline_s + ending_s(self.scene.setting, self.serving)
-
-
-def ending_s(setting: Setting, serving: Sequence[Sequence[int]]) -> float:
-    """Seconds at the end of a step in the slowest stage. ``serving``: by stage and kind."""
-    kinds, links, ends_s = setting.kinds, setting.links, list[float]()
-    for s, (stage, counts) in enumerate(zip(setting.cost.stages, serving, strict=True)):
-        here = Counter({k: n for k, n in enumerate(counts) if n})
-        paths = [links[a][b] for a in here for b in here if a != b or here[a] > 1]
-        takes_s = 0.0
-        if paths:
-            members = [Member(kinds[k].up_bytes_per_s, kinds[k].down_bytes_per_s) for k in here.elements()]
-            narrowest = min(path.bandwidth_bytes_per_s for path in paths)
-            up, down = min(m.up_bytes_per_s for m in members), min(m.down_bytes_per_s for m in members)
-            nbytes = stage.averaged_bytes / averages_at(len(members), up, down)
-            takes_s = averaging_s(
-                nbytes,
-                members,
-                narrowest,
-                max(path.delay_s for path in paths),
-            )
-        ends_s.append(takes_s + setting.ending_s(s, here))
-    return ended_s(setting, ends_s, serving)
+        return pipeline_s + ended_s(self.scene.setting, self.serving)

@@ -16,7 +16,7 @@ from muletrain.errors import CapacityError, MuletrainError
 from muletrain.planning.splits import parted
 from muletrain.sim.fleet.flow import Flow, Rules, Weather
 from muletrain.sim.fleet.pace import Pace
-from muletrain.sim.fleet.rates import TRAINERS, Rates
+from muletrain.sim.fleet.rates import TRAINERS, rates_of
 from muletrain.sim.fleet.simulation import simulate_fleet
 from muletrain.sim.plan import churn
 from muletrain.sim.plan.question import Bytes, fullest, mixing, traffic
@@ -183,7 +183,7 @@ def settled_on(question: Question, stages: int, microbatch: int, cut: Cut | None
 def settled(scene: Scene) -> Settled:
     """Settle a fleet by rates. Raises CapacityError if a stage gets no machine."""
     fleet = scene.run.fleet
-    rates = rates_of(scene.setting, scene)
+    rates = rates_of(scene.setting, scene.run)
     rules = Rules(fleet.rebalance, fleet.rebalance_period, fleet.adopt_after, 0)
     flow = Flow(rates, Weather(), rules, SETTLING_PERIODS * fleet.rebalance_period, seed=0)
     flow.play()
@@ -215,11 +215,6 @@ def played_step_s(scene: Scene, expected_s: float, steps: int = PLAYED, planned:
     )
 
 
-def rates_of(setting: Setting, scene: Scene) -> Rates:
-    run = scene.run
-    return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=run.optimizer.delayed)
-
-
 def step(setting: Setting, found: Settled, *, delayed: bool | None = None) -> Took:
     """Play a step of ``found`` in ``setting``."""
     run = found.scene.run
@@ -238,7 +233,7 @@ def split(found: Settled) -> Split:
     setting = found.scene.setting
     at_once = step(setting, found, delayed=False) if found.scene.run.optimizer.delayed else found.took
     free = step(without_links(setting), found, delayed=False)
-    rates = rates_of(setting, found.scene)
+    rates = rates_of(setting, found.scene.run)
     return parted(
         setting.cost.microbatches / rates.of(found.serving).slowest, free.computing_s, at_once.computing_s, found.step_s
     )
@@ -292,7 +287,7 @@ def _memory(question: Question, scene: Scene, serving: Sequence[Counts]) -> tupl
 def sent(found: Settled) -> tuple[Traffic, ...]:
     """Bytes of a step between regions."""
     setting, serving, bytes_by = found.scene.setting, found.serving, Bytes()
-    rates, cost = rates_of(setting, found.scene), setting.cost
+    rates, cost = rates_of(setting, found.scene.run), setting.cost
     for stage in range(1, len(serving)):
         shares = rates.shares(stage, serving[stage - 1], serving[stage])
         for (a, *_), row in zip(rates.places, shares, strict=True):

@@ -8,18 +8,17 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from muletrain.errors import CapacityError
 from muletrain.planning.groups import Choice, Search, Work, counts_of_pipelines, pipelines
-from muletrain.sim.plan.placed import Placed, ending_s
-from muletrain.sim.plan.question import UNLIMITED_GBPS, matrices
+from muletrain.sim.fleet.rates import rates_of
+from muletrain.sim.plan.placed import Placed
 from muletrain.sim.setting import takes_s
 
 if TYPE_CHECKING:
     from muletrain.config.plan_file import Prediction
     from muletrain.planning.groups import Serving
     from muletrain.planning.partition import Cut
+    from muletrain.sim.fleet.rates import Rates
     from muletrain.sim.plan.question import Question, Scene
 
 
@@ -57,57 +56,32 @@ class _Fleet:
         self._question, self._stages, self._microbatch = question, stages, microbatch
         self._names = [question.names[m.name] for m in fleet.machines]
         self.work = Work(takes_s(fleet, run, question.spec, stages), tuple(map(len, self._names)))
-        firsts = question.firsts
-        links = [[fleet.between_kinds(a.index, b.index) for b in firsts] for a in firsts]
-        delay_ms, gbps = matrices(links, range(len(firsts)))
-        self._delay_s, self._per_byte_s = delay_ms / 1000, 8e-9 / gbps
-        self._up, self._down = (
-            np.minimum([getattr(p, f"{way}_bytes_per_s") for p in firsts], UNLIMITED_GBPS / 8e-9)
-            for way in ("up", "down")
-        )
-        self._scenes: dict[Cut, Scene | None] = {}
+        self._scenes: dict[Cut, tuple[Scene, Rates] | None] = {}
 
-    def scene(self, cut: Cut) -> Scene | None:
+    def _rated(self, cut: Cut) -> tuple[Scene, Rates] | None:
         if cut not in self._scenes:
             try:
-                self._scenes[cut] = self._question.scene(self._stages, self._microbatch, cut)
+                scene = self._question.scene(self._stages, self._microbatch, cut)
+                self._scenes[cut] = scene, rates_of(scene.setting, scene.run)
             except CapacityError:
                 self._scenes[cut] = None
         return self._scenes[cut]
 
     def roughly_s(self, serving: Serving, cut: Cut, slowest_s: float) -> float:
-        """Estimate a step [s]: the busiest stage or its links all the time, each other stage once, and averaging."""
-        if (scene := self.scene(cut)) is None:
+        """Estimate a step [s]."""
+        if (rated := self._rated(cut)) is None:
             return math.inf
-        cost, here = scene.setting.cost, np.array(serving, dtype=float)
-        busiest_s, way_s = slowest_s, 0.0
-        for s in range(1, self._stages):
-            there, back = cost.forward_bytes[s], cost.backward_bytes[s]
-            pairs = np.outer(here[s - 1], here[s])
-            pairs /= pairs.sum()
-            most = max(here[s - 1].sum(), here[s].sum())
-            busiest_s = max(
-                busiest_s,
-                there * (pairs * self._per_byte_s).sum() / most,
-                back * (pairs * self._per_byte_s.T).sum() / most,
-                there / (here[s - 1] @ self._up),
-                there / (here[s] @ self._down),
-                back / (here[s] @ self._up),
-                back / (here[s - 1] @ self._down),
-            )
-            way_s += float((pairs * (self._delay_s + self._delay_s.T)).sum())
-        takes = self.work.takes_s
-        once_s = sum(
-            max(takes[s, k, end - first] for k, n in enumerate(serving[s]) if n) for s, (first, end) in enumerate(cut)
-        )
+        setting, rates = rated[0].setting, rated[1]
         names = [m.name for m in self._question.fleet.machines]
-        counts = [[row[names.index(kind.name)] for kind in scene.setting.kinds] for row in serving]
-        return float(cost.microbatches * busiest_s + once_s + way_s + ending_s(scene.setting, counts))
+        counts = [tuple(row[names.index(kind.name)] for kind in setting.kinds) for row in serving]
+        per_s = rates.of(counts).throughput
+        return setting.cost.microbatches / per_s if per_s else math.inf
 
     def fastest(self, choice: Choice) -> Placed:
         """Lay out ``choice`` with the best number of pipelines."""
-        scene = self.scene(choice.cut)
-        assert scene is not None  # only cuts with enough room are chosen
+        rated = self._rated(choice.cut)
+        assert rated is not None  # only cuts with enough room are chosen
+        scene, _ = rated
         sizes = list(map(sum, choice.serving))
         every = [
             self._placed(scene, choice.serving, n) for n in counts_of_pipelines(sizes, scene.setting.cost.microbatches)
@@ -125,11 +99,10 @@ class _Fleet:
         )
 
         def link_s(a: int, b: int) -> tuple[float, float]:
-            i, j = of_entry[every[a][0]], of_entry[every[b][0]]
-            busy_s = max(there * self._per_byte_s[i, j], back * self._per_byte_s[j, i])
-            return float(busy_s), float(self._delay_s[i, j] + self._delay_s[j, i])
+            i, j = every[a][0], every[b][0]
+            on, home = setting.links[i][j], setting.links[j][i]
+            busy_s = max(there / on.bandwidth_bytes_per_s, back / home.bandwidth_bytes_per_s)
+            return busy_s, on.delay_s + home.delay_s
 
         assignment = pipelines(groups, lambda s, d: setting.kinds[every[d][0]].service_s(s), link_s, count)
-        used = {d for row in assignment for d in row}
-        spares = tuple(machine for d, machine in enumerate(every) if d not in used)
-        return Placed(scene, tuple(k for k, _ in every), tuple(name for _, name in every), assignment, spares)
+        return Placed.of(scene, every, assignment)

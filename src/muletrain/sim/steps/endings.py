@@ -9,7 +9,7 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from muletrain.planning.cost import averages_at
+from muletrain.planning.cost import all_reduce_s, averages_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from muletrain.sim.steps.wires import Wires
 
 
+ENDING_DELAYS = 4
+"""Sequential messages at the end of a step: a trainer's last word, seals, shards, means."""
 TIED_HOPS = 5
 """Sequential messages of a gradient exchange between two stages: for the offers, for the numbers, and word of the
 product."""
@@ -203,10 +205,40 @@ def ending_bytes(cost: RunCost, serving: Sequence[Sequence[int]]) -> Iterator[tu
                     yield (a, b), nbytes * n * takers / sum(senders)
 
 
-def ended_s(setting: Setting, ends_s: Sequence[float], serving: Sequence[Sequence[int]]) -> float:
-    """Seconds until all stages have ended a step, given the times of each stage alone (``ends_s``). Two stages that
-    share parameters exchange gradients after both have averaged. ``serving``: by stage and kind."""
-    tied = setting.cost.tied
+def stage_ended_s(setting: Setting, stage: int, here: Sequence[int], *, delayed: bool = False) -> float:
+    """Seconds from the last microbatch to the applied step of one stage alone. Messages take the stage's longest delay. A
+    peer sends its shard's mean when all parts have arrived, so fast links wait for slow links. ``here``: peers by
+    kind."""
+    ending_s = setting.ending_s(stage, [k for k, n in enumerate(here) if n])
+    if sum(here) < 2:
+        return ending_s
+    slowest_s, other_s, delay_s = halves(setting, stage, here, delayed=delayed)
+    averaging_s = max(slowest_s, other_s + delay_s) + slowest_s + delay_s
+    hops = ENDING_DELAYS - 2 + (stage > 0)  # the next step begins at stage 0, when all stages' entries have arrived
+    return averaging_s + hops * delay_s + ending_s
+
+
+def halves(setting: Setting, stage: int, here: Sequence[int], *, delayed: bool) -> tuple[float, float, float]:
+    """Seconds in which each of the two slowest replicas sends shards, or takes shards: half of averaging; and the
+    longest delay. ``here``: peers by kind, two at least."""
+    kinds, links, nbytes = setting.kinds, setting.links, setting.cost.stages[stage].averaged_bytes
+    there, peers = [k for k, n in enumerate(here) if n], sum(here)
+    delay_s, found = 0.0, []
+    for a in there:
+        paths = [links[a][b] for b in there if a != b or here[a] > 1]
+        ends = kinds[a].up_bytes_per_s, kinds[a].down_bytes_per_s
+        path = min([p.bandwidth_bytes_per_s for p in paths])
+        carried = averages_at(peers, *ends, delayed=delayed)
+        found += [all_reduce_s(nbytes, peers, min(ends), path) / carried / 2] * min(2, here[a])
+        delay_s = max(delay_s, *[p.delay_s for p in paths])
+    slowest_s, other_s = sorted(found)[-1:-3:-1]
+    return slowest_s, other_s, delay_s
+
+
+def ended_s(setting: Setting, serving: Sequence[Sequence[int]], ends_s: Sequence[float] = ()) -> float:
+    """Seconds until all stages have ended a step. Two stages that share parameters exchange gradients after both have
+    averaged. ``serving``: by stage and kind; ``ends_s``: ``stage_ended_s`` of each, if known."""
+    tied, ends_s = setting.cost.tied, ends_s or [stage_ended_s(setting, s, here) for s, here in enumerate(serving)]
     return max([*ends_s, *(max(ends_s[s] for s in tied) + exchange_s(setting, serving, stage) for stage in tied)])
 
 
