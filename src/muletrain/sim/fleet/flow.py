@@ -27,6 +27,7 @@ from muletrain.sim.setting import fetch_s, seat
 from muletrain.strategies.swarm import SWARM
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
     from collections.abc import Callable, Sequence
 
     from muletrain.sim.fleet.accounts import Accounts, GoesOn
@@ -73,19 +74,19 @@ class Rules:
 
 
 class Agenda:
-    """Actions by due time [s]. Actions of the same time run in the order of entry."""
+    """Actions by due time [s], entered as in an event loop. Actions of the same time run in the order of entry."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._entered = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
 
-    def at(self, time_s: float, action: Callable[[], None]) -> None:
+    def call_at(self, time_s: float, action: Callable[[], None]) -> None:
         self._entered += 1
         heappush(self._heap, (time_s, self._entered, action))
 
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self.at(self.now_s + seconds, action)
+    def call_later(self, seconds: float, action: Callable[[], None]) -> None:
+        self.call_at(self.now_s + seconds, action)
 
     @property
     def next_s(self) -> float:
@@ -97,22 +98,27 @@ class Agenda:
         action()
 
 
-class _Comings(Protocol):
+class Fleet(Protocol):
     """Carries out the decisions of the weather."""
 
-    def lose(self) -> int | None: ...
+    mortal: list[int]
+    """Kinds whose machines may leave."""
+
+    @property
+    def may_leave(self) -> int:
+        """Machines of these kinds that are there."""
+
+    def lose(self) -> int | None:
+        """Remove one of them at random, and return its kind; None: there is none."""
 
     def come(self, kind: int) -> None: ...
 
 
-class _Churn:
+class Churn:
     """Departures and returns of machines under one ``weather``."""
 
-    def __init__(
-        self, weather: Weather, agenda: Agenda, draw: random.Random, members: Membership, fleet: _Comings
-    ) -> None:
-        self._weather, self._agenda, self._draw = weather, agenda, draw
-        self._members, self._fleet = members, fleet
+    def __init__(self, weather: Weather, agenda: Agenda | AbstractEventLoop, draw: random.Random, fleet: Fleet) -> None:
+        self._weather, self._agenda, self._draw, self._fleet = weather, agenda, draw, fleet
         self._gone: deque[int] = deque()
         """Kinds of machines that a trace may bring back."""
         self._version = 0
@@ -120,15 +126,15 @@ class _Churn:
 
     def begin(self) -> None:
         for change in self._weather.trace:
-            self._agenda.at(change.time_s, partial(self._trace, change.peers))
+            self._agenda.call_at(change.time_s, partial(self._trace, change.peers))
         self.redraw()
         self._draw_burst()
 
     def redraw(self) -> None:
         """Draw the next departure anew, for as many machines as there are."""
         self._version += 1
-        if (rate := self._weather.leave_per_s * self._members.may_leave) > 0:
-            self._agenda.after(self._draw.expovariate(rate), partial(self._leaves, self._version))
+        if (rate := self._weather.leave_per_s * self._fleet.may_leave) > 0:
+            self._agenda.call_later(self._draw.expovariate(rate), partial(self._leaves, self._version))
 
     def _leaves(self, version: int) -> None:
         if version == self._version:
@@ -137,24 +143,24 @@ class _Churn:
 
     def _draw_burst(self) -> None:
         if self._weather.bursts_per_s > 0:
-            self._agenda.after(self._draw.expovariate(self._weather.bursts_per_s), self._burst)
+            self._agenda.call_later(self._draw.expovariate(self._weather.bursts_per_s), self._burst)
 
     def _burst(self) -> None:
-        for _ in range(round(self._weather.burst_share * self._members.may_leave)):
+        for _ in range(round(self._weather.burst_share * self._fleet.may_leave)):
             self._replace(self._fleet.lose())
         self._draw_burst()
         self.redraw()
 
     def _replace(self, kind: int | None) -> None:
         if kind is not None:
-            self._agenda.after(self._draw.expovariate(1 / self._weather.away_s), partial(self._fleet.come, kind))
+            self._agenda.call_later(self._draw.expovariate(1 / self._weather.away_s), partial(self._fleet.come, kind))
 
     def _trace(self, peers: int) -> None:
         for _ in range(-peers):
             if (kind := self._fleet.lose()) is not None:
                 self._gone.append(kind)
         for _ in range(peers):
-            self._fleet.come(self._gone.popleft() if self._gone else self._draw.choice(self._members.mortal))
+            self._fleet.come(self._gone.popleft() if self._gone else self._draw.choice(self._fleet.mortal))
 
 
 class Flow:
@@ -175,11 +181,16 @@ class Flow:
         self._agenda = Agenda()
         self._members = Membership(rates, serving)
         self._progress = Progress(rates, self._members, horizon_s)
-        self._churn = _Churn(weather.on(self._setting.exposed), self._agenda, self._draw, self._members, self)
+        self.mortal = self._members.mortal
+        self._churn = Churn(weather.on(self._setting.exposed), self._agenda, self._draw, self)
         self._confirmed = Confirmed()
         self._restless = True
         """The membership has changed since the policy last wanted no move."""
         self._work = tuple(s.forward_flops for s in self._setting.cost.stages)
+
+    @property
+    def may_leave(self) -> int:
+        return self._members.may_leave
 
     @property
     def serving(self) -> list[Counts]:
@@ -189,7 +200,7 @@ class Flow:
     def play(self, goes_on: GoesOn = always) -> Accounts:
         self._churn.begin()
         if self._rules.rebalance != "off":
-            self._agenda.at(self._rules.period_s, self._tick)
+            self._agenda.call_at(self._rules.period_s, self._tick)
         accounts = self._progress.accounts
         whole = goes_on(0.0, accounts.steps)
         while whole and self._agenda.next_s < self._horizon_s:
@@ -232,7 +243,7 @@ class Flow:
         if not sum(self._members.serving[stage]):
             self._progress.lost.add(stage)
             accounts.happened("stage lost")
-            self._agenda.after(self._rules.adopt_after_s, partial(self._adopt, stage))
+            self._agenda.call_later(self._rules.adopt_after_s, partial(self._adopt, stage))
         self._changed()
         self._progress.repeat(stage, share, held)
 
@@ -253,11 +264,11 @@ class Flow:
         self._progress.noted()
         donors = self._members.serving[target]
         self._progress.accounts.fetched(kind, donors, self._setting.cost.stages[target].state_bytes)
-        self._agenda.after(fetch_s(self._setting, kind, target, donors), partial(self._has_state, moving))
+        self._agenda.call_later(fetch_s(self._setting, kind, target, donors), partial(self._has_state, moving))
 
     def _has_state(self, moving: Moving) -> None:
         if moving in self._members.moving:
-            self._agenda.after(self._progress.step_end_s, partial(self._serves, moving))
+            self._agenda.call_later(self._progress.step_end_s, partial(self._serves, moving))
 
     def _serves(self, moving: Moving) -> None:
         if moving in self._members.moving:
@@ -293,8 +304,8 @@ class Flow:
             for move in self._confirmed.of(wanted):
                 moving = Moving(kind_of(move.peer), move.source, move.target)
                 self._members.moving.append(moving)
-                self._agenda.after(self._progress.step_end_s, partial(self._departs, moving))
-        self._agenda.after(self._rules.period_s, self._tick)
+                self._agenda.call_later(self._progress.step_end_s, partial(self._departs, moving))
+        self._agenda.call_later(self._rules.period_s, self._tick)
 
     def _adopt(self, stage: int) -> None:
         """The run rolls back to its newest checkpoint. If no peer came to the lost stage meanwhile, a peer of the most
@@ -309,7 +320,7 @@ class Flow:
                 self._fetch(Moving(kind_of(move.peer), None, move.target), "adopted")
         if not sum(members.serving[stage]):
             change_s = self._agenda.next_s - self._agenda.now_s  # until then nothing is different
-            self._agenda.after(max(RETRY_S, change_s), partial(self._adopt, stage))
+            self._agenda.call_later(max(RETRY_S, change_s), partial(self._adopt, stage))
             return
         self._progress.lost.discard(stage)
         every = self._rules.checkpoint_every

@@ -37,6 +37,7 @@ from muletrain.runtime.peer.service import Service
 from muletrain.runtime.pool.client import Client
 from muletrain.runtime.pool.servers import Roaming
 from muletrain.sim.fleet.accounts import always
+from muletrain.sim.fleet.flow import Churn
 from muletrain.sim.fleet.hollow import HollowCompute, HollowTokens, hollow_plan
 from muletrain.sim.fleet.links import FleetLinks
 from muletrain.sim.fleet.tally import Tally
@@ -91,7 +92,7 @@ class Actors(VirtualHost):
         self._setting, self._config, self._weather = setting, config, weather.on(setting.exposed)
         self._tally = Tally(setting)
         self._draw, self._horizon_s = random.Random(f"actors/{seed}"), horizon_s
-        self._mortal = mortal(setting)
+        self.mortal = mortal(setting)
         self._rosters: dict[str, Roster] = {}
         """Rosters of the present peers."""
         self._clients: dict[str, int] = {}
@@ -173,54 +174,31 @@ class Actors(VirtualHost):
         for name, stage in self._first_clients.items():
             self._help(name, stage)
         self._changed()
-        churn = [asyncio.create_task(work) for work in (self._traced(), self._leaving(), self._bursts())]
-        asyncio.get_running_loop().call_later(self._horizon_s, self._over.set)
+        loop = asyncio.get_running_loop()
+        self._churn = Churn(self._weather, loop, self._draw, self)
+        self._churn.begin()
+        loop.call_later(self._horizon_s, self._over.set)
         await self._over.wait()
         end_s = self.clock.now()
         self._changed()
-        for task in (*churn, *self.tasks.values()):
+        for task in self.tasks.values():
             task.cancel()
-        await asyncio.gather(*churn, *self.tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         return end_s
 
     # Churn ------------------------------------------------------------------------------------------------------------
 
-    async def _traced(self) -> None:
-        gone: list[int] = []
-        for change in self._weather.trace:
-            await asyncio.sleep(max(0.0, change.time_s - self.clock.now()))
-            for _ in range(-change.peers):
-                gone += [] if (kind := self._take_any()) is None else [kind]
-            for _ in range(change.peers):
-                self._come(gone.pop(0) if gone else self._draw.choice(self._mortal))
-
-    async def _leaving(self) -> None:
-        """Let machines leave by chance, each by itself, in steps so short that none is missed."""
-        while self._weather.leave_per_s:
-            await asyncio.sleep(self._draw.expovariate(self._weather.leave_per_s * self._most))
-            if self._draw.random() * self._most < len(self._those_that_may_go()):
-                self._replace(self._take_any())
-
     @property
-    def _most(self) -> int:
-        """Most machines that may leave: newcomers only replace departed machines."""
-        return sum(self._setting.kinds[k].count for k in self._mortal) + sum(
-            max(0, c.peers) for c in self._weather.trace
-        )
-
-    async def _bursts(self) -> None:
-        while self._weather.bursts_per_s:
-            await asyncio.sleep(self._draw.expovariate(self._weather.bursts_per_s))
-            for _ in range(round(self._weather.burst_share * len(self._those_that_may_go()))):
-                self._replace(self._take_any())
+    def may_leave(self) -> int:
+        return len(self._those_that_may_go())
 
     def _those_that_may_go(self) -> list[str]:
-        return [name for name in (*self._rosters, *self._clients) if self._kind_of[name] in self._mortal]
+        return [name for name in (*self._rosters, *self._clients) if self._kind_of[name] in self.mortal]
 
-    def _take_any(self) -> int | None:
+    def lose(self) -> int | None:
         """Kill a random peer or client as SIGKILL does; return its kind."""
         able = self._those_that_may_go()
-        if not able:
+        if not able or self._over.is_set():
             return None
         name = self._draw.choice(able)
         self.kill(name)
@@ -229,12 +207,7 @@ class Actors(VirtualHost):
         self._tally.happened("left")
         return self._kind_of[name]
 
-    def _replace(self, kind: int | None) -> None:
-        if kind is not None:
-            after_s = self._draw.expovariate(1 / self._weather.away_s)
-            asyncio.get_running_loop().call_later(after_s, self._come, kind)
-
-    def _come(self, kind: int) -> None:
+    def come(self, kind: int) -> None:
         if self.clock.now() >= self._horizon_s:
             return
         name = self._name(kind)
@@ -245,6 +218,7 @@ class Actors(VirtualHost):
             self._begin(name, Roster(self.genesis, self._member(name, stage)), joining=True)
         self._tally.happened("joined")
         self._changed()
+        self._churn.redraw()
 
     def _serving(self, clients: Mapping[str, int] = MappingProxyType({})) -> list[list[int]]:
         """Members, and ``clients``, by stage and kind."""
