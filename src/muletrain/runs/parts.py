@@ -1,7 +1,6 @@
 """Checkpoint folders that a command writes: first weights for machines that join, and a checkpoint with a new cut.
 
-A part may be larger than this machine's memory, so tensors are read and written one by one, in the format of
-safetensors (eight bytes: the header's size; the header as JSON; the tensors).
+A part may be larger than this machine's memory, so tensors are read and written one by one.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import json
 import math
 import shutil
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from muletrain.errors import CheckpointError
 from muletrain.model.make import make_stage
 from muletrain.runs.assemble import initial_weights
 from muletrain.runs.checkpoint import Checkpoint
-from muletrain.wire.statefile import DTYPES
+from muletrain.wire.statefile import DTYPES, header, tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -76,26 +76,12 @@ def write_checkpoint(
 
 
 def _write(path: Path, part: Part) -> str:
-    digest = hashlib.sha256()
+    digest, (head, names) = hashlib.sha256(), header(part.tensors)
     with path.open("wb") as file:
-        for piece in _safetensors(part):
+        for piece in chain([memoryview(head)], (tensor_bytes(part.load(name)) for name in names)):
             digest.update(piece)
             file.write(piece)
     return digest.hexdigest()
-
-
-def _safetensors(part: Part) -> Iterator[bytes | memoryview]:
-    header, end = {}, 0
-    names = sorted(part.tensors, key=lambda name: -part.tensors[name][0].itemsize)  # so all are aligned
-    for name in names:
-        dtype, shape = part.tensors[name]
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        yield part.load(name).contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_first_checkpoint(

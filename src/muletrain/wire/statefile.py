@@ -7,6 +7,7 @@ Layout: header length (u64, little endian), a JSON header of names, types, shape
 from __future__ import annotations
 
 import json
+import math
 import struct
 from typing import TYPE_CHECKING
 
@@ -28,25 +29,30 @@ DTYPES = {
 """The types that a state may have (``runtime.transfer.blocks.DTYPES``), in safetensors' words."""
 
 
+def header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, list[str]]:
+    """The beginning of a file with tensors of these types and shapes, and the names in the order of the bytes."""
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))  # so all are aligned
+    entries: dict[str, object] = {}
+    end = 0
+    for name in names:
+        dtype, shape = tensors[name]
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, names
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """In the tensor's own memory, if that is contiguous and on the CPU."""
+    found: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return found
+
+
 def state_buffers(state: Mapping[str, Tensor]) -> list[memoryview]:
     """The file's bytes in order, in the tensors' own memory: no tensor may change until all bytes were read."""
-    header: dict[str, object] = {}
-    buffers: list[memoryview] = []
-    offset = 0
-    for name, tensor in sorted(
-        state.items(), key=lambda item: (-item[1].element_size(), item[0])
-    ):  # so all are aligned
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + len(data)],
-        }
-        offset += len(data)
-        buffers.append(data)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [memoryview(struct.pack("<Q", len(text)) + text), *buffers]
+    head, names = header({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
+    return [memoryview(head), *(tensor_bytes(state[name]) for name in names)]
 
 
 def cut(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
