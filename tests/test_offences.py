@@ -5,7 +5,8 @@ from __future__ import annotations
 from muletrain.network.gate import (
     BANNED,
 )
-from muletrain.network.offences import BAN_S, LIMIT, MAX_TRACKED, REPORTS, WINDOW_S, Offences, Reports
+from muletrain.network.offences import BAN_S, LIMIT, REPORTS, WINDOW_S, Offences, Reports
+from muletrain.policy.recent import MOST
 from tests.gates import Someone, _clock, founder, guest, refused
 
 __all__ = ["_clock", "founder"]
@@ -29,11 +30,11 @@ def test_repeat_offenders_are_left_out_for_a_while_and_rare_ones_are_not() -> No
 
 def test_the_memory_of_offences_is_bounded() -> None:
     offences = Offences(lambda: 0.0)
-    for n in range(3 * MAX_TRACKED):
+    for n in range(3 * MOST):
         for _ in range(LIMIT if n % 2 else 1):
             offences.count(f"peer{n}")
-    assert len(offences) <= 2 * MAX_TRACKED
-    assert offences.banned(f"peer{3 * MAX_TRACKED - 1}")
+    assert len(offences) <= 2 * MOST
+    assert offences.banned(f"peer{3 * MOST - 1}")
 
 
 def test_a_flood_of_refusals_is_told_in_few_words() -> None:

@@ -8,10 +8,10 @@ refused: a correct peer that was cut off may be all that.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING
 
-from muletrain.policy.recent import Bucket
+from muletrain.policy.recent import Bucket, Recent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,8 +20,6 @@ LIMIT, WINDOW_S = 20, 60.0
 """Offences that ban a peer, and the time within which offences count [s]."""
 BAN_S = 300.0
 """Length of a ban [s]."""
-MAX_TRACKED = 1024
-"""Most peers remembered; the one with the oldest last offence goes first."""
 REPORTS, REPORTS_PER_S = 200, 2.0
 """Refusals reported at once, and per second after that."""
 
@@ -31,8 +29,8 @@ class Offences:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._times: OrderedDict[str, deque[float]] = OrderedDict()
-        self._until: OrderedDict[str, float] = OrderedDict()
+        self._times: Recent[deque[float]] = Recent()
+        self._until: Recent[float] = Recent()
 
     def __len__(self) -> int:
         """Peers remembered: with offences, or banned."""
@@ -41,13 +39,11 @@ class Offences:
     def count(self, peer: str) -> bool:
         """Count one offence. True: ``peer`` is now banned."""
         now = self._now()
-        times = self._times.setdefault(peer, deque(maxlen=LIMIT))
+        self._times[peer] = times = self._times.get(peer, deque(maxlen=LIMIT))
         times.append(now)
-        _bounded(self._times, peer)
         if len(times) < LIMIT or now - times[0] > WINDOW_S or self.banned(peer):
             return False
         self._until[peer] = now + BAN_S
-        _bounded(self._until, peer)
         del self._times[peer]
         return True
 
@@ -69,9 +65,3 @@ class Reports:
             return None
         untold, self._untold = self._untold, 0
         return f"{reason} (and {untold} refusals that were not told)" if untold else reason
-
-
-def _bounded(table: OrderedDict[str, deque[float]] | OrderedDict[str, float], newest: str) -> None:
-    table.move_to_end(newest)
-    if len(table) > MAX_TRACKED:
-        table.popitem(last=False)
