@@ -68,14 +68,17 @@ class _Fleet:
         return self._scenes[cut]
 
     def roughly_s(self, serving: Serving, cut: Cut, slowest_s: float) -> float:
-        """Estimate a step [s]."""
+        """Estimate a step [s]: by rates, but the slowest machine of each stage, not the mean one, delays a pipeline."""
         if (rated := self._rated(cut)) is None:
             return math.inf
         setting, rates = rated[0].setting, rated[1]
         names = [m.name for m in self._question.fleet.machines]
         counts = [tuple(row[names.index(kind.name)] for kind in setting.kinds) for row in serving]
-        per_s = rates.of(counts).throughput
-        return setting.cost.microbatches / per_s if per_s else math.inf
+        per_s, late_s = rates.of(counts).throughput, 0.0
+        for row, each_s in zip(counts, rates.service_s, strict=True):
+            there = [(n, s) for n, s in zip(row, each_s, strict=True) if n]
+            late_s += max(s for _, s in there) - sum(row) / sum(n / s for n, s in there)
+        return setting.cost.microbatches / per_s + late_s if per_s else math.inf
 
     def fastest(self, choice: Choice) -> Placed:
         """Lay out ``choice`` with the best number of pipelines."""
