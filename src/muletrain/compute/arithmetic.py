@@ -168,7 +168,7 @@ class StageArithmetic:
         checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
-            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb))
+            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb), self.scale.of(mb.step))
             if mb.whole:
                 loss = loss * mb.share(inputs.shape[0])
             nats = float(loss.detach())

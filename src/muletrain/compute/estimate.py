@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def stash_bytes(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
     """Size of the activations that autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes]."""
-    return int(tokens * spec.stage_kept_bytes(cut, stage, 4 if precision is Precision.FP32 else 2))
+    return int(spec.stage_kept_bytes(cut, stage, tokens, 4 if precision is Precision.FP32 else 2))
 
 
 STASH_SHARE = 0.25

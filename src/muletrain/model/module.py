@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muletrain.model.loss import chunked_loss
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
+    from muletrain.model.loss import Head
 
 
 class StageModule(nn.Module):
@@ -61,12 +63,19 @@ class StageModule(nn.Module):
         needed."""
         return None
 
-    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
         """The mean loss over the microbatch, a scalar in fp32: of the last stage, from the stage's input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
-        count."""
+        count. ``scale``: see ``chunked_loss``."""
+        ignored, tokens = self.spec.vocab, self.spec.loss_tokens
+        if targets.numel() > tokens and (head := self.before_head(inputs, masks)) is not None:
+            return chunked_loss(head, targets, ignored, tokens, scale)
         logits = self(inputs, masks).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=self.spec.vocab)
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=ignored)
+
+    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head | None:
+        """Compute everything before the head of the last stage. None: nothing can be computed apart from the head."""
+        return None
 
     @abstractmethod
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:

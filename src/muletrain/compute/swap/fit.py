@@ -77,7 +77,7 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
             found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept))
         elif index == len(runs) - 1:
             params = spec.head_params + spec.copied_params(cut, stage)
-            found.append(block(params, spec.head_flops, tokens * spec.head_kept_bytes(size)))
+            found.append(block(params, spec.head_flops, spec.head_bytes(tokens, size)))
         else:
             found.append(layers(*runs[index]))
     return found
