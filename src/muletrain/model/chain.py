@@ -262,6 +262,16 @@ class Model(ABC):
         each += self.embedding_kept_bytes(size) if stage == 0 else 0
         return tokens * each + (self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0)
 
+    def largest_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
+        """As ``stage_kept_bytes``, for the largest block or the head alone."""
+        graphs = [tokens * self.kept_bytes(layer, size) for layer in range(*cut[stage])]
+        return max([*graphs, self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0])
+
+    def borders_bytes(self, cut: Cut, stage: int, size: int) -> float:
+        """Bytes that autograd saves per token if backward computes blocks again: the blocks' inputs."""
+        first, end = cut[stage]
+        return size * self.width * (end - first + 1) + (self.embedding_kept_bytes(size) if stage == 0 else 0)
+
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
         """The most even cut into ``stages`` by compute cost, or the cut into stages of ``sizes`` layers. Raises
         ConfigError for more stages than layers, for ``sizes`` that do not add up, and for a model that cannot be

@@ -224,7 +224,7 @@ class Stage(StageModule):
         rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
         for layer, owner in self._owners.items():
             block = self.model.layers[str(owner)]
-            x = block(x, layer, rope, masks, caches[layer] if caches else None)
+            x = self._block(block, x, layer, rope, masks, caches[layer] if caches else None)
         return x
 
     def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:

@@ -190,6 +190,7 @@ class RunFacts:
                 state_on_cpu=c.optimizer.state_device == "cpu",
                 delayed=c.optimizer.delayed,
                 graphs=min(self.capacity, c.microbatches) if c.compute.checkpointing == "never" else 1,
+                checkpointing=c.compute.checkpointing,
             )
             for s in range(c.fleet.stages)
         ]
@@ -206,6 +207,7 @@ class RunFacts:
                 tokens=self.tokens,
                 precision=Precision.FP32 if precision is Precision.AUTO else precision,
                 delayed=self.config.optimizer.delayed,
+                checkpointing=self.config.compute.checkpointing,
             )
             for s in range(self.config.fleet.stages)
         ]
@@ -252,7 +254,7 @@ def build_compute(
         sequences=config.train.microbatch,
         device=machine.device,
         precision=machine.precision,
-        checkpointing=config.compute.checkpointing,
+        checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",
         stash_budget=_stash_budget(need, machine),
         updates=updates,
     )

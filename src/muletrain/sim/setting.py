@@ -293,6 +293,7 @@ def stage_needs(config: RunConfig, spec: Model, cut: Cut, *, alone: bool = False
             delayed=config.optimizer.delayed,
             state_on_cpu=config.optimizer.state_device == "cpu",
             graphs=min(capacity(len(cut)), config.microbatches) if config.compute.checkpointing == "never" else 1,
+            checkpointing=config.compute.checkpointing,
         )
         for s in range(len(cut))
     ]
@@ -302,7 +303,11 @@ def stage_needs(config: RunConfig, spec: Model, cut: Cut, *, alone: bool = False
 def _client_needs(config: RunConfig, spec: Model, cut: Cut) -> list[StageMemory]:
     """Memory that each stage needs of a client of a hub."""
     tokens, precision, late = config.train.microbatch * spec.context, precision_of(config), config.optimizer.delayed
-    return [client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late) for s in range(len(cut))]
+    again = config.compute.checkpointing
+    return [
+        client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late, checkpointing=again)
+        for s in range(len(cut))
+    ]
 
 
 def _kind(
@@ -385,7 +390,8 @@ def _check_memory(fleet: Fleet, spec: Model, needs: list[StageMemory]) -> None:
     for stage, need in enumerate(needs):
         if not any(need.resident(offer) for offer in offers):
             beside = "more stages (--set fleet.stages=N)" if len(needs) < spec.layers else "a machine with more memory"
+            most = offers[largest]
             raise CapacityError(
-                f"machines[{largest}].memory_gib: stage {stage} of {len(needs)} needs {need.need(offers[largest])} ({need}), the largest "
+                f"machines[{largest}].memory_gib: stage {stage} of {len(needs)} needs {need.need(most)} ({need.on(most)}), the largest "
                 f"machine '{fleet.machines[largest].name}' has {format_memory(offers[largest].device)}; take {beside}"
             )

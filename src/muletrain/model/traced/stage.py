@@ -166,7 +166,7 @@ class TracedStage(StageModule):
                 env[chain.targets] = self._cast(targets.to(inputs.device))
             given = [weights[n] for n in part.weights] + [env[n] for n in part.inputs]
             given += [tables[n] for n in part.tables]
-            outputs = part.function(*given, inputs.device, masks, part.site, sequences)
+            outputs = self._block(part.function, *given, inputs.device, masks, part.site, sequences)
             if number == len(chain.parts) - 1:
                 return [outputs[0]]
             made = {**env, **dict(zip(part.outputs, outputs, strict=True))}

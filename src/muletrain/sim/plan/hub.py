@@ -317,7 +317,8 @@ def _memory(a: Allocated) -> tuple[Memory, ...]:
     needs, tokens = a.question.needs(a.scene), run.train.microbatch * spec.context
     rows: list[Memory] = []
     for s, (servers, clients) in enumerate(a.stages):
-        of_client = client_memory(spec, cut, s, tokens=tokens, precision=precision_of(run))
+        again = run.compute.checkpointing
+        of_client = client_memory(spec, cut, s, tokens=tokens, precision=precision_of(run), checkpointing=again)
         for names, need in ((servers, needs[s]), (clients, of_client)):
             rows += [a.question.memory(entry, s, need) for entry in dict.fromkeys(entry_of[name] for name in names)]
     return fullest(rows)
