@@ -123,6 +123,17 @@ def test_checkpointing_and_stashing_agree_to_the_last_bit(fleet: Fleet) -> None:
     assert recomputing[0].counters.apply_s > 0
 
 
+def test_by_block_computes_the_same_bits_and_again_in_every_stage(fleet: Fleet) -> None:
+    by_block, stashing = fleet(2, checkpointing="block"), fleet(2, checkpointing="never")
+    assert run(train(by_block)) == run(train(stashing))
+    assert [run(c.digest()) for c in by_block] == [run(c.digest()) for c in stashing]
+    assert [c.counters.recomputed for c in by_block] == [STEPS * MICROBATCHES] * 2
+    assert [c.counters.recompute_s for c in by_block] == [0.0, 0.0], "the inputs of blocks are kept"
+    no_room = fleet(2, checkpointing="block", stash_budget=0)
+    assert run(train(no_room)) == run(train(fleet(2, checkpointing="never")))
+    assert no_room[0].counters.recompute_s > 0, "from the input of the stage"
+
+
 def test_auto_stashes_what_the_budget_allows_and_gets_it_back(fleet: Fleet) -> None:
     one = stash_bytes(SPEC, SPEC.cut(2), 0, SEQUENCES * SPEC.context, Precision.FP32)
     first, last = fleet(2, stash_budget=2 * one)

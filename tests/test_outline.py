@@ -94,7 +94,7 @@ def test_what_comes_before_the_first_block_counts(name: str) -> None:
     assert kept == model.width + 8
     cut = model.cut(2)
     blocks = sum(model.kept_bytes(layer, 4) for layer in range(*cut[0]))
-    assert model.stage_kept_bytes(cut, 0, 4) == pytest.approx(blocks + kept)
+    assert model.stage_kept_bytes(cut, 0, 10, 4) == pytest.approx(10 * (blocks + kept))
 
 
 def test_in_16_bits_one_block_of_each_kind_is_traced() -> None:

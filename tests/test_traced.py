@@ -384,7 +384,7 @@ def test_memory_and_cuts_are_planned_from_the_chain() -> None:
     assert [end - first for first, end in chain.cut(3)] == [1, 1, 1]
     with pytest.raises(ConfigError, match="a stage needs at least one layer"):
         chain.cut(4)
-    needs = [chain.stage_kept_bytes(chain.cut(3), s, 4) for s in range(3)]
+    needs = [chain.stage_kept_bytes(chain.cut(3), s, 1, 4) for s in range(3)]
     assert needs[2] > needs[0] == pytest.approx(needs[1] + 8), "the first one keeps the tokens, too"
     assert all(chain.flops_of(layer) > 0 for layer in range(chain.layers))
 

@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from muletrain.compute import checks
 from muletrain.compute.probe import precision_dtype
 from muletrain.compute.scaling import LossScale
-from muletrain.config.schema import Precision
+from muletrain.config.schema import Checkpointing, Precision
 from muletrain.errors import CheckpointError
 from muletrain.model.dropout import Masks
 from muletrain.model.stage import initial_weight
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 Gradients = tuple[Tensor, ...]
 MOMENTS = "moment1", "moment2"
-Checkpointing = Literal["auto", "always", "never"]
 
 
 @dataclass
@@ -93,6 +92,8 @@ class StageArithmetic:
         gives wrong shapes."""
         self.stage, self.spec = stage, versions[0].spec
         self.setup, self.counters, self._versions = setup, Counters(), versions
+        for version in versions:
+            version.by_block = setup.checkpointing == "block"
         device, dtype, shapes = setup.device, precision_dtype(setup.precision), versions[0].shapes()
         first = source or (lambda name: initial_weight(self.spec, name, shapes[name], setup.seed))
         self.layout = layout = versions[0].layout()
@@ -152,10 +153,10 @@ class StageArithmetic:
         """Differentiate ``mb``. Returns the gradients of ``differentiate``."""
         if self.stage == 0 and not accumulate:
             return (), None  # nothing is wanted
+        self.counters.recomputed += kept.output is None or self.module(mb.step).by_block
         if kept.output is None:
             with self._timed("recompute_s"), torch.enable_grad():
                 kept.output = self._run(mb, kept.inputs)
-            self.counters.recomputed += 1
         with self._timed("backward_s"):
             seed = grad.to(self.setup.device) * self.scale.of(mb.step)
             return self.differentiate(mb, kept.output, kept.inputs, seed, accumulate)
@@ -168,9 +169,10 @@ class StageArithmetic:
         checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
         leaf = self._leaf(inputs)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
-            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb))
+            loss = self.module(mb.step).loss(leaf, targets, self._masks(mb), self.scale.of(mb.step))
             if mb.whole:
                 loss = loss * mb.share(inputs.shape[0])
+            self.counters.recomputed += self.module(mb.step).by_block
             nats = float(loss.detach())
         if mb.heldout:
             return nats, (), None
@@ -393,7 +395,8 @@ class Stash:
     """Owns the stashed entries, by microbatch. Only the event loop's thread uses the stash, so there is no lock."""
 
     def __init__(self, checkpointing: Checkpointing, budget: int, token_bytes: int) -> None:
-        """``budget`` [bytes] bounds the graphs kept under 'auto'; ``token_bytes``: size of the graph of one token."""
+        """``budget`` [bytes] bounds the graphs kept under 'auto' and 'block'; ``token_bytes``: size of the graph of one
+        token."""
         self._checkpointing, self._budget, self._token_bytes = checkpointing, budget, token_bytes
         self._kept: dict[Microbatch, tuple[Kept, int]] = {}
         self._used = 0
@@ -401,7 +404,7 @@ class Stash:
     def reserve(self, tokens: int) -> int:
         """Take room for the graph of a microbatch [bytes]; 0: recompute it."""
         size = 0 if self._checkpointing == "always" else tokens * self._token_bytes
-        if self._checkpointing == "auto" and self._used + size > self._budget:
+        if self._checkpointing != "never" and self._used + size > self._budget:
             return 0
         self._used += size
         return size

@@ -4,20 +4,25 @@ which machine can serve the stage at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import Precision
 from muletrain.units import format_memory
 
 if TYPE_CHECKING:
+    from muletrain.config.schema import Checkpointing
     from muletrain.model.chain import Model
     from muletrain.planning.partition import Cut
 
 
-def stash_bytes(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision) -> int:
-    """Size of the activations that autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes]."""
-    return int(tokens * spec.stage_kept_bytes(cut, stage, 4 if precision is Precision.FP32 else 2))
+def stash_bytes(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision, *, by_block: bool = False) -> int:
+    """Size of the activations that autograd keeps between forward and backward of ``tokens`` (B * T) tokens [bytes].
+    ``by_block``: of the inputs of blocks."""
+    size = 4 if precision is Precision.FP32 else 2
+    if by_block:
+        return int(tokens * spec.borders_bytes(cut, stage, size))
+    return int(spec.stage_kept_bytes(cut, stage, tokens, size))
 
 
 STASH_SHARE = 0.25
@@ -151,6 +156,16 @@ class StageMemory:
     """The part that delayed updates need."""
     swapped: SwapMemory | None = None
     """The needs of a swapped stage (``compute.swap``); None: swapping is impossible."""
+    blockwise: StageMemory | None = None
+    """The needs if backward computes one block again at a time; None: not a choice of this machine."""
+
+    def on(self, offer: Offer) -> StageMemory:
+        """The needs on a machine with this offer: blockwise if whole graphs do not fit."""
+        return self.blockwise if self.blockwise is not None and not self._fits_whole(offer) else self
+
+    def _fits_whole(self, offer: Offer) -> bool:
+        need = self.total if offer.host is None else self.on_device
+        return need <= offer.device and (offer.host is None or self.on_host <= offer.host)
 
     @property
     def total(self) -> int:
@@ -159,7 +174,8 @@ class StageMemory:
 
     def of_device(self, offer: Offer) -> int:
         """The part that the offered device must hold."""
-        return self.total if offer.host is None else self.on_device
+        need = self.on(offer)
+        return need.total if offer.host is None else need.on_device
 
     def fits(self, offer: Offer) -> bool:
         """Can a machine with this offer serve the stage, resident or swapped?"""
@@ -167,19 +183,20 @@ class StageMemory:
 
     def resident(self, offer: Offer) -> bool:
         """Does the stage fit into the offered memory as a whole?"""
-        return self.of_device(offer) <= offer.device and (offer.host is None or self.on_host <= offer.host)
+        return self.on(offer)._fits_whole(offer)
 
     def spare(self, offer: Offer) -> int:
         """Memory of the machine that stays free."""
         if not self.resident(offer) and self.swapped is not None:
             return self.swapped.spare(offer)
-        return max(0, offer.device - self.total if offer.host is None else offer.host - self.on_host)
+        return max(0, offer.device - self.of_device(offer) if offer.host is None else offer.host - self.on_host)
 
     def need(self, offer: Offer | None = None) -> str:
         """Describe the need to a peer with such an offer."""
-        if offer is None or offer.host is None:
+        if offer is None:
             return format_memory(self.total)
-        return f"{format_memory(self.on_device)} on a GPU and {format_memory(self.on_host)} beside it"
+        beside = "" if offer.host is None else f" on a GPU and {format_memory(self.on_host)} beside it"
+        return f"{format_memory(self.of_device(offer))}{beside}"
 
     def swapping(self, offer: Offer) -> str:
         """Why the stage cannot be swapped there either, as the end of a sentence; empty: swapping was not asked for."""
@@ -200,8 +217,39 @@ PARTS = 3
 """Parts of a client's stage with gradients in memory at once: the part being computed and the parts not counted yet."""
 
 
+def _with_graphs(
+    need: StageMemory,
+    stage: tuple[Model, Cut, int],
+    tokens: int,
+    precision: Precision,
+    checkpointing: Checkpointing,
+    graphs: int = 1,
+) -> StageMemory:
+    """``need``, which has no activations yet, with these. Under 'auto', each machine chooses."""
+    spec, cut, number = stage
+
+    def holding(activations: int) -> StageMemory:
+        return replace(need, activations=activations, on_device=need.on_device + activations)
+
+    size = 4 if precision is Precision.FP32 else 2
+    whole = holding(graphs * stash_bytes(*stage, tokens, precision))
+    largest = int(spec.largest_kept_bytes(cut, number, tokens, size))
+    blockwise = holding(stash_bytes(*stage, tokens, precision, by_block=True) + largest)
+    if checkpointing == "block":
+        return blockwise
+    smaller = checkpointing == "auto" and blockwise.activations < whole.activations
+    return replace(whole, blockwise=blockwise if smaller else None)
+
+
 def client_memory(
-    spec: Model, cut: Cut, stage: int, *, tokens: int, precision: Precision, delayed: bool = False
+    spec: Model,
+    cut: Cut,
+    stage: int,
+    *,
+    tokens: int,
+    precision: Precision,
+    delayed: bool = False,
+    checkpointing: Checkpointing = "always",
 ) -> StageMemory:
     """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens.
     ``delayed``: with weights and accumulators of two steps."""
@@ -211,18 +259,18 @@ def client_memory(
     copy = older + (0 if precision is Precision.FP32 else params * size)
     second = 4 * trained * delayed
     masters, accumulator, parts = 4 * params, 4 * trained + second, PARTS * trained * size
-    activations = stash_bytes(spec, cut, stage, tokens, precision)
     coming, going = 4 * params, 4 * trained  # the next weights, and the accumulator on its way to the server
-    return StageMemory(
+    need = StageMemory(
         weights=masters + copy,
         moments=0,
         gradient=accumulator + parts,
-        activations=activations,
+        activations=0,
         copies=coming + going,
-        on_device=masters + copy + accumulator + parts + activations,
+        on_device=masters + copy + accumulator + parts,
         on_host=coming + going,
         delayed=older + second,
     )
+    return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing)
 
 
 def stage_memory(
@@ -235,6 +283,7 @@ def stage_memory(
     state_on_cpu: bool = False,
     graphs: int = 1,
     delayed: bool = False,
+    checkpointing: Checkpointing = "always",
 ) -> StageMemory:
     """Memory of ``stage`` with microbatches of ``tokens`` (B * T) tokens, of which ``graphs`` are kept at once.
 
@@ -248,23 +297,23 @@ def stage_memory(
     masters, moments, reduced, kept = 4 * params, 8 * trained, 4 * trained, 4 * trained
     accumulator, second, gradients = 4 * trained, 4 * trained * delayed, size * trained
     tied = tied_bytes(spec, cut, stage)
-    activations = graphs * stash_bytes(spec, cut, stage, tokens, precision)
     older_copies = COPIES * 4 * params * delayed
     copies = COPIES * (masters + moments) + older_copies
-    computing = accumulator + second + gradients + activations
+    computing = accumulator + second + gradients
     if state_on_cpu:
         on_device = params * size + older + computing
         on_host = masters + moments + 2 * reduced + kept + copies + tied  # as received, and scaled
     else:
         on_device = masters + copy + moments + computing
         on_host = accumulator + reduced + kept + copies + tied
-    return StageMemory(
+    need = StageMemory(
         weights=masters + copy,
         moments=moments,
         gradient=accumulator + second + gradients + reduced + kept + tied,
-        activations=activations,
+        activations=0,
         copies=copies,
         on_device=on_device,
         on_host=on_host,
         delayed=older + second + older_copies,
     )
+    return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing, graphs)

@@ -109,7 +109,7 @@ def needed(model: Model, part: int, at: Conditions) -> int:
     if part == 0:
         return int(2 * size * model.embedding_params + tokens * model.embedding_kept_bytes(size) + passed)
     if part == model.layers + 1:
-        return int(2 * size * model.head_params + tokens * model.head_kept_bytes(size) + passed)
+        return int(2 * size * model.head_params + model.head_bytes(tokens, size) + passed)
     return int(2 * size * model.params_of(part - 1) + tokens * model.kept_bytes(part - 1, size) + passed)
 
 

@@ -158,6 +158,9 @@ class WireConfig(Section):
     gradients: Codec = Field(default=Codec.FP16, description="encoding of gradients while replicas average them")
 
 
+Checkpointing = Literal["auto", "block", "always", "never"]
+
+
 class ComputeConfig(Section):
     """Resources and arithmetic of a peer."""
 
@@ -175,8 +178,10 @@ class ComputeConfig(Section):
     memory: float | None = Field(
         default=None, gt=0, description="memory that a peer may use; default: what is free [GiB]", examples=[8.0]
     )
-    checkpointing: Literal["auto", "always", "never"] = Field(
-        default="auto", description="recompute activations in backward; auto keeps them instead where memory allows"
+    checkpointing: Checkpointing = Field(
+        default="auto",
+        description="compute activations again in backward: always (the whole stage at once), by block (one at a time), never; auto "
+        "keeps activations where memory allows, and goes by block where a stage's do not fit at once",
     )
 
 

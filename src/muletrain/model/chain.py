@@ -30,6 +30,9 @@ MAX_SEARCH = 1 << 24
 LOSS_BYTES = 3 * 4
 """Bytes for each entry of the vocabulary at the peak of the loss's backward: log-probabilities, and the gradients of
 log-probabilities and logits, in fp32."""
+LOSS_CHUNK = 1 << 28
+"""``LOSS_BYTES`` of the tokens whose loss is computed at once [bytes]. With a vocabulary of 128k these are 174 tokens,
+which keep an H200 busy while the output matrix is read."""
 MAX_SAMPLE = 1 << 28
 """Most numbers of one sample."""
 
@@ -160,6 +163,16 @@ class Model(ABC):
     def head_kept_bytes(self, size: int) -> float:
         """As ``kept_bytes``, for the part after the last block, including ``LOSS_BYTES``."""
 
+    @property
+    def loss_tokens(self) -> int:
+        """The largest number of tokens whose loss is computed at once."""
+        return max(1, LOSS_CHUNK // (LOSS_BYTES * self.vocab))
+
+    def head_bytes(self, tokens: int, size: int) -> float:
+        """Bytes at the peak of the loss of ``tokens``: of one chunk, and the gradients of the chunks' inputs."""
+        chunk = min(tokens, self.loss_tokens)
+        return chunk * self.head_kept_bytes(size) + (tokens * size * self.width if chunk < tokens else 0)
+
     def tables_bytes(self, sequences: int) -> int:
         """Bytes that all blocks share on the device besides weights, with microbatches of ``sequences``."""
         return 0
@@ -242,12 +255,22 @@ class Model(ABC):
         total = sum(self.flops_of(layer, tokens) for layer in range(first, end))
         return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
 
-    def stage_kept_bytes(self, cut: Cut, stage: int, size: int) -> float:
-        """Bytes that autograd saves for the backward of ``stage``, per token."""
+    def stage_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
+        """Bytes that autograd saves for the backward of ``tokens`` in ``stage``."""
         first, end = cut[stage]
-        total = sum(self.kept_bytes(layer, size) for layer in range(first, end))
-        total += self.embedding_kept_bytes(size) if stage == 0 else 0
-        return total + (self.head_kept_bytes(size) if stage == len(cut) - 1 else 0)
+        each = sum(self.kept_bytes(layer, size) for layer in range(first, end))
+        each += self.embedding_kept_bytes(size) if stage == 0 else 0
+        return tokens * each + (self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0)
+
+    def largest_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
+        """As ``stage_kept_bytes``, for the largest block or the head alone."""
+        graphs = [tokens * self.kept_bytes(layer, size) for layer in range(*cut[stage])]
+        return max([*graphs, self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0])
+
+    def borders_bytes(self, cut: Cut, stage: int, size: int) -> float:
+        """Bytes that autograd saves per token if backward computes blocks again: the blocks' inputs."""
+        first, end = cut[stage]
+        return size * self.width * (end - first + 1) + (self.embedding_kept_bytes(size) if stage == 0 else 0)
 
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
         """The most even cut into ``stages`` by compute cost, or the cut into stages of ``sizes`` layers. Raises

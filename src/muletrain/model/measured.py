@@ -48,6 +48,7 @@ class MeasuredModel(Model):
     kept_bytes = _of_inner("kept_bytes")
     embedding_kept_bytes = _of_inner("embedding_kept_bytes")
     head_kept_bytes = _of_inner("head_kept_bytes")
+    loss_tokens = _of_inner("loss_tokens")
     tables_bytes = _of_inner("tables_bytes")
     tied = _of_inner("tied")
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from muletrain.model.loss import chunked_loss
 from muletrain.optim.flat import FlatLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    import torch
+    from collections.abc import Callable, Collection, Mapping
 
     from muletrain.model.chain import Model
     from muletrain.model.dropout import Masks
+    from muletrain.model.loss import Head
 
 
 class StageModule(nn.Module):
@@ -27,6 +29,8 @@ class StageModule(nn.Module):
         super().__init__()
         self.spec = spec
         self.is_first, self.is_last = first, last
+        self.by_block = False
+        """Autograd keeps only the inputs of each block, and backward computes one block again at a time."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter, in a fixed order."""
@@ -61,12 +65,25 @@ class StageModule(nn.Module):
         needed."""
         return None
 
-    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
         """The mean loss over the microbatch, a scalar in fp32: of the last stage, from the stage's input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
-        count."""
+        count. ``scale``: see ``chunked_loss``."""
+        ignored, tokens = self.spec.vocab, self.spec.loss_tokens
+        if targets.numel() > tokens and (head := self.before_head(inputs, masks)) is not None:
+            return chunked_loss(head, targets, ignored, tokens, scale)
         logits = self(inputs, masks).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=self.spec.vocab)
+        return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=ignored)
+
+    def _block(self, compute: Callable[..., Any], *given: Any) -> Any:
+        """``compute(*given)``, of one block. Dropout needs no generator's state: masks follow from the microbatch."""
+        if not (self.by_block and torch.is_grad_enabled()):
+            return compute(*given)
+        return checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+
+    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head | None:
+        """Compute everything before the head of the last stage. None: nothing can be computed apart from the head."""
+        return None
 
     @abstractmethod
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:

@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muletrain.model.dropout import Masks, dropout
+from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from muletrain.model.chain import Model
     from muletrain.model.spec import ModelSpec
@@ -200,16 +201,30 @@ class Stage(StageModule):
     def forward(
         self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, KeyValues] | None = None
     ) -> Tensor:
+        x = self._layers(inputs, masks, caches)
+        return self._logits([x]) if self.is_last else x
+
+    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+        wanted = [self.model.norm.weight, self._output]
+        return Head(self._logits, [self._layers(inputs, masks, None)], wanted)
+
+    @property
+    def _output(self) -> Tensor:
+        """The output matrix."""
+        return (self.model.embed_tokens if self.spec.tie else self.lm_head).weight
+
+    def _logits(self, values: Sequence[Tensor]) -> Tensor:
+        (x,) = values
+        return F.linear(self.model.norm(x), self._output)
+
+    def _layers(self, inputs: Tensor, masks: Masks | None, caches: Mapping[int, KeyValues] | None) -> Tensor:
         x = self._enter(inputs, masks)
         seen = next(iter(caches.values())).seen if caches else 0
         cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
         rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
         for layer, owner in self._owners.items():
             block = self.model.layers[str(owner)]
-            x = block(x, layer, rope, masks, caches[layer] if caches else None)
-        if self.is_last:
-            head = self.model.embed_tokens if self.spec.tie else self.lm_head
-            x = F.linear(self.model.norm(x), head.weight)
+            x = self._block(block, x, layer, rope, masks, caches[layer] if caches else None)
         return x
 
     def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:

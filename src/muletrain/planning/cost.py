@@ -59,10 +59,11 @@ class RunCost:
         return self.forward_bytes[0] // 2
 
 
-def service_s(stage: StageCost, flops: float, *, recompute: bool) -> tuple[float, float]:
-    """Seconds of one microbatch forward and backward at ``flops`` operations per second."""
+def service_s(stage: StageCost, flops: float, *, recompute: bool, by_block: bool = False) -> tuple[float, float]:
+    """Seconds of one microbatch forward and backward at ``flops`` operations per second. ``by_block``: backward computes
+    each block again, also in the last stage."""
     forward_s = stage.forward_flops / flops
-    return forward_s, forward_s * (3 if recompute and stage.recomputable else 2)
+    return forward_s, forward_s * (3 if by_block or (recompute and stage.recomputable) else 2)
 
 
 def all_reduce_s(nbytes: float, members: int, narrowest: float, path: float) -> float:

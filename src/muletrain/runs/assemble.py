@@ -232,7 +232,7 @@ def build_compute(
         sequences=config.train.microbatch,
         device=machine.device,
         precision=machine.precision,
-        checkpointing=config.compute.checkpointing,
+        checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",
         stash_budget=_stash_budget(need, machine),
         updates=updates,
     )

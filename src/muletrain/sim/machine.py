@@ -79,13 +79,16 @@ def resident_service_s(
     """Seconds of a microbatch at a stage, forward and backward."""
     if peer.forward_s and peer.backward_s:
         return peer.forward_s, peer.backward_s
-    return service_s(cost, flops_of(n, peer)[0], recompute=_recomputes(config, stages, need, offer_of(peer)))
+    offer = offer_of(peer)
+    by_block = config.compute.checkpointing == "block" or need.on(offer) is not need
+    again = _recomputes(config, stages, need, offer)
+    return service_s(cost, flops_of(n, peer)[0], recompute=again, by_block=by_block)
 
 
 def _recomputes(config: RunConfig, stages: int, need: StageMemory, offer: Offer) -> bool:
     """Decide as a peer does: keep activations if memory has room for the usual microbatches in flight."""
     if config.compute.checkpointing != "auto":
-        return config.compute.checkpointing == "always"
+        return config.compute.checkpointing != "never"
     kept = min(capacity(stages) // 2, config.microbatches) * need.activations
     return kept > stash_room(offer, need)
 

@@ -364,7 +364,8 @@ def _check_memory(fleet: Fleet, spec: Model, needs: list[StageMemory]) -> None:
     for stage, need in enumerate(needs):
         if not any(need.resident(offer) for offer in offers):
             beside = "more stages (--set fleet.stages=N)" if len(needs) < spec.layers else "a machine with more memory"
+            most = offers[largest]
             raise CapacityError(
-                f"machines[{largest}].memory_gib: stage {stage} of {len(needs)} needs {need.need(offers[largest])} ({need}), the largest "
+                f"machines[{largest}].memory_gib: stage {stage} of {len(needs)} needs {need.need(most)} ({need.on(most)}), the largest "
                 f"machine '{fleet.machines[largest].name}' has {format_memory(offers[largest].device)}; take {beside}"
             )

@@ -154,7 +154,7 @@ class SwappedArithmetic:
             with self._jobs.at("loss", part=last), self._timed("forward_s"), torch.set_grad_enabled(p in back):
                 leaf = self._leaf(x, last)
                 assert p.targets is not None  # at the last stage
-                loss = model.loss(leaf, p.targets, self._masks(p))
+                loss = model.loss(leaf, p.targets, self._masks(p), self.scale.of(p.mb.step))
                 p.loss = float(loss.detach())
             if p in back:
                 seed = torch.full_like(loss, self.scale.of(p.mb.step))

@@ -87,11 +87,11 @@ class SubModel:
             x = block(x, masks)
         return x
 
-    def loss(self, x: Tensor, targets: Tensor, masks: Masks | None) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor, masks: Masks | None, scale: float) -> Tensor:
         """Of the last sub-model of the last stage. See ``StageModule.loss``."""
         for block in self.blocks[:-1]:
             x = block(x, masks)
-        return self.blocks[-1].loss(x, targets, masks)
+        return self.blocks[-1].loss(x, targets, masks, scale)
 
     def pieces(self, size: int, *, trained: bool = False) -> Iterator[tuple[int, int, int]]:
         """The segments in pieces of at most ``size`` numbers: (begin, end) in the stage's buffer, and begin in [S].

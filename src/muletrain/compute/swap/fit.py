@@ -77,7 +77,7 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
             found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept))
         elif index == len(runs) - 1:
             params = spec.head_params + spec.copied_params(cut, stage)
-            found.append(block(params, spec.head_flops, tokens * spec.head_kept_bytes(size)))
+            found.append(block(params, spec.head_flops, spec.head_bytes(tokens, size)))
         else:
             found.append(layers(*runs[index]))
     return found
@@ -135,6 +135,7 @@ def stage_needs(
             delayed=optimizer.delayed,
             state_on_cpu=optimizer.state_device == "cpu",
             graphs=most if config.compute.checkpointing == "never" else 1,
+            checkpointing=config.compute.checkpointing,
         )
         for s in range(len(cut))
     ]
@@ -156,7 +157,11 @@ def stage_needs(
 def client_needs(config: RunConfig, spec: Model, cut: Cut, precision: Precision) -> list[StageMemory]:
     """Memory that each stage needs of a client of a hub."""
     tokens, late = config.train.microbatch * spec.context, config.optimizer.delayed
-    return [client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late) for s in range(len(cut))]
+    again = config.compute.checkpointing
+    return [
+        client_memory(spec, cut, s, tokens=tokens, precision=precision, delayed=late, checkpointing=again)
+        for s in range(len(cut))
+    ]
 
 
 def fitted(blocks: Sequence[Layer], memory: SwapMemory, offer: Offer, load_bytes_per_s: float, most: int) -> Swapping:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -283,6 +284,11 @@ class TracedModel(Described):
 
     def head_kept_bytes(self, size: int) -> float:
         return self._kept(-1, size) + (0 if self.own_loss else LOSS_BYTES * self.vocab)
+
+    @property
+    def loss_tokens(self) -> int:
+        """A head that may mix tokens computes all tokens at once."""
+        return super().loss_tokens if self._cost(-1).by_token and not self.own_loss else sys.maxsize
 
     def tables_bytes(self, sequences: int) -> int:
         return tables_bytes_of(self, sequences)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,23 @@ _PRODUCTS = {
     "_grouped_mm": 0,
     "grouped_mm_fallback": 0,
 }
+_POINTWISE = {
+    "to",
+    "type_as",
+    "contiguous",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "pow",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sigmoid",
+}
+_POINTWISE |= {"linear"}
+"""Operators of heads that compute each token by itself."""
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 """Matrix product -> index of the left factor's argument."""
 _VIEWS = {
@@ -55,6 +73,7 @@ def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -
     """Count the parts of ``chain``, a cut of ``traced``. ``causal``: masks of attention that need no table."""
     counted: set[str] = set()
     half, kept = max(1, context // 2), _Kept(chain, traced, context, causal)
+    sizes = {node.name for node in traced.graph.nodes if not isinstance(node.meta.get("val"), Tensor)}
     found = []
     for part in chain.parts:
         own = [name for name in part.weights if name not in counted]
@@ -69,9 +88,26 @@ def costs(chain: Parts, traced: Traced, context: int, causal: Collection[str]) -
                 linear_flops=at_whole - slope * context,
                 token_flops=slope,
                 kept_bytes=kept.of(part) / context,
+                by_token=_by_token(part, sizes),
             )
         )
     return tuple(found)
+
+
+def _by_token(part: Part, sizes: Collection[str]) -> bool:
+    """Is each token of ``part`` computed by itself? Operators count that are known to do so. ``sizes``: the tables that
+    are no tensors."""
+    return all(table in sizes for table in part.tables) and all(map(_keeps_tokens, part.nodes))
+
+
+def _keeps_tokens(node: fx.Node) -> bool:
+    name, rest = _name(node), node.args[1:]
+    if name == "slice":
+        return rest[1:] == (0, sys.maxsize)  # of everything
+    shape = list(node.meta["val"].shape) if isinstance(node.meta.get("val"), Tensor) else []
+    if name in ("view", "reshape"):
+        return shape == list(node.all_input_nodes[0].meta["val"].shape)
+    return name in _POINTWISE or (name in ("mean", "layer_norm", "rms_norm") and rest[0] in ([-1], shape[-1:]))
 
 
 class _Kept:

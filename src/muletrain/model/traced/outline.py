@@ -45,6 +45,7 @@ class PartOutline(Section):
         ge=0,
         description="what autograd keeps from forward to backward in the precision of the graph, at the context's length",
     )
+    by_token: bool = Field(default=False, description="is each token computed by itself, without tables and dropout?")
 
     def flops(self, tokens: int) -> float:
         """Forward FLOPs per token in a sequence of ``tokens``."""

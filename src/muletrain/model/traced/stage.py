@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
 from muletrain.model.traced.operators import Causal
 
@@ -122,37 +123,57 @@ class TracedStage(StageModule):
         return frozenset(name for name, kind in kinds.items() if kind != dtype and name in own)
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
-        return self._run_parts(inputs, None, masks)
+        return self._run_parts(inputs, None, masks)[0]
 
-    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None) -> Tensor:
+    def loss(self, inputs: Tensor, targets: Tensor, masks: Masks | None = None, scale: float = 1.0) -> Tensor:
         if not self.spec.own_loss:
-            return super().loss(inputs, targets, masks)
-        return self._run_parts(inputs, targets, masks).float()
+            return super().loss(inputs, targets, masks, scale)
+        (loss,) = self._run_parts(inputs, targets, masks)
+        return loss.float()
 
-    def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None) -> Tensor:
+    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+        head, weights = self.tables.chain.parts[-1], self._weights()
+        given = [weights[name] for name in head.weights]
+
+        def logits(values: Sequence[Tensor]) -> Tensor:
+            x = values[0]
+            tables = self.tables.of(1, x.shape[1], x.device) if head.tables else {}
+            sizes = [tables[name] for name in head.tables]
+            found: Tensor = head.function(*given, *values, *sizes, x.device, None, head.site, 1)[0]
+            return found
+
+        return Head(logits, self._run_parts(inputs, None, masks, end=-1), [w for w in given if w.requires_grad])
+
+    def _weights(self) -> dict[str, Tensor]:
+        weights = dict[str, Tensor](self.named_parameters())
+        return weights | {n: weights[n].to(kind) for n, kind in self.tables.chain.frozen.items() if n in weights}
+
+    def _run_parts(self, inputs: Tensor, targets: Tensor | None, masks: Masks | None, end: int = 0) -> list[Tensor]:
+        """The values for the next stage; of the last part, the logits or the loss. ``end`` -1: instead, the inputs of the
+        last part."""
         samples = self.is_first and self.tables.chain.lead == 1
         sequences, length = inputs.shape[0], 1 if samples else inputs.shape[1]
-        chain, weights = self.tables.chain, dict[str, Tensor](self.named_parameters())
-        weights |= {name: weights[name].to(kind) for name, kind in chain.frozen.items() if name in weights}
+        chain, weights = self.tables.chain, self._weights()
         tables = self.tables.of(sequences, length, inputs.device)
-        first, end = self._run
+        first, last = self._run
         env = (
             {chain.inputs: self._cast(inputs)} if self.is_first else unpack(inputs, chain.passed[first - 1], chain.lead)
         )
-        for number in range(first, end):
+        for number in range(first, last + end):
             part = chain.parts[number]
             if number == len(chain.parts) - 1 and chain.targets is not None:
                 assert targets is not None, "the last part computes a loss"
                 env[chain.targets] = self._cast(targets.to(inputs.device))
             given = [weights[n] for n in part.weights] + [env[n] for n in part.inputs]
             given += [tables[n] for n in part.tables]
-            outputs = part.function(*given, inputs.device, masks, part.site, sequences)
+            outputs = self._block(part.function, *given, inputs.device, masks, part.site, sequences)
             if number == len(chain.parts) - 1:
-                last: Tensor = outputs[0]
-                return last
+                return [outputs[0]]
             made = {**env, **dict(zip(part.outputs, outputs, strict=True))}
             env = {node.name: made[node.name] for node in chain.passed[number]}
-        return pack([env[node.name] for node in chain.passed[end - 1]], self.spec.width, (sequences, length))
+        if end:
+            return [env[name] for name in chain.parts[-1].inputs]
+        return [pack([env[node.name] for node in chain.passed[last - 1]], self.spec.width, (sequences, length))]
 
     def _cast(self, samples: Tensor) -> Tensor:
         """Floats in the precision of the weights."""

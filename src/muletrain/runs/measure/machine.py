@@ -109,6 +109,6 @@ def check_local(needs: Sequence[StageMemory], dealt: Sequence[str], memory_gib: 
         largest = max(offers, key=lambda o: o.device)
         shared = f" ({plural(len(dealt), 'peer')} share this machine)" if len(dealt) > 1 and memory_gib is None else ""
         raise CapacityError(
-            f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need}"
+            f"stage {stage} of {len(needs)} needs {need.need(largest)}, but a peer here may use {largest}{shared}: {need.on(largest)}"
             f"{need.swapping(largest)}. Nothing was started; {ADVICE}. If {format_memory(largest.device)} is wrong, set compute.memory"
         )

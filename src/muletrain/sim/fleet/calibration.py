@@ -263,8 +263,9 @@ def _speeds(
         paced = fleet.pacing.forward_ms or fleet.machines[kind_of[e.peer]].forward_ms
         if paced or e.recomputed or not e.microbatches:
             continue
-        again = config.compute.checkpointing == "always"
-        flops = e.microbatches * sum(service_s(cost.stages[e.stage], 1.0, recompute=again))
+        how = config.compute.checkpointing
+        times = service_s(cost.stages[e.stage], 1.0, recompute=how == "always", by_block=how == "block")
+        flops = e.microbatches * sum(times)
         found[kind_of[e.peer]].append(flops / (e.forward_s + e.backward_s))
     return dict(found)
 

@@ -157,11 +157,8 @@ def scheduled(question: Question, scene: Scene, schedule: Schedule, pipelines: i
     kept = math.ceil(setting.cost.microbatches / pipelines)
 
     def backward_s(kind: Kind, stage: int) -> float:
-        if (
-            kind.declared
-            or stage == len(needs) - 1
-            or kept * needs[stage].activations <= stash_room(question.offer(kind.name), needs[stage])
-        ):
+        offer, need = question.offer(kind.name), needs[stage]
+        if kind.declared or stage == len(needs) - 1 or kept * need.on(offer).activations <= stash_room(offer, need):
             return kind.backward_s[stage]
         return max(kind.backward_s[stage], 3 * kind.forward_s[stage])
 

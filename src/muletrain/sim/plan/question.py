@@ -178,6 +178,7 @@ class Question:
         offer, kept = self.offer(entry), int(inputs)
         if not need.resident(offer) and need.swapped is not None:
             return _swapped(entry, stage, need, need.swapped, offer)
+        need = need.on(offer)
         return Memory(
             machine=entry,
             stage=stage,
