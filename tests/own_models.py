@@ -40,6 +40,17 @@ def regression(width: int = 8, depth: int = 4, dropout: float = 0.1) -> nn.Modul
     return Regression(width, depth, dropout)
 
 
+class Overflowing(Regression):
+    """The gradient of the loss is beyond fp32."""
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(images, targets) * 1e30 * 1e30
+
+
+def overflowing() -> nn.Module:
+    return Overflowing(8, 4, 0.1)
+
+
 def partly_frozen() -> nn.Module:
     """Without its first layers, and some numbers of later ones."""
     model = Regression(8, 4, 0.1)

@@ -48,3 +48,10 @@ def fill(folder: Path) -> Path:
             except OSError:
                 continue
     return ballast
+
+
+def shrink(folder: Path) -> None:
+    """Take most of the room of a mounted file system that is left, without memory for it."""
+    disk = os.statvfs(folder)
+    used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+    subprocess.run(["mount", "-o", f"remount,size={used + (1 << 20)}", str(folder)], check=True)

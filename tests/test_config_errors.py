@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from muletrain.config.load import load_config
+from muletrain.config.locate import Origins
+from muletrain.config.problems import located
 from muletrain.config.schema import MAX_MICROBATCHES
-from muletrain.errors import ConfigError
+from muletrain.errors import ConfigError, DataError
 from tests.toml_files import check, message
 
 if TYPE_CHECKING:
@@ -134,6 +136,18 @@ def test_an_override_is_blamed_for_what_it_replaced(tmp_path: Path) -> None:
     text = "[model]\nlayers = 4\n"
     check(message(tmp_path, text, "model.layers=0"), "--set model.layers=0: model.layers: ... got 0")
     assert message(tmp_path, "[model]\nlayers = 0\n", "model.width=96").startswith("my.toml:2: model.layers: ")
+
+
+def test_an_override_is_not_blamed_for_another_field_of_its_section(tmp_path: Path) -> None:
+    said = message(tmp_path, None, "train.seed=1", "train.batch=6", "train.microbatch=4")
+    check(said, "--set train.microbatch=4: train.microbatch: ... train.batch = 6")
+    origins = Origins()
+    for text in ("data.heldout=0.1", "data.field=body", "model.width=64"):
+        origins.override(tuple(text.partition("=")[0].split(".")), text)
+    with pytest.raises(DataError, match=r"^--set data\.field=body: data\.field: row 3 has none$"), located(origins):
+        raise DataError("data.field: row 3 has none")
+    with pytest.raises(DataError, match=r"^default configuration: data\.path: no such file$"), located(origins):
+        raise DataError("data.path: no such file")
 
 
 def test_a_section_that_is_no_table_is_named_before_the_override(tmp_path: Path) -> None:

@@ -86,8 +86,40 @@ def test_a_few_documents_leave_no_side_empty(count: int, folder: Path) -> None:
     assert sorted(re.sub(r"\s", "", "".join(train + heldout))) == sorted(re.sub(r"\s", "", "".join(rows)))
     assert 0.04 < sum(map(len, heldout)) / sum(map(len, rows)) < 0.25
     assert cache.stats.heldout_documents + cache.stats.ends > 0
-    if count == 30:
+    if count >= 13:
         assert cache.stats.ends == 0, "rows stay whole"
+
+
+@pytest.mark.parametrize("count", range(8, 40, 3))
+def test_a_few_rows_stay_whole(count: int, folder: Path) -> None:
+    rows = [TEMPLATE.format(n, f"{n:040}") for n in range(count)]
+    write_rows(folder / "a.jsonl", [{"text": text} for text in rows])
+    cache = build(path="a.jsonl")
+    train, heldout = sides(cache)
+    assert heldout
+    assert sorted(train + heldout) == sorted(rows), "no answer is held out whose question is trained"
+    assert sum(map(len, heldout)) <= sum(map(len, rows)) / 8
+    assert cache.stats.ends == 0
+
+
+def test_a_few_rows_of_which_many_have_small_hashes_are_trained_all_the_same(folder: Path) -> None:
+    """Of these, by their hashes four would be held out, a quarter of the text."""
+    rows = [f"Series 194: row number {n:02} of sixteen." for n in range(16)]
+    write_rows(folder / "a.jsonl", [{"text": text} for text in rows])
+    train, heldout = sides(build(path="a.jsonl"))
+    assert sorted(train + heldout) == rows
+    assert len(heldout) == 1
+
+
+def test_a_row_of_more_than_an_eighth_of_the_text_gives_its_end_and_the_others_stay_whole(folder: Path) -> None:
+    rows = ["\n".join(words(0, 100)), *instructions(15)]
+    write_rows(folder / "a.jsonl", [{"text": text} for text in rows])
+    cache = build(path="a.jsonl")
+    train, heldout = sides(cache)
+    assert cache.stats.ends == 1
+    assert 0 < len(heldout[0]) < len(rows[0]) / 8
+    assert train[0] + heldout[0] == rows[0]
+    assert {*train[1:], *heldout[1:]} == {*rows[1:]}
 
 
 def test_adding_files_moves_no_document_between_the_sides(folder: Path) -> None:

@@ -28,7 +28,11 @@ from muletrain.runs.tensorboard import TensorBoardSink
 from muletrain.runtime.checkpoint.checkpointing import PartWriter
 from muletrain.runtime.checkpoint.store import Key
 from tests.checkpoint_stages import LINEAGE, Stages, held_up, names, play
-from tests.small_disks import fill, mounted_in
+from tests.connected import trained, wait_for
+from tests.small_disks import fill, mounted_in, shrink
+from tests.test_cli import start
+from tests.test_equivalence import EXACT
+from tests.test_swap_fleet import GIB
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -231,3 +235,29 @@ def test_a_fleet_whose_disks_are_full_trains_on_and_says_so(small_disk: Callable
     finally:
         for command in commands:
             command.kill()
+
+
+@pytest.mark.slow
+def test_a_swapping_run_trains_on_and_its_report_says_that_the_disk_is_full(
+    small_disk: Callable[[str, str], Path],
+) -> None:
+    disk, steps = small_disk("disk", "1100m"), 60  # a stage that swaps leaves 1 GiB
+    settings = [*EXACT, f"train.steps={steps}", "compute.threads=1", f"compute.memory={GIB}", "checkpoint.every=5"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    run = start("run", "--strategy", "swap", *options, cwd=disk)
+    try:
+        wait_for(lambda: trained(disk, "peer-0") or run.poll() is not None)
+        shrink(disk)
+        while run.poll() is None:  # a checkpoint that failed gives its room back
+            fill(disk)
+            time.sleep(0.1)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 2, out + err
+    assert "the disk is full. Training goes on" in out
+    assert f"{steps} of {steps} steps" in out
+    assert "Swapped stages" in out
+    assert "the final checkpoint could not be written" in err
+    assert "Traceback" not in out + err
+    assert "No space left on device" in out

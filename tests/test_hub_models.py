@@ -29,6 +29,8 @@ CODE = """
 import json, os, sys, time, urllib.request
 from muletrain.cli.actions.hypothetical import load_run
 from muletrain.config.load import load_config
+from muletrain.data.encoder import Encoder
+from muletrain.data.tokenizer import load_tokenizer
 from muletrain.errors import MuletrainError
 from pathlib import Path
 from muletrain.runs.assemble import resolve_start
@@ -42,6 +44,9 @@ for name in sys.argv[1:]:
     try:
         if name.startswith("plan:"):
             print(load_run(None, [f"model.from={name[5:]}", "model.context=32"])[1].layers)
+            continue
+        if name.startswith("text:"):
+            print(Encoder(load_tokenizer(name[5:], 512)).end_token)
             continue
         if name.startswith("use:"):
             model = trained_in(Path(name[4:]))
@@ -242,3 +247,23 @@ def test_what_hf_download_fetched_is_taken_without_the_hub(hub: Hub, tmp_path: P
     assert (json.loads(stopped), json.loads(now)) == (newest, tagged)
     assert "cannot be reached" in said
     assert f"me/mule is taken from the cache, commit {COMMIT}" in said
+
+
+def test_a_tokenizer_of_the_hub_is_that_of_its_revision(hub: Hub, tmp_path: Path) -> None:
+    """Without the model's weights, and also where only the model's configuration declares the end."""
+    text = write_text(tmp_path / "mine.txt")
+    write_folder(hub.root / "mule", text, "llama")
+    older = hub.root / f"mule@{OLDER}"
+    shutil.copytree(hub.root / "mule", older)
+    for name, change in (("tokenizer_config.json", {"eos_token": None}), ("config.json", {"eos_token_id": 1})):
+        (older / name).write_text(json.dumps(json.loads((older / name).read_text()) | change))
+    (hub.root / "text").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(hub.root / "mule" / name, hub.root / "text")
+    names = ("text:me/mule", "text:me/mule@v1", f"text:me/mule@{OLDER}", "text:me/text", "text:me/text@main")
+    found = begin(hub.url, tmp_path, *names)[:-1]
+    assert found == [f"{end}\n" for end in ("</s>", "<s>", "<s>", "</s>", "</s>")]
+    assert not any(file.endswith("safetensors") for file in hub.sent)
+    *again, none, _ = begin(hub.url, tmp_path, *names, "text:me/mule@v2", HF_HUB_OFFLINE="1")
+    assert again == found
+    assert none.startswith("data.tokenizer: ")

@@ -4,6 +4,7 @@ are played."""
 from __future__ import annotations
 
 import math
+import signal
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import pytest
 
 from muletrain.errors import MuletrainError
 from muletrain.events import PeerJoined, RunFinished, RunStarted, Waiting
-from muletrain.runs.session import HEARD_S, POLL_S, SEATED_S, STOPPED_S, Session
+from muletrain.runs.session import HEARD_S, POLL_S, SEATED_S, STOP_S, STOPPED_S, Role, Session
 from muletrain.runs.worker_files import LEFT
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class Played:
         self.ends, self.news = ends, news
         self.told: list[tuple[float, str, str]] = []
         self.stopped_s = self.killed_s = math.inf
+        self.signals: dict[float, int] = {}
+        self.session: Any = None
         self.show: Callable[[Event], None] = lambda event: None
 
     def sleep(self, seconds: float) -> None:
@@ -45,6 +48,8 @@ class Played:
         assert self.now_s < 1000, "nobody ends it"
         for at_s in [s for s in self.news if s <= self.now_s]:
             self.show(self.news.pop(at_s))
+        for at_s in [s for s in self.signals if s <= self.now_s]:
+            self.session.asked.hear(self.signals.pop(at_s))
 
     def alive(self) -> list[str]:
         return [name for name, (end_s, _) in self.ends.items() if self.now_s < end_s]
@@ -73,14 +78,16 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pla
         clients: Any = (),
         first: str = "",
         stages: int = 0,
+        role: Role = "run",
+        signals: Any = (),
     ) -> Played:
         fleet: Any = Played(ends, news or {})
         monkeypatch.setattr(time, "monotonic", lambda: fleet.now_s)
         monkeypatch.setattr(time, "sleep", fleet.sleep)
         names = [*([first] if first else ()), *clients]
         workers: Any = [SimpleNamespace(name=name, client=name in clients) for name in names]
-        session = Session("run", tmp_path, fleet, workers, stages=stages)
-        fleet.show, fleet.session = session.show, session
+        session = Session(role, tmp_path, fleet, workers, stages=stages)
+        fleet.show, fleet.session, fleet.signals = session.show, session, dict(signals)
         try:
             session.watch()
         except MuletrainError:
@@ -160,6 +167,26 @@ def test_those_left_may_move_to_the_stage_without_a_peer_and_if_they_do_not_the_
     news = {2.0: waiting(lacks), 10.0: waiting("1 more of 2 peers"), 300.0: STARTED}
     fleet = played({"a": (400.0, 0), "b": (400.0, 0), "c": (1.0, 1)}, news, first="a", stages=2)
     assert fleet.killed_s == math.inf, "one has moved there"
+
+
+# --- asked to end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("role", ["run", "start", "join"])
+def test_a_peer_that_never_ends_is_ended_within_the_stated_time(
+    played: Callable[..., Played], role: Role, number: signal.Signals
+) -> None:
+    """A machine that joined waits for its step after Ctrl-C, which its owner can repeat."""
+    ends = {"a": (500.0, 0) if (role, number) == ("join", signal.SIGINT) else FOR_EVER}
+    signals = {9.0: number, 9.02: number}
+    fleet: Any = played(ends, {1.0: STARTED}, first="a", stages=1, role=role, signals=signals)
+    assert 9.0 <= fleet.stopped_s <= 9.0 + LOOKS_S
+    assert fleet.session.exit_code() == 128 + number
+    if ends["a"] == (500.0, 0):
+        assert fleet.killed_s == math.inf
+    else:
+        assert 9.0 + STOP_S <= fleet.killed_s <= 9.0 + STOP_S + LOOKS_S
 
 
 # --- after its end -----------------------------------------------------------------------------------------------------

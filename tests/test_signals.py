@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from muletrain.events import CheckpointWritten, read_events
+from muletrain.events import CheckpointWritten, RunFinished, read_events
 from muletrain.runs import asked
 from muletrain.runs.asked import Asked, Outlet
+from muletrain.runs.join.ticket import Ticket
+from tests.connected import ticket_in, trained, wait_for
 from tests.test_cli import SMALL, TWO, peers_left, start
 
 LONG = [*SMALL, "--set", "train.steps=100000", "--set", "compute.threads=1"]
@@ -121,6 +123,77 @@ def test_a_closed_pipe_ends_the_run_in_order(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert "pipe" not in err
     assert checkpoints(tmp_path)
+
+
+def twice(process: subprocess.Popen[str], number: signal.Signals) -> tuple[str, str]:
+    """The output of a command whose processes all get the signal, twice within 20 ms."""
+    everyone = descendants(process.pid)
+    for _ in range(2):
+        for pid in everyone:
+            os.kill(pid, number)
+        time.sleep(0.01)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 128 + number, out + err
+    assert "Traceback" not in out + err
+    return out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_start_and_join_end_in_order_whatever_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+    """The machine that joined leaves, and the founder trains on until its own signal, and has a checkpoint then."""
+    for name in ("founder", "guest"):
+        (tmp_path / name).mkdir()
+    own = ["--set", "fleet.stages=1", "--set", "train.batch=4", "--listen", "127.0.0.1", "--name", "founder"]
+    founder = start("start", *LONG, *own, cwd=tmp_path / "founder")
+    try:
+        ticket = ticket_in(tmp_path / "founder")
+        own = ["--name", "guest", "--threads", "1", "--listen", "127.0.0.1"]
+        guest = start("join", ticket, *own, cwd=tmp_path / "guest")
+        try:
+            wait_for(lambda: trained(tmp_path / "guest", "guest") > 0)
+            out, _ = twice(guest, number)
+        finally:
+            guest.kill()
+        assert f"{number.name}: leaving after this step" in out
+        assert "left the run in order" in out
+        here = trained(tmp_path / "founder", "founder")
+        wait_for(lambda: trained(tmp_path / "founder", "founder") > here)
+        out, _ = twice(founder, number)
+    finally:
+        founder.kill()
+    assert f"{number.name}: stopping after this step" in out
+    events = read_events(next(tmp_path.glob("founder/runs/*/founder.jsonl")))
+    (ended,) = [e.steps for e in events if isinstance(e, RunFinished) and e.peer == "founder"]
+    assert [p.name for p in tmp_path.glob(f"founder/runs/*/checkpoints/step-{ended:08d}/manifest.json")]
+    assert peers_left(tmp_path / "founder") == peers_left(tmp_path / "guest") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_machine_whose_owner_pauses_it_ends_on_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "mine").touch()
+    ticket = str(Ticket.new_run(tmp_path))
+    process = start("join", ticket, "--pause-file", "mine", cwd=tmp_path)
+    assert process.stderr is not None
+    assert any("paused" in line for line in process.stderr)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_under_nohup_does_not_hear_the_end_of_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        wish = Asked()
+        with wish.heard(), asked.cleaned_up():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert wish.number == 0
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert wish.number == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

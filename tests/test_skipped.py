@@ -22,6 +22,7 @@ from muletrain.runtime.step.record import StageEntry, StepRecord
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from tests.test_cli import SMALL, TWO
+from tests.test_unusable_samples import trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,3 +129,16 @@ def test_a_run_that_learns_nothing_ends_with_an_error(tmp_path: Path) -> None:
     finished = [(e["skipped"], e["reason"]) for e in events if e["kind"] == "run_finished"]
     assert finished == [(4, "4 updates in a row skipped")] * 2
     assert [e["step"] for e in events if e["kind"] == "checkpoint_written"] == [5]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_run_shorter_than_max_skipped_whose_every_update_is_skipped_is_no_success(tmp_path: Path, steps: int) -> None:
+    model, data = "model.factory=tests.own_models:overflowing", "data.factory=tests.own_models:images_with_numbers"
+    code, events, said = trained(tmp_path, model, data, f"train.steps={steps}")
+    assert code == 2, said
+    assert [e["step"] for e in events if e["kind"] == "step_done"] == list(range(1, steps + 1))
+    (finished,) = [e for e in events if e["kind"] == "run_finished"]
+    assert finished["skipped"] == steps
+    assert re.search(rf"the last {steps} updates? \(steps 1 to {steps}\) w\w+ skipped", said), said
+    assert re.search(r"the first was that of '\S+' in stage 0 at step 1", said)
+    assert "optimizer.lr" in said

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from muletrain.cli.actions.opening import prepare, tell_of
+from muletrain.cli.actions.opening import Wanted, prepare, tell_of
+from muletrain.cli.actions.train import local_session
 from muletrain.cli.show.summary import summary_table
 from muletrain.config.load import load_config
 from muletrain.data.samples import SampleData
-from muletrain.events import RunPrepared
+from muletrain.events import RunPrepared, read_events
 from muletrain.runs.summary import summary_of
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def told(e: RunPrepared) -> str:
 
 def summary(text: Path, *overrides: str) -> RunPrepared:
     prepared = prepare(load_config(None, [f"data.path={text}", *SMALL, *overrides]).local())
-    return summary_of(prepared.facts, prepared.data)
+    return summary_of(prepared.facts, prepared.data, ["cpu"])
 
 
 def test_a_text_is_told_in_documents_tokens_and_epochs(text: Path) -> None:
@@ -85,7 +86,7 @@ def test_documents_that_are_trained_and_held_out_are_counted(text: Path, tmp_pat
 def test_frozen_parameters_are_not_trained() -> None:
     names = ["model.factory=tests.own_models:partly_frozen", "data.factory=tests.own_models:images_with_numbers"]
     prepared = prepare(load_config(None, [*names, "train.batch=4", "train.microbatch=2", "train.steps=10"]).local())
-    found = summary_of(prepared.facts, prepared.data)
+    found = summary_of(prepared.facts, prepared.data, ["cpu"])
     assert 0 < found.trained_params < found.params
     assert "of them trained" in told(found)
 
@@ -112,7 +113,7 @@ def test_samples_are_told_as_samples() -> None:
     ).local()
     prepared = prepare(config)
     assert isinstance(prepared.data, SampleData)
-    found = summary_of(prepared.facts, prepared.data)
+    found = summary_of(prepared.facts, prepared.data, ["cpu"])
     assert (found.unit, found.taken) == ("samples", 40)
     said = told(found)
     assert f"{len(prepared.data.train):,} samples to train on" in said
@@ -121,9 +122,38 @@ def test_samples_are_told_as_samples() -> None:
 
 def test_a_resumed_run_says_what_is_left(text: Path, tmp_path: Path) -> None:
     prepared = prepare(load_config(None, [f"data.path={text}", *SMALL, "train.steps=20"]).local())
-    tell_of(prepared, tmp_path, first_step=8)
+    tell_of(prepared, tmp_path, ["cpu"], first_step=8)
     event = json.loads((tmp_path / "summary.jsonl").read_text())
     assert event["kind"] == "run_prepared"
     assert (event["steps"], event["first_step"]) == (20, 8)
-    prepared_event = summary_of(prepared.facts, prepared.data, 8)
+    prepared_event = summary_of(prepared.facts, prepared.data, ["cpu"], 8)
     assert "12 more, to step 20, of 4 x 16" in told(prepared_event)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "auto"])
+def test_the_precision_and_the_devices_of_this_machine_are_told(text: Path, precision: str) -> None:
+    config = load_config(None, [f"data.path={text}", *SMALL, f"compute.precision={precision}", "fleet.peers=4"])
+    prepared = prepare(config.local())
+    said = " ".join(told(summary_of(prepared.facts, prepared.data, ["cuda:0", "cuda:1", "cuda:0"])).split())
+    arithmetic = "the fastest precision of each" if precision == "auto" else precision
+    assert "where 2 stages, 4 peers, strategy swarm" in said
+    assert f"this machine: 2 processes on cuda:0, 1 process on cuda:1, {arithmetic}" in said
+
+
+def test_a_run_tells_where_its_own_processes_compute(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the device that the run asks for, before anything is trained."""
+    monkeypatch.chdir(tmp_path)
+    settings = [
+        f"data.path={text}",
+        *SMALL,
+        "compute.device=cpu",
+        "compute.precision=bf16",
+        "fleet.stages=1",
+        "fleet.peers=1",
+    ]
+    with local_session(Wanted(None, settings)) as session:
+        (event,) = read_events(session.folder / "summary.jsonl")
+    assert isinstance(event, RunPrepared)
+    assert (event.precision, event.devices, event.peers) == ("bf16", ["cpu"], 1)

@@ -197,6 +197,18 @@ def test_bad_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load_tokenizer("gpt2", 300)
 
 
+def test_the_end_of_a_document_is_declared_or_named_and_never_guessed(folder: Path) -> None:
+    """GPT-2's file alone has the usual token, and nothing says what it is for."""
+    bare = json.loads(train_tokenizer(iter(words(0, 200)), 300).to_str()) | {"post_processor": None}
+    (folder / "bare.json").write_text(json.dumps(bare))
+    with pytest.raises(DataError, match=r"declares no token .* set data\.end_token to one of <\|endoftext\|>"):
+        load_tokenizer("bare.json", 300)
+    named = Encoder(load_tokenizer("bare.json", 300, END_OF_TEXT))
+    assert (named.end_token, named.document("mule")[-1]) == (END_OF_TEXT, 0)
+    (folder / "own.json").write_bytes(train_tokenizer(iter(words(0, 200)), 300).to_str().encode())
+    assert Encoder(load_tokenizer("own.json", 300)).end_token == END_OF_TEXT, "ours declares it"
+
+
 def test_hugging_face_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PreTrainedTokenizerFast
 
@@ -204,8 +216,8 @@ def test_hugging_face_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END_OF_TEXT)
     fast = types.SimpleNamespace(from_pretrained=lambda _name, **_: whole)
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=fast))
-    assert Encoder(load_tokenizer("org/name", 300)).document("mule") == inner.encode("mule").ids
+    assert Encoder(load_tokenizer("name", 300)).document("mule") == inner.encode("mule").ids
     slow = types.SimpleNamespace(from_pretrained=lambda _name, **_: object())
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(AutoTokenizer=slow))
-    with pytest.raises(DataError, match=r"'org/name' has no tokenizer\.json"):
-        load_tokenizer("org/name", 300)
+    with pytest.raises(DataError, match=r"'name' has no tokenizer\.json"):
+        load_tokenizer("name", 300)

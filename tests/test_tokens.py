@@ -167,12 +167,13 @@ def test_loaded_tokenizer_gives_wide_tokens_and_its_json(folder: Path) -> None:
     description["model"]["vocab"][END_OF_TEXT] = 70000
     description["post_processor"] = None
     (folder / "t.json").write_text(json.dumps(description))
-    cache = TokenCache.build(DataConfig(path="a.txt", tokenizer="t.json"), 70001)
+    config = DataConfig(path="a.txt", tokenizer="t.json", end_token=END_OF_TEXT)
+    cache = TokenCache.build(config, 70001)
     assert cache.train.dtype == np.uint32
     assert int(cache.train[-1]) == 70000
     assert json.loads(cache.tokenizer_json)["model"]["vocab"][END_OF_TEXT] == 70000
     with pytest.raises(DataError, match=r"has 70001 tokens, model\.vocab = 70000"):
-        TokenCache.build(DataConfig(path="a.txt", tokenizer="t.json"), 70000)
+        TokenCache.build(config, 70000)
 
 
 def test_nothing_to_hold_out_says_so(folder: Path) -> None:

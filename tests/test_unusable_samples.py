@@ -16,6 +16,8 @@ import pytest
 from muletrain.config.trusted import trust
 from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource
 from muletrain.errors import DataError
+from muletrain.events import read_events
+from muletrain.runs.view import RunView
 from tests.own_models import NOT_A_NUMBER, RAISES
 
 NAME = "tests.own_models:spoiled_images"
@@ -77,8 +79,11 @@ class _Broken:
         raise OSError
 
 
-def trained(folder: Path, *settings: str) -> tuple[int, list[dict[str, Any]], str]:
-    options = [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
+def trained(folder: Path, *settings: str, resume: bool = False) -> tuple[int, list[dict[str, Any]], str]:
+    given = ["--resume"] if resume else SETTINGS
+    options = [
+        word for setting in (*given, *settings) for word in (("--set", setting) if "=" in setting else (setting,))
+    ]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "muletrain.cli.main", "run", "--json", *options],
@@ -108,3 +113,28 @@ def test_skip_goes_on_and_counts(tmp_path: Path) -> None:
     assert [e["step"] for e in events if e["kind"] == "step_done"] == [1, 2, 3, 4, 5, 6]
     found = [e["sample"] for e in events if e["kind"] == "sample_replaced"]
     assert sorted(found) == sorted((*RAISES, *NOT_A_NUMBER)), "each is told once, though the sixth step begins an epoch"
+
+
+def test_several_trainers_stop_again_at_each_resume_and_skip_counts_each_sample_once(tmp_path: Path) -> None:
+    """A step of this run is an epoch: it meets every sample."""
+    unusable = {*RAISES, *NOT_A_NUMBER}
+    two = ["fleet.peers=2", "train.batch=500", "train.microbatch=25", "train.steps=5"]
+    for resume, step in ((False, 1), (True, 2)):
+        code, events, said = trained(tmp_path, *(() if resume else two), resume=resume)
+        found = {e["sample"]: e["peer"] for e in events if e["kind"] == "sample_replaced"}
+        assert (code, found.keys()) == (2, unusable)
+        assert any(f"sample {k} of" in said for k in unusable)
+        assert [e["step"] for e in events if e["kind"] == "step_done"] == [step]
+        assert [e["step"] for e in events if e["kind"] == "checkpoint_written"] == [step]
+        assert sum(e["trainer"] for e in events if e["kind"] == "peer_joined") == 2
+    code, events, _ = trained(tmp_path, "data.on_error=skip", resume=True)
+    assert code == 0
+    assert [e["step"] for e in events if e["kind"] == "step_done"] == [3, 4, 5]
+    met = [(e["peer"], e["sample"]) for e in events if e["kind"] == "sample_replaced"]
+    assert {sample for _, sample in met} == unusable
+    assert len(met) == len(set(met)), "no trainer tells it twice"
+    assert {peer for peer, _ in met} == {"peer-0", "peer-1"}
+    view = RunView()
+    for event in (event for log in tmp_path.glob("runs/*/peer-*.jsonl") for event in read_events(log)):
+        view.fold(event)
+    assert len(view.replaced) == 3, "each counts once"

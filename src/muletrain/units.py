@@ -50,7 +50,7 @@ def format_count(n: float) -> str:
 
 def plural(count: int, noun: str) -> str:
     """'1 step', '2,000 steps', '3 microbatches'."""
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{count:,} {noun}{ending}"
 
 

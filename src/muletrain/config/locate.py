@@ -99,10 +99,8 @@ class Origins:
     overrides: dict[KeyPath, str] = field(default_factory=dict)
 
     def override(self, path: KeyPath, text: str) -> None:
-        """Remember that ``--set text`` wrote ``path`` (and the section, if absent in the file)."""
+        """Remember that ``--set text`` wrote ``path``."""
         self.overrides[path] = text
-        if path[:1] not in self.lines:
-            self.overrides.setdefault(path[:1], text)
 
     def knows(self, path: KeyPath) -> bool:
         """Whether the user set exactly this key."""
@@ -115,4 +113,7 @@ class Origins:
                 return f"--set {self.overrides[path[:n]]}"
             if path[:n] in self.lines:
                 return f"{self.file}:{self.lines[path[:n]]}"
+        for known, text in self.overrides.items():
+            if known[: len(path)] == path:  # the first to name a section that no file has
+                return f"--set {text}"
         return self.file or "default configuration"

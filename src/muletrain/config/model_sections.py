@@ -167,7 +167,7 @@ class DataConfig(Section):
     tokenizer: str = Field(
         default="train",
         description="'train' (that of model.from, or else BPE on the corpus), a tokenizer.json, a model's folder, or a Hugging Face "
-        "name",
+        "name (OWNER/NAME, or OWNER/NAME@REVISION)",
     )
     special_tokens: Literal["parse", "text"] = Field(
         default="parse",

@@ -134,11 +134,12 @@ _CHAT = ("messages", "conversations", "conversation", "prompt", "completion", "i
 
 class Document(NamedTuple):
     """A text. ``place``: file and line, for messages; ``pieces`` gives the text from the beginning at each call;
-    ``replaced``: half surrogate pairs, which UTF-8 cannot hold, that became U+FFFD."""
+    ``replaced``: half surrogate pairs, which UTF-8 cannot hold, that became U+FFFD. ``row``: of a table or a data set."""
 
     place: str
     pieces: Callable[[], Iterable[str]]
     replaced: int = 0
+    row: bool = False
 
 
 class FileSource:
@@ -287,7 +288,7 @@ def row_document(row: dict[str, Any], field: str, place: str) -> Document:
         )
     # JSON may spell half a surrogate pair; two halves make a character
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return Document(place, partial(once, whole), whole.count("\ufffd") - text.count("\ufffd"))
+    return Document(place, partial(once, whole), whole.count("\ufffd") - text.count("\ufffd"), row=True)
 
 
 def no_field(field: str, place: str, available: list[str]) -> DataError:

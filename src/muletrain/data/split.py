@@ -2,7 +2,8 @@
 
 The hash of a document decides, so that adding files moves no document between the sides, and equal documents are on one
 side. In a small corpus this may hold out nothing, or most of the text. Then a document that is more than the held-out
-share of all text gives the end, and more documents follow in the order of hashes until enough is held out.
+share of all text gives the end, and documents are held out in the order of hashes until enough is. A row stays whole,
+unless the row is more than an eighth of all text.
 """
 
 from __future__ import annotations
@@ -20,37 +21,48 @@ if TYPE_CHECKING:
 
 FEW = 1 << 16
 """Documents up to which a corpus counts as small: in a larger one, hashes hold out about the share that is wanted."""
+ROW = 1 / 8
+"""The share of all text up to which a row is never cut: an answer without its question is no text to measure on."""
 _HASHES = 1 << 64
 
 
 class Rule(NamedTuple):
-    """Documents with a hash ``below`` are held out, and the ends of documents of more than ``longest`` characters: the
-    ``share`` of each."""
+    """Documents with a hash ``below`` are held out, and the ends of documents of more than ``longest`` characters, or
+    ``longest_row`` for rows: the ``share`` of each."""
 
     below: int
-    longest: float
     share: float
+    longest: float = math.inf
+    longest_row: float = math.inf
+
+    def cuts(self, length: int, *, row: bool) -> bool:
+        """Does a document of ``length`` characters give the end?"""
+        return length > (self.longest_row if row else self.longest)
 
 
 def rule_for(corpus: Corpus, share: float, *, unique: bool) -> Rule:
     """The rule that holds out about ``share`` of the corpus. Reads at most ``FEW`` documents. Raises DataError."""
-    below, documents = int(share * _HASHES), list[tuple[int, int]]()
+    below, documents = int(share * _HASHES), list[tuple[int, int, bool]]()
     for document in corpus.documents() if 0 < share < 1 else ():
         digest, length = _weighed(document)
-        documents.append((digest >> 64, length))
+        documents.append((digest >> 64, length, document.row))
         if len(documents) > FEW:
-            return Rule(below, math.inf, share)
+            return Rule(below, share)
     documents = sorted({*documents} if unique else documents)
-    wanted = share * sum(length for _, length in documents)
-    if wanted / 2 <= sum(length for first, length in documents if first < below) <= wanted * 2:
-        return Rule(below, math.inf, share)
-    held = sum(length * share for _, length in documents if length > wanted)
-    for first, length in documents:
+    whole = sum(length for _, length, _ in documents)
+    wanted = share * whole
+    if wanted / 2 <= sum(length for first, length, _ in documents if first < below) <= wanted * 2:
+        return Rule(below, share)
+    rule = Rule(below, share, wanted, max(wanted, ROW * whole))
+    held = sum(length * share for _, length, row in documents if rule.cuts(length, row=row))
+    uncut = [(first, length) for first, length, row in documents if not rule.cuts(length, row=row)]
+    if sum(length for first, length in uncut if first < below) > wanted * 2:
+        below = 0  # a few documents, of which many have small hashes
+    for first, length in uncut:
         if first >= below and held >= wanted / 2:
             break
-        if length <= wanted:
-            below, held = max(below, first + 1), held + length
-    return Rule(below, wanted, share)
+        below, held = max(below, first + 1), held + length
+    return rule._replace(below=below)
 
 
 class Part(NamedTuple):
@@ -100,10 +112,11 @@ class Split:
 
     def _divided(self, document: Document, first: int, length: int) -> Iterator[Part]:
         """The parts of a document; ``first`` is the first half of the document's hash."""
-        heldout = length <= self._rule.longest and first < self._rule.below
+        cuts = self._rule.cuts(length, row=document.row)
+        heldout = not cuts and first < self._rule.below
         self.heldout += heldout
         self.trained += not heldout
-        if length <= self._rule.longest:
+        if not cuts:
             yield Part(heldout, document.pieces(), document.place)
             return
         cut = _cut(document.pieces(), int(length * (1 - self._rule.share)), length)

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from muletrain.config.cache import keep, kept
 from muletrain.config.section import Section
 from muletrain.data.encoder import Encoder, with_end
-from muletrain.errors import DataError
+from muletrain.errors import CheckpointError, DataError
+from muletrain.model.hf_hub import is_hub_name, text_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -139,19 +140,23 @@ def read_tokenizer(name: str) -> tuple[Tokenizer, str | None]:
         raise DataError(
             f"data.tokenizer: no such file: '{path}'; give a tokenizer.json, a Hugging Face name, or 'train'"
         )
+    if is_hub_name(name):
+        try:
+            return _of_folder(text_folder(name, _FILES))
+        except CheckpointError as e:
+            raise DataError(f"data.tokenizer: {e}") from e
     return _of_model(name)
 
 
 def _of_file(path: Path) -> tuple[Tokenizer, str | None]:
-    """A file that declares the end of a document, or has the end token of GPT-2 and our own tokenizers."""
+    """A file, and the token with which its post-processor ends a document, as in our own tokenizers."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
         raise DataError(
             f"data.tokenizer: {path} is not a tokenizer.json: {error}; save one with tokenizers' Tokenizer.save"
         ) from error
-    end = Encoder(tokenizer_json(tokenizer)).end_token
-    return tokenizer, end or (END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None)
+    return tokenizer, Encoder(tokenizer_json(tokenizer)).end_token
 
 
 def _of_folder(folder: Path) -> tuple[Tokenizer, str | None]:

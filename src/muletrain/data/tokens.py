@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     Progress = Callable[[float], None]
 
-FORMAT = 3  # goes up when the same text would give other tokens or files
+FORMAT = 4  # goes up when the same text would give other tokens or files
 
 _PIECE = 1 << 14  # characters from which a tokenizer learns at once
 _BATCH = 1 << 21  # characters encoded at once; bounds memory to some hundred MB

@@ -505,3 +505,5 @@ class RunPrepared(Event):
     stages: int
     peers: int
     """Peers that the run waits for; 0: as many as come."""
+    devices: list[str]
+    """The device of each process of the machine that prepared the run."""

@@ -23,10 +23,12 @@ from muletrain.model.hf_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 TIMEOUT_S = 10.0
 """Longest wait for the Hub's list of a model's files."""
+_NOTED = (CONFIG, TOKENIZER)
+"""Files of which a model or a tokenizer has one: the first of them tells which commit is in the cache."""
 
 
 def is_hub_name(name: str) -> bool:
@@ -51,6 +53,15 @@ def local_folder(name: str, check: Callable[[Path], object] = lambda folder: Non
         raise CheckpointError(
             f"{e}; 'hf download {found.repository}' fetches all of it where there is a network"
         ) from e
+
+
+def text_folder(name: str, files: Collection[str]) -> Path:
+    """The folder with all of ``files`` that the Hub has of the model ``name``. Raises CheckpointError."""
+    found = _found(name)
+    folders = {found.fetched(file).parent for file in found.files.intersection(files)}
+    if not folders:
+        raise CheckpointError(f"{found.title} has none of {', '.join(files)}; give another model")
+    return folders.pop()
 
 
 def _folder_of(found: _Found, check: Callable[[Path], object], *, weights: bool) -> Path:
@@ -131,8 +142,8 @@ def _found(name: str) -> _Found:
         return _Found(repository, folder.name, frozenset(path.name for path in folder.iterdir()), folder)
     assert about.sha is not None, "it is None only where it was not asked for"
     found = _Found(repository, about.sha, frozenset(file.rfilename for file in about.siblings or ()), None)
-    if CONFIG in found.files:
-        _fetch(repository, CONFIG, revision or None)  # the cache notes the revision's commit
+    if noted := found.files.intersection(_NOTED):
+        _fetch(repository, min(noted), revision or None)  # the cache notes the revision's commit
     return found
 
 
@@ -140,8 +151,8 @@ def _cached(repository: str, revision: str) -> Path | None:
     """The folder of a model that was fetched before; None: never fetched."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(repository, CONFIG, revision=revision or None)
-    return Path(config).parent if isinstance(config, str) else None
+    files = [try_to_load_from_cache(repository, file, revision=revision or None) for file in _NOTED]
+    return next((Path(file).parent for file in files if isinstance(file, str)), None)
 
 
 def _fetch(name: str, file: str, revision: str | None) -> Path:

@@ -101,14 +101,11 @@ class Limits:
         return f"{self._pause_file} exists" if self.paused else None
 
     def wait_until_free(self, say: Callable[[str], None] = lambda text: None) -> bool:
-        """Wait while the pause file exists. Returns False when the hours are over, or on Ctrl-C."""
+        """Wait while the pause file exists. Returns False when the hours are over."""
         if self.paused:
             say(f"paused: joins when {self._pause_file} is gone")
-        try:
-            while self.paused and (self._end is None or time.monotonic() < self._end):
-                time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            return False
+        while self.paused and (self._end is None or time.monotonic() < self._end):
+            time.sleep(POLL_S)
         return self.exceeded() is None
 
 
@@ -307,8 +304,9 @@ class Session:
 
     @property
     def _late(self) -> bool:
-        """Does an orderly end take too long? A machine that joined waits for a step, which takes the time it takes."""
-        waits = self.role == "join" and self.training
+        """Does an orderly end take too long? A machine that joined waits for a step, which takes the time it takes, unless
+        a signal ended the command that no person can repeat."""
+        waits = self.role == "join" and self.training and self.asked.number in (0, signal.SIGINT)
         return self._stopped_s is not None and not waits and time.monotonic() - self._stopped_s > STOP_S
 
     def watch(self) -> None:

@@ -11,13 +11,16 @@ from muletrain.model.traced.chain import TracedModel
 from muletrain.strategies import listed_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from muletrain.data.samples import Data
     from muletrain.data.tokens import TokenCache
     from muletrain.runs.assemble import RunFacts
 
 
-def summary_of(facts: RunFacts, data: Data, first_step: int = 0) -> RunPrepared:
-    """The summary of a run on ``data`` that begins after ``first_step`` (0: a new run)."""
+def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: int = 0) -> RunPrepared:
+    """The summary of a run on ``data`` that begins after ``first_step`` (0: a new run). ``devices``: one for each process
+    of this machine."""
     config, spec = facts.config, facts.spec
     t, o, whole = config.train, config.optimizer, ((0, spec.layers),)
     tokens, size = t.batch * _positions(facts), len(data.train)
@@ -50,6 +53,7 @@ def summary_of(facts: RunFacts, data: Data, first_step: int = 0) -> RunPrepared:
         strategy=listed_of(config).name,
         stages=config.fleet.stages,
         peers=config.fleet.peers or 0,
+        devices=list(devices),
     )
 
 

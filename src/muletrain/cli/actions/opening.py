@@ -315,12 +315,13 @@ def prepare(
     return Prepared(config, facts, data)
 
 
-def tell_of(prepared: Prepared, folder: Path, first_step: int = 0) -> None:
-    """Write the run's next actions as events, which the session reports."""
+def tell_of(prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0) -> None:
+    """Write the run's next actions as events, which the session reports. ``devices``: one for each process of this
+    machine."""
     from muletrain.runs.summary import summary_of
 
     with EventLog(folder / "summary.jsonl", "summary") as log:
-        log.emit(summary_of(prepared.facts, prepared.data, first_step))
+        log.emit(summary_of(prepared.facts, prepared.data, devices, first_step))
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:

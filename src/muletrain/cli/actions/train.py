@@ -21,6 +21,7 @@ from muletrain.errors import ConfigError, DataError
 from muletrain.events import EventTail
 from muletrain.policy.chaos import Bounds, draw, parse
 from muletrain.runs.alone import Alone
+from muletrain.runs.asked import cleaned_up
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.chaos import Injector
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
@@ -92,7 +93,7 @@ def local_session(
             ]
             session = Session("run", folder, fleet, workers, console, stages=config.fleet.stages, begun=run.save)
             session.chaos = Injector(plan, seed, fleet, folder, servers, clients) if plan else None
-            tell_of(run.prepared, folder, run.first_step)
+            tell_of(run.prepared, folder, peers.devices, run.first_step)
             yield session
 
 
@@ -120,7 +121,7 @@ def start_run(
             founder, *others = _founding(peers, listening, folder, run, joinable=True)
             workers = [founder.model_copy(update={"probe": probe}), *others]
             session = Session("start", folder, fleet, workers, _console(json), begun=run.save)
-            tell_of(run.prepared, folder, run.first_step)
+            tell_of(run.prepared, folder, peers.devices, run.first_step)
             _serve(session)
 
 
@@ -203,14 +204,15 @@ def join_run(
     )
     hint = "; --name chooses another name" if name is None else ""
     comes_back = True
-    while comes_back and limits.wait_until_free(lambda text: make_console(sys.stderr).print(text, soft_wrap=True)):
-        folder = new_run_folder("join")
-        workers = [spec.model_copy(update={"folder": str(folder)}) for spec in specs]
-        with held(folder), LocalFleet(folder, peers.threads) as fleet:
-            fleet.spawn(peers.names)
-            session = Session("join", folder, fleet, workers, _console(json), limits=limits)
-            _serve(session, f"this machine is {', '.join(peers.names)}{hint}")
-        comes_back = session.comes_back
+    with cleaned_up():
+        while comes_back and limits.wait_until_free(lambda text: make_console(sys.stderr).print(text, soft_wrap=True)):
+            folder = new_run_folder("join")
+            workers = [spec.model_copy(update={"folder": str(folder)}) for spec in specs]
+            with held(folder), LocalFleet(folder, peers.threads) as fleet:
+                fleet.spawn(peers.names)
+                session = Session("join", folder, fleet, workers, _console(json), limits=limits)
+                _serve(session, f"this machine is {', '.join(peers.names)}{hint}")
+            comes_back = session.comes_back
 
 
 def _own_data(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -60,5 +61,6 @@ def _model(e: RunPrepared) -> list[str]:
 
 def _where(e: RunPrepared) -> list[str]:
     peers = plural(e.peers, "peer") if e.peers else "as many peers as join"
-    precision = "each device's fastest precision" if e.precision == "auto" else e.precision
-    return [f"{plural(e.stages, 'stage')}, {peers}, {precision}, strategy {e.strategy}"]
+    precision = "the fastest precision of each" if e.precision == "auto" else e.precision
+    here = ", ".join(f"{plural(n, 'process')} on {device}" for device, n in Counter(e.devices).items())
+    return [f"{plural(e.stages, 'stage')}, {peers}, strategy {e.strategy}", f"this machine: {here}, {precision}"]

@@ -169,12 +169,12 @@ class StepRunner:
         self.state.builder.settle()
         position.settled = False
         ctx.chaos.reached("applying", work.step)
+        self.not_finite = ""
+        if record.skip:  # looked at before the update, which may empty an accumulator that is the gradient
+            self.not_finite = await ctx.compute.offload(ctx.compute.layout.first_not_finite, gradient)
         update = Update(work.step, record.clip_scale(ctx.plan.clip), record.skip, self._tied.update())
         await ctx.compute.apply(gradient, update, Turn(begins=work.end))
         await self._take_digest()
-        self.not_finite = ""
-        if record.skip:
-            self.not_finite = await ctx.compute.offload(ctx.compute.layout.first_not_finite, gradient)
         took = ctx.clock.now() - begin
         ctx.meter.stats.apply_s += took
         ctx.worked("compute", "apply", begin, work.step)
