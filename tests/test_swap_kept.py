@@ -68,14 +68,14 @@ def _with(made: Made, room: str, most: int) -> Any:
 
 
 def test_what_the_bus_carries_has_a_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 8 GiB: to stream the layers would allow a larger last sub-model, which computes nothing again. But twice as
+    """A GPU of 7 GiB: to stream the layers would allow a larger last sub-model, which computes nothing again. But twice as
     much goes over the bus."""
     spec = ModelSpec.from_config(ModelConfig(layers=24, width=2048, heads=16, vocab=50257, context=2048))
     need = swap_memory(spec, spec.cut(1), 0, 4096, Precision.BF16, microbatches=4, lamb=False, disk=False)
     blocks = blocks_of(spec, spec.cut(1), 0, 4096, Precision.BF16, 4.2e14)
-    priced = fitted(blocks, need, Offer(8 << 30, 1 << 50), 2.75e10, 4)
+    priced = fitted(blocks, need, Offer(7 << 30, 1 << 50), 2.75e10, 4)
     monkeypatch.setattr("muletrain.compute.swap.fit.HIDDEN_COST", 0.0)
-    free = fitted(blocks, need, Offer(8 << 30, 1 << 50), 2.75e10, 4)
+    free = fitted(blocks, need, Offer(7 << 30, 1 << 50), 2.75e10, 4)
     assert free.each_s < priced.each_s
     assert free.runs[-1][0] < priced.runs[-1][0]
     assert crossing_bytes(blocks, free, 4) > 1.5 * crossing_bytes(blocks, priced, 4)

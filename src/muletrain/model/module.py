@@ -69,9 +69,9 @@ class StageModule(nn.Module):
         """The mean loss over the microbatch, a scalar in fp32: of the last stage, from the stage's input (see
         ``forward``). By default the cross-entropy [nats/token] of ``targets`` int64 [B, T]; targets of ``vocab`` do not
         count. ``scale``: see ``chunked_loss``."""
-        ignored, tokens = self.spec.vocab, self.spec.loss_tokens
-        if targets.numel() > tokens and (head := self.before_head(inputs, masks)) is not None:
-            return chunked_loss(head, targets, ignored, tokens, scale)
+        ignored, tokens = self.spec.vocab, self.loss_tokens
+        if targets.numel() > tokens:
+            return chunked_loss(self.before_head(inputs, masks), targets, ignored, tokens, scale)
         logits = self(inputs, masks).float()
         return F.cross_entropy(logits.flatten(0, 1), targets.to(logits.device).flatten(), ignore_index=ignored)
 
@@ -81,9 +81,14 @@ class StageModule(nn.Module):
             return compute(*given)
         return checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
 
-    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head | None:
-        """Compute everything before the head of the last stage. None: nothing can be computed apart from the head."""
-        return None
+    @property
+    def loss_tokens(self) -> int:
+        """The largest number of tokens whose loss is computed at once."""
+        return self.spec.loss_tokens
+
+    def before_head(self, inputs: Tensor, masks: Masks | None) -> Head:
+        """Compute everything before the head of the last stage, if ``loss_tokens`` is less than a microbatch."""
+        raise NotImplementedError
 
     @abstractmethod
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:

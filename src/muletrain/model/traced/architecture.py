@@ -8,6 +8,7 @@ The configuration may come from another machine. The configuration selects an ar
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,11 @@ class Whole(StageModule):
 
     def caches(self) -> Mapping[int, Any]:
         return {0: _Written()}
+
+    @property
+    def loss_tokens(self) -> int:
+        """All: the model's class computes the logits together."""
+        return sys.maxsize
 
     def forward(self, inputs: Tensor, masks: Masks | None = None, caches: Mapping[int, Any] | None = None) -> Tensor:
         model = self.model
