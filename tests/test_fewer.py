@@ -129,7 +129,7 @@ def test_a_machine_with_a_third_of_the_memory_swaps_its_stage_and_is_worth_it(tm
     assert "small" in {name for stage in chosen.stages for name in stage.machines}
     assert found.swapping.startswith("small (stage ")
     told = float(found.swapping.split(": ")[1].split("x")[0])
-    assert told >= 1.15
+    assert told >= 1.05, "without swapping it serves fewer layers, block by block"
     off = plan(in_two(tmp_path, SMALL, "swap.backing='off'"))
     assert off.swapping == ""
     assert told == pytest.approx(chosen.tokens_per_s / recommended(off).tokens_per_s, rel=0.05)

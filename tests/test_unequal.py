@@ -235,7 +235,7 @@ def test_what_stages_of_any_length_take_is_what_the_simulator_has(
 
 
 BIG_AND_SMALL = machines("big", 2, 0.03, 1.0) + machines("small", 4, 0.02, 0.075)
-ONE_BIG = machines("big", 1, 0.06, 1.0) + machines("small", 4, 0.02, 0.075)
+ONE_BIG = machines("big", 1, 0.06, 1.0) + machines("small", 4, 0.02, 0.065)
 
 
 @pytest.mark.parametrize(

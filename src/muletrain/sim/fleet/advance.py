@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from muletrain.sim.fleet.rates import Rates
     from muletrain.sim.fleet.serving import Membership
 
+LASTING = 0.02
+"""Share of a play for which a membership must last before its own steps are played."""
+
 
 class Progress:
     """The rate of one ``fleet``, and its ``accounts``. Nothing flows while a stage is ``lost``."""
@@ -19,16 +22,20 @@ class Progress:
     def __init__(self, rates: Rates, fleet: Membership, horizon_s: float) -> None:
         self.lost: set[int] = set()
         """Stages without peers that no peer has adopted yet."""
-        self._rates, self._fleet = rates, fleet
+        self._rates, self._fleet, self._horizon_s = rates, fleet, horizon_s
         self._microbatches = rates.setting.cost.microbatches
         self._rate = self._rated()
-        self._now_s = 0.0
+        self._now_s = self._since_s = 0.0
+        self._lasting = False
+        """The membership has not changed since ``_since_s`` and counts as lasting."""
         self._again_s = 0.0
         """Seconds for which the run only repeats work that died with a peer."""
         self.accounts = Accounts(rates, horizon_s, fleet.serving, fleet.present)
 
     def until(self, time_s: float) -> None:
         """Time passes, at the present rate."""
+        if not self._lasting and not self.lost and time_s - self._since_s >= LASTING * self._horizon_s:
+            self._lasting, self._rate = True, self._rates.lasts(self._fleet.serving)
         again_s = min(self._again_s, time_s - self._now_s)
         if again_s > 0:
             self.accounts.pass_time(again_s, self._rate, again=True)
@@ -38,6 +45,7 @@ class Progress:
 
     def changed(self) -> None:
         """The serving peers have changed."""
+        self._since_s, self._lasting = self._now_s, False
         self._rate = self._rated()
         self.noted()
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from muletrain.sim.setting import Setting
 
 PLAYABLE_S, BUDGET_S = 15.0, 5.0
-"""Core seconds of the longest play, and of all plays of one run after the first."""
+"""Core seconds of the longest play; and of all plays of one run after the first, and as many for lasting
+memberships."""
 MICROBATCH_S, RECEIVER_S, SHARD_S = 7e-5, 1e-6, 1e-4
 """Core seconds of a play per microbatch and stage, per receiver that a sender considers, and per shard."""
 NEAR = 0.05
@@ -41,7 +42,7 @@ class Pace(Rates):
     def __init__(self, setting: Setting, *, trainers: int, delayed: bool, budget_s: float = BUDGET_S) -> None:
         super().__init__(setting, trainers=trainers, delayed=delayed)
         self._found: dict[tuple[Counts, ...], Slower] = {}
-        self.budget_s = budget_s
+        self.budget_s = self._lasting_s = budget_s
         self._playable: bool | None = None
 
     def of(self, serving: Sequence[Counts]) -> Rate:
@@ -55,6 +56,19 @@ class Pace(Rates):
         linked = max(throughput, rate.linked)
         windowed = min(linked, max(throughput, rate.windowed * left.computing))
         return Rate(rate.even, rate.slowest, linked, windowed, throughput)
+
+    def lasts(self, serving: Sequence[Counts]) -> Rate:
+        """Rate a membership that lasts long enough to be played."""
+        known, effort_s = tuple(serving), effort_of(self.setting, serving)
+        if (
+            self._playable
+            and known not in self._found
+            and effort_s <= self._lasting_s
+            and (rate := super().of(serving)).throughput > 0
+        ):
+            self._lasting_s -= effort_s
+            self._play(known, rate)
+        return self.of(serving)
 
     def step(self, serving: Sequence[Counts]) -> Took:
         """Play a step. Use rates if a play would take too long, or if steps are so short that several end at once."""

@@ -86,6 +86,10 @@ class Rates:
         self.flowing = min(windowed, microbatches / step_s)
         return Rate(even, slowest, linked, windowed, self.flowing)
 
+    def lasts(self, serving: Sequence[Counts]) -> Rate:
+        """Rate a membership that lasts."""
+        return self.of(serving)
+
     def _looked_at(self, serving: Sequence[Counts]) -> list[_Stage]:
         """Update the stages that changed since the last call, with neighbours."""
         last = len(serving) - 1
@@ -218,6 +222,7 @@ class Rates:
 
 
 def rates_of(setting: Setting, run: RunConfig) -> Rates:
+    """The rates of a run's pipeline."""
     return Rates(setting, trainers=run.fleet.trainers or TRAINERS, delayed=run.optimizer.delayed)
 
 
