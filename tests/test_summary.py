@@ -12,6 +12,7 @@ from rich.console import Console
 from muletrain.cli.actions.opening import Wanted, prepare, tell_of
 from muletrain.cli.actions.train import local_session
 from muletrain.cli.show.summary import summary_table
+from muletrain.compute.probe import pick_device
 from muletrain.config.load import load_config
 from muletrain.data.samples import SampleData
 from muletrain.events import RunPrepared, read_events
@@ -140,15 +141,16 @@ def test_the_precision_and_the_devices_of_this_machine_are_told(text: Path, prec
     assert f"this machine: 2 processes on cuda:0, 1 process on cuda:1, {arithmetic}" in said
 
 
+@pytest.mark.parametrize("asked", ["cpu", "auto"])
 def test_a_run_tells_where_its_own_processes_compute(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """With the device that the run asks for, before anything is trained."""
+    """With the device that the run takes, before anything is trained."""
     monkeypatch.chdir(tmp_path)
     settings = [
         f"data.path={text}",
         *SMALL,
-        "compute.device=cpu",
+        f"compute.device={asked}",
         "compute.precision=bf16",
         "fleet.stages=1",
         "fleet.peers=1",
@@ -156,4 +158,4 @@ def test_a_run_tells_where_its_own_processes_compute(
     with local_session(Wanted(None, settings)) as session:
         (event,) = read_events(session.folder / "summary.jsonl")
     assert isinstance(event, RunPrepared)
-    assert (event.precision, event.devices, event.peers) == ("bf16", ["cpu"], 1)
+    assert (event.precision, event.devices, event.peers) == ("bf16", [str(pick_device(asked))], 1)

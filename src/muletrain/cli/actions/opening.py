@@ -318,10 +318,12 @@ def prepare(
 def tell_of(prepared: Prepared, folder: Path, devices: Sequence[str], first_step: int = 0) -> None:
     """Write the run's next actions as events, which the session reports. ``devices``: one for each process of this
     machine."""
+    from muletrain.compute.probe import pick_device
     from muletrain.runs.summary import summary_of
 
+    chosen = [str(pick_device(device)) for device in devices]  # 'auto' tells people nothing
     with EventLog(folder / "summary.jsonl", "summary") as log:
-        log.emit(summary_of(prepared.facts, prepared.data, devices, first_step))
+        log.emit(summary_of(prepared.facts, prepared.data, chosen, first_step))
 
 
 def first_checkpoint(folder: Path, config: RunConfig, run_id: str) -> Path:
