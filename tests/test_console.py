@@ -326,7 +326,8 @@ def test_the_same_warning_is_printed_once_and_brackets_are_kept() -> None:
         (ev.PeerDown(ID, "it trains in another lineage", "b"), ("b gets no work: it trains in",)),
         (ev.Note("info", "hello"), ("hello",)),
         (ev.MicrobatchesRerun(3, 1, 1), ("step 3: stage 1 ", "1 microbatch ")),
-        (ev.MicrobatchesRerun(3, 1, 2), ("step 3: stage 1 ", "2 microbatches ")),
+        (ev.MicrobatchesRerun(3, 1, 2), ("step 3: stage 1 ", "2 microbatches again")),
+        (ev.MicrobatchesRerun(3, 1, 2, "peer-0"), ("again to check the gradient of peer-0",)),
     ],
 )
 def test_sentences(event: ev.Event, facts: tuple[str, ...]) -> None:

@@ -38,9 +38,12 @@ class MicrobatchesRerun(Notice):
     step: int
     stage: int
     microbatches: int
+    unusual: str = ""
+    """Names of the members whose gradients stand out (``GradientStandsOut``), if that is the reason."""
 
     def sentence(self) -> str:
-        return f"step {self.step}: stage {self.stage} computes {plural(self.microbatches, 'microbatch')} again"
+        why = f" to check the gradient of {self.unusual}, which unusual data can make long" if self.unusual else ""
+        return f"step {self.step}: stage {self.stage} computes {plural(self.microbatches, 'microbatch')} again{why}"
 
 
 class ValidationLeftOut(Notice):
@@ -124,7 +127,7 @@ class WeightsDiffer(Notice):
 
 class GradientStandsOut(Notice):
     """A member's gradient is far longer or shorter than the rest, so ``who`` computes the gradient again as a check.
-    Honest data do that at times, so no sentence tells of it: only ``ResultsDiffer`` tells of a fault."""
+    Honest data do that at times, so only ``ResultsDiffer`` tells of a fault."""
 
     WARNING = False
     step: int

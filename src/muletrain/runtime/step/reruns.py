@@ -118,7 +118,8 @@ class Reruns:
             self._ledger.reopen(keep=True, gaps=gaps)
         else:
             self.drop(gaps)
-        ctx.emit(MicrobatchesRerun(step=state.step + 1, stage=ctx.roster.own.stage, microbatches=len(gaps)))
+        unusual, stage = ", ".join(sorted(map(ctx.roster.name, left_out))), ctx.roster.own.stage
+        ctx.emit(MicrobatchesRerun(step=state.step + 1, stage=stage, microbatches=len(gaps), unusual=unusual))
         await self._run(gaps, attempt, left_out)
 
     async def _filled(self, gaps: frozenset[int], attempt: int, left_out: tuple[PeerId, ...], begin: float) -> None:
