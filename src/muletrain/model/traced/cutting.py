@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from muletrain.errors import ConfigError
 from muletrain.model.traced import operators
@@ -141,6 +140,8 @@ class Parts:
 def cut(traced: Traced, module: nn.Module) -> Parts:
     """Cut ``traced``, the graph of ``module``. Raises ConfigError where no chain of blocks is found, and for operators
     that draw random numbers."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # sympy: seconds, for tracing alone
+
     path, block_of = _blocks(module, traced)
     count = max(block_of.values()) + 1
     for node in traced.graph.nodes:
