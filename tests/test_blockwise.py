@@ -11,6 +11,7 @@ from muletrain.compute.estimate import Offer, stage_memory, stash_bytes
 from muletrain.compute.profile import _Live
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import Precision, RunConfig
+from muletrain.events import PeerJoined
 from muletrain.model.chain import Model
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_model, make_stage
@@ -96,10 +97,18 @@ def test_a_machine_goes_by_block_where_the_whole_graph_does_not_fit() -> None:
     for memory, how in ((enough, "auto"), (little, "block")):
         machine = Machine(torch.device("cpu"), Precision.FP32, Offer(memory))
         compute = build_compute(facts, 0, machine, None)
-        assert compute.arithmetic.setup.checkpointing == how  # type: ignore[attr-defined]
+        assert compute.by_block == (how == "block")
         compute.close()
     for how in ("always", "never"):
         fixed = RunFacts.of(
             config.model_copy(update={"compute": config.compute.model_copy(update={"checkpointing": how})})
         )
         assert fixed.needs()[0].blockwise is None
+
+
+def test_a_peer_that_computes_blocks_again_says_so() -> None:
+    joined = PeerJoined("id", "peer-0", 0, "cpu", "fp32", True, 1_000, 1, by_block=True)
+    assert (
+        joined.sentence()
+        == "peer-0 serves stage 0 (cpu, fp32, 1k parameters, computes blocks again to save memory, trainer)"
+    )

@@ -198,7 +198,7 @@ def test_bad_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_end_of_a_document_is_declared_or_named_and_never_guessed(folder: Path) -> None:
-    """GPT-2's file alone has the usual token, and nothing says what it is for."""
+    """The file of GPT-2's tokenizer has the usual token, but does not declare its use."""
     bare = json.loads(train_tokenizer(iter(words(0, 200)), 300).to_str()) | {"post_processor": None}
     (folder / "bare.json").write_text(json.dumps(bare))
     with pytest.raises(DataError, match=r"declares no token .* set data\.end_token to one of <\|endoftext\|>"):

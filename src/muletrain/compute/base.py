@@ -110,6 +110,8 @@ class Compute(Protocol):
     """Where each parameter lies in the flat weights, and each trained one in the flat gradient."""
     parts: int
     """Parts of the stage that take turns on the device; 1: the whole stage stays there."""
+    by_block: bool
+    """Backward computes one block again at a time (``compute.checkpointing``)."""
     lends: bool
     """``state`` is no copy, since memory is too small: valid until the next ``apply`` or load."""
     jobs: Jobs

@@ -57,7 +57,8 @@ class TorchCompute(ThreadedCompute):
         self.n_params, self.n_trained = layout.size, layout.trained
         self.threads = Threads(stage, delayed=self.delayed, inline=setup.inline)
         self.jobs = self.threads.jobs
-        token_bytes = stash_bytes(spec, cut, stage, 1, setup.precision, by_block=setup.checkpointing == "block")
+        self.by_block = setup.checkpointing == "block"
+        token_bytes = stash_bytes(spec, cut, stage, 1, setup.precision, by_block=self.by_block)
         self._spec, self._sequences = spec, setup.sequences
         self._stash = Stash(setup.checkpointing, setup.stash_budget, token_bytes)
         self._slot, self._staging = Slot(), staging_for(setup.device)

@@ -57,10 +57,13 @@ class PeerJoined(Event):
     """Product name of the device."""
     swapped: int = 0
     """Parts of the stage that take turns on the device; 0: the stage stays there."""
+    by_block: bool = False
+    """Backward computes one block again at a time: it is slower, and takes less memory."""
 
     def sentence(self) -> str:
         turns = f" in {self.swapped} parts that take turns" if self.swapped else ""
         about = f"{self.device}, {self.precision}, {format_count(self.params)} parameters{turns}"
+        about += ", computes blocks again to save memory" if self.by_block else ""
         return f"{self.name} serves stage {self.stage} ({about}{', trainer' if self.trainer else ''})"
 
 

@@ -250,4 +250,5 @@ def _joined(member: Member, compute: Compute, machine: Machine, threads: int) ->
         threads=threads,
         chip=chip(machine.device),
         swapped=0 if compute.parts == 1 else compute.parts,
+        by_block=compute.by_block,
     )

@@ -304,7 +304,7 @@ class SwappedCompute(ThreadedCompute):
         state.begin(source or (lambda name: initial_weight(spec, name, shapes[name], setup.seed)))
         rate = NOMINAL_BYTES_PER_S if setup.inline else measured_rate(state.model, setup)
         self.plan = fitted(*needs, swap.offer, rate, swap.most)
-        self.parts = len(self.plan.runs)
+        self.parts, self.by_block = len(self.plan.runs), False
         models = sub_models(chain, self.plan.runs, layout)
         where, plan = (stage, len(cut)), self.plan
         self.arithmetic = SwappedArithmetic(

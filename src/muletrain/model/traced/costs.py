@@ -107,7 +107,9 @@ def _keeps_tokens(node: fx.Node) -> bool:
     shape = list(node.meta["val"].shape) if isinstance(node.meta.get("val"), Tensor) else []
     if name in ("view", "reshape"):
         return shape == list(node.all_input_nodes[0].meta["val"].shape)
-    return name in _POINTWISE or (name in ("mean", "layer_norm", "rms_norm") and rest[0] in ([-1], shape[-1:]))
+    if name == "mean":
+        return rest[0] == [-1]
+    return name in _POINTWISE or (name in ("layer_norm", "rms_norm") and rest[0] == shape[-1:])
 
 
 class _Kept:

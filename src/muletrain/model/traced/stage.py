@@ -166,7 +166,9 @@ class TracedStage(StageModule):
                 env[chain.targets] = self._cast(targets.to(inputs.device))
             given = [weights[n] for n in part.weights] + [env[n] for n in part.inputs]
             given += [tables[n] for n in part.tables]
-            outputs = self._block(part.function, *given, inputs.device, masks, part.site, sequences)
+            rest = (inputs.device, masks, part.site, sequences)
+            is_block = 0 < number < len(chain.parts) - 1
+            outputs = self._block(part.function, *given, *rest) if is_block else part.function(*given, *rest)
             if number == len(chain.parts) - 1:
                 return [outputs[0]]
             made = {**env, **dict(zip(part.outputs, outputs, strict=True))}

@@ -51,7 +51,7 @@ class HollowCompute:
     def __init__(self, stage: int, stages: int, clock: Clock, ending_s: float, *, delayed: bool) -> None:
         self.stage, self.stages, self.delayed = stage, stages, delayed
         self.n_params = self.n_trained = PARAMS
-        self.lends = False
+        self.lends = self.by_block = False
         self.jobs = Jobs(clock.now)
         self._clock, self._ending_s = clock, ending_s
         self._sums: defaultdict[int, float] = defaultdict(float)
