@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from muletrain.model import chain
 from muletrain.policy import fork_choice
 from muletrain.runtime.checkpoint import checkpointing
 from muletrain.runtime.checkpoint.store import Folder
@@ -42,14 +43,18 @@ SHORT = {
 }
 """Limits of memory that only long runs reach, and what a scenario with a short memory has instead: steps, steps,
 checkpoints and microbatches."""
+PIECES = {(chain, "LOSS_CHUNK"): 3 * 640 * chain.LOSS_BYTES}
+"""What a scenario in pieces has instead: the loss of three tokens at once."""
 
 
 @contextmanager
-def _short_memory(*, short: bool) -> Iterator[None]:
-    """Set the limits of ``SHORT`` in this process."""
-    before = {key: getattr(*key) for key in SHORT}
+def _limits(scenario: Scenario) -> Iterator[None]:
+    """Set the scenario's limits in this process."""
+    given = SHORT if scenario.short else {}
+    given = {**given, **(PIECES if "compute.checkpointing=block" in scenario.overrides else {})}
+    before = {key: getattr(*key) for key in given}
     try:
-        for (module, name), value in SHORT.items() if short else ():
+        for (module, name), value in given.items():
             setattr(module, name, value)
         yield
     finally:
@@ -68,7 +73,7 @@ def play(scenario: Scenario) -> Outcome:
     fast = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     with (
         tempfile.TemporaryDirectory(prefix="mule-fuzz-", dir=fast) as folder,
-        _short_memory(short=scenario.short),
+        _limits(scenario),
     ):
         try:
             states = run_virtually(_run(outcome, Path(folder), history), limit_s, outcome.violations)

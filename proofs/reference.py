@@ -157,12 +157,13 @@ def facts_of(scenario: Scenario) -> Facts:
     )
     spec = make_model(config.model)
     cut = spec.cut(len(scenario.stages))
+    spec = spec.placed(cut)
     plan = Plan(
         stages=len(scenario.stages),
         steps=scenario.steps,
         microbatches=scenario.microbatches,
         sequences=scenario.sequences,
-        width=spec.width,
+        width=spec.passed,
         vocab=spec.vocab,
         inputs=spec.inputs,
         targets=spec.targets,
@@ -244,7 +245,7 @@ class SingleProcess(VirtualCompute):
 
     def __init__(self, facts: Facts, setup: StageSetup) -> None:
         self._runs, self._each = facts.cut, facts.plan.sequences
-        super().__init__(facts.spec, facts.spec.cut(1), 0, setup, facts.given)
+        super().__init__(facts.spec, facts.spec.cut(1), 0, replace(setup, checkpointing="always"), facts.given)
 
     def _empty(self, spec: Model, cut: Cut) -> StageModule:
         return make_stage(spec, None, self._runs)
@@ -313,6 +314,7 @@ def _setup(facts: Facts, optimizer: OptimizerConfig) -> StageSetup:
         seed=config.train.seed,
         sequences=config.train.microbatch,
         precision=config.compute.precision,
+        checkpointing=config.compute.checkpointing,
         inline=True,
         masks=_KnownMasks,
     )

@@ -44,8 +44,11 @@ def _with(*overrides: str, tolerance: float = 0.0) -> Kind:
 
 def _codecs(s: Scenario, rng: random.Random) -> Scenario | None:
     """The large epsilon keeps AdamW from enlarging what is next to nothing. Errors of rounding add up like a random walk."""
-    activations, gradients = rng.choice(["fp32", "fp16", "bf16", "int8"]), rng.choice(["fp16", "bf16", "int8"])
-    coarse = {"int8", "bf16"} & {activations, gradients}
+    activations, gradients = (
+        rng.choice(["fp32", "fp16", "bf16", "int8", "dynamic8"]),
+        rng.choice(["fp16", "bf16", "int8"]),
+    )
+    coarse = {"int8", "dynamic8", "bf16"} & {activations, gradients}
     overrides = (f"wire.activations={activations}", f"wire.gradients={gradients}", "optimizer.eps=0.1")
     grown = max(1.0, s.steps / 20) ** 0.5
     return _with(*overrides, tolerance=COARSE * grown if coarse else FINE)(s, rng)
@@ -143,6 +146,20 @@ def _traced(s: Scenario, rng: random.Random) -> Scenario | None:
     return _with(f"model.architecture={json.dumps(architecture)}", "optimizer.eps=0.1")(s, rng)  # as with shared layers
 
 
+def _compression(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Learned compression between stages. A layer norm of almost equal numbers, and a maximum of two, enlarge rounding."""
+    if len(s.stages) == 1:
+        return None
+    kind, factor = rng.choice(["bottleneck", "maxout"]), rng.choice([2, 4])
+    overrides = (f"model.compression={kind}", f"model.compression_factor={factor}", "optimizer.eps=0.1")
+    return _with(*overrides, tolerance=FINE)(s, rng)
+
+
+def _in_pieces(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Backward by block, and the loss in chunks of a few tokens."""
+    return _with("compute.checkpointing=block")(s, rng)
+
+
 KINDS: dict[str, Kind] = {
     "codecs": _codecs,
     "lamb": _with("optimizer.name=lamb", "optimizer.lr=1e-3"),
@@ -155,4 +172,6 @@ KINDS: dict[str, Kind] = {
     "swap": _swap,
     "alone": _alone,
     "traced": _traced,
+    "compression": _compression,
+    "in pieces": _in_pieces,
 }

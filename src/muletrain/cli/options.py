@@ -151,6 +151,10 @@ FleetFile = Annotated[
 MODEL_HELP = "Model preset: gpt3-125m to gpt3-175b, llama-7b to llama-65b, llama3-8b, llama3-70b. Default: the model of CONFIG, or gpt3-xl."
 RUN_CONFIG_HELP = "Configuration of the run, as for 'muletrain run'."
 COSTS_HELP = "Times and speeds that 'muletrain simulate calibrate' measured."
+QUALITY_HELP = (
+    "How many times as many steps your model takes to the same loss with a kind of model.compression, e.g. bottleneck=1.3. Default: as "
+    "in SWARM's table 7. Repeatable."
+)
 
 # Output ---------------------------------------------------------------------------------------------------------------
 

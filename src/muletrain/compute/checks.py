@@ -36,8 +36,8 @@ def check_targets(targets: Tensor, inputs: Tensor, spec: Model, sequences: int) 
 def check_activation_shape(x: Tensor, spec: Model, sequences: int) -> None:
     """Activations must be fp32 [B, T, D] with 1 <= B <= ``sequences`` and 1 <= T <= context."""
     shape = tuple(x.shape)
-    if x.dtype != torch.float32 or not _batch_fits(shape, 3, spec, sequences) or shape[2] != spec.width:
-        limits = (sequences, spec.context, spec.width)
+    if x.dtype != torch.float32 or not _batch_fits(shape, 3, spec, sequences) or shape[2] != spec.passed:
+        limits = (sequences, spec.context, spec.passed)
         raise ProtocolError(f"activations: {x.dtype} {shape}, expected float32 of at most {limits}")
 
 

@@ -112,6 +112,20 @@ class ModelConfig(Section):
         examples=["0123 (transformers 5.0, torch 2.13)"],
     )
 
+    compression: Literal["none", "bottleneck", "maxout"] = Field(
+        default="none",
+        description="layers at the borders between stages that learn to send less: a smaller projection, or the maximum over windows of "
+        "features (SWARM app. J); it takes more steps to the same loss, and no Hugging Face architecture has them",
+    )
+    compression_factor: Annotated[int, Field(ge=2, le=64)] = Field(
+        default=2, description="how many times fewer numbers go from stage to stage with compression; divides width [1]"
+    )
+    compression_after: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        default=None,
+        max_length=1024,
+        description="layers whose output is compressed; default: the last of each stage; a resumed run keeps them [layers]",
+        examples=[[1]],
+    )
     stops: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,
         max_length=1024,

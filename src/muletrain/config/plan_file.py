@@ -132,7 +132,7 @@ class Improvement(Section):
 
     change: str = Field(description="for --set", examples=["wire.gradients=int8"])
     tokens_per_s: float
-    gain: float = Field(description="0.2: 20 % more tokens/s than the recommended strategy")
+    gain: float = Field(description="0.2: 20 % faster to the same loss than the recommended strategy")
     machines: int = Field(description="machines in use with this change")
     training: str = Field(default="", description="what changes in the training itself; empty: nothing")
 

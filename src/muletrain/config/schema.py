@@ -46,12 +46,14 @@ class Precision(StrEnum):
 
 
 class Codec(StrEnum):
-    """Encoding of a tensor on the wire. ``INT8`` is block-wise absmax quantisation (SWARM app. J.1)."""
+    """Encoding of a tensor on the wire. The two of 8 bits quantise blocks by their largest number (SWARM app. J.1): ``INT8``
+    to evenly spaced numbers, ``DYNAMIC8`` to numbers that lie closer together where they are small."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"
+    DYNAMIC8 = "dynamic8"
 
 
 class TrainConfig(Section):

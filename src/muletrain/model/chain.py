@@ -14,14 +14,16 @@ import itertools
 import math
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from muletrain.errors import ConfigError
 from muletrain.planning.partition import Cut, partition
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from muletrain.config.model_sections import ModelConfig
 
 MAX_SEARCH = 1 << 24
 """Stages x layers^2: the search for the best cut takes some 32 bytes per unit."""
@@ -70,6 +72,52 @@ class TensorType:
 TOKENS = TensorType("int64")
 
 
+@dataclass(frozen=True)
+class Compression:
+    """Learned compression of what goes from stage to stage (SWARM, app. J.1): D numbers a token become C = D / factor.
+
+    The last layer before a border is followed by a layer norm, and either a projection or the maximum over windows of
+    ``factor`` features; the next stage begins with a layer norm and a matrix back to D. Norms have no biases.
+    """
+
+    kind: Literal["bottleneck", "maxout"]
+    factor: int
+    after: tuple[int, ...] | None = None
+    """The layers whose output is compressed; None: the last layer of each stage but the last, for any cut."""
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Compression | None:
+        """As configured, if at all."""
+        if config.compression == "none":
+            return None
+        return cls(config.compression, config.compression_factor, config.compression_after)
+
+    @classmethod
+    def of(cls, fields: Any) -> Compression | None:
+        """From JSON. Raises TypeError or ValueError."""
+        if fields is None:
+            return None
+        after = fields["after"]
+        return cls(**{**fields, "after": None if after is None else tuple(after)})
+
+    def check(self, width: int) -> None:
+        """Raises ConfigError for a width that the factor does not divide."""
+        if width % self.factor:
+            raise ConfigError(f"model.compression_factor: {self.factor} does not divide the model's width {width}")
+
+    def down_params(self, width: int) -> int:
+        """Parameters before a border."""
+        return width + (width * (width // self.factor) if self.kind == "bottleneck" else 0)
+
+    def up_params(self, width: int) -> int:
+        """Parameters after a border."""
+        return (1 + width) * (width // self.factor)
+
+    def kept_bytes(self, width: int, size: int) -> tuple[int, int]:
+        """Bytes that autograd saves per token, before and after a border: inputs of norms and of what follows them."""
+        return 2 * size * width + size * (width // self.factor), 2 * size * (width // self.factor)
+
+
 class TiedParameter(NamedTuple):
     """A parameter that several parts of a chain use."""
 
@@ -91,6 +139,34 @@ class Model(ABC):
     """Longest sequence [tokens]."""
     share_layers: bool
     """Inside a stage one block is repeated."""
+    compression: Compression | None = None
+    """At the borders between stages."""
+
+    @property
+    def passed(self) -> int:
+        """Numbers that one stage passes to the next for each token."""
+        return self.width if self.compression is None else self.width // self.compression.factor
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """The layers whose output is compressed, as far as known without a cut."""
+        return () if self.compression is None else self.compression.after or ()
+
+    def compressed(self, compression: Compression | None) -> Self:
+        """The same model with this compression."""
+        return replace(self, compression=compression)  # type: ignore[type-var]
+
+    def placed(self, cut: Cut) -> Self:
+        """The model with compression at the borders of ``cut``, unless it has borders already."""
+        if self.compression is None or self.compression.after is not None:
+            return self
+        return self.compressed(replace(self.compression, after=_ends(cut)))
+
+    def _sides(self, cut: Cut, stage: int) -> tuple[int, int]:
+        """How many borders ``stage`` compresses at, and how many it decompresses at."""
+        unplaced = self.compression is not None and self.compression.after is None
+        borders, (first, end) = _ends(cut) if unplaced else self.borders, cut[stage]
+        return sum(first <= b < end for b in borders), sum(first <= b + 1 < end for b in borders)
 
     @property
     def frozen(self) -> Mapping[str, str]:
@@ -192,10 +268,21 @@ class Model(ABC):
     def most_stages(self) -> int:
         """The largest number of stages for a cut."""
         pairs = {found.parts for found in self.tied.values()}
+        if self.compression is not None and self.compression.after is not None:
+            return len(self.compression.after) + 1
         return self.layers if not pairs or (len(pairs) == 1 and len(pairs.pop()) == 2) else 1
 
     def check_cut(self, cut: Cut) -> None:
-        """Raises ConfigError if more than two stages would share parameters."""
+        """Raises ConfigError if more than two stages would share parameters, and for a border without the compression
+        that this model has at its borders."""
+        if self.compression is not None:
+            self.compression.check(self.width)
+            borders = _ends(cut) if self.compression.after is None else self.compression.after
+            if extra := [end for _, end in cut[:-1] if end - 1 not in borders]:
+                raise ConfigError(
+                    f"fleet.stages: the model compresses after layers {', '.join(str(b + 1) for b in borders) or 'none'}, and stages can "
+                    f"only meet there, not after layer {extra[0]}; take at most {len(borders) + 1} stages, or leave out fleet.layers"
+                )
         sharing: set[int] = set()
         for name, stages in self.users(cut).items():
             sharing.update(stages if len({*stages}) > 1 else ())
@@ -225,7 +312,14 @@ class Model(ABC):
         first, end = cut[stage]
         total = sum(map(self.params_of, range(first, first + 1 if self.share_layers else end)))
         total += self.embedding_params * (stage == 0) + self.head_params * (stage == len(cut) - 1)
-        return total + self.copied_params(cut, stage)
+        return total + self.copied_params(cut, stage) + self.compression_params(cut, stage)
+
+    def compression_params(self, cut: Cut, stage: int) -> int:
+        """Parameters of ``stage`` that compress and decompress."""
+        if self.compression is None:
+            return 0
+        down, up = self._sides(cut, stage)
+        return down * self.compression.down_params(self.width) + up * self.compression.up_params(self.width)
 
     def cut_params(self, cut: Cut) -> int:
         """Parameters of all stages, each counted once."""
@@ -253,6 +347,7 @@ class Model(ABC):
         """Forward FLOPs per token of ``stage``."""
         first, end = cut[stage]
         total = sum(self.flops_of(layer, tokens) for layer in range(first, end))
+        total += 2.0 * self.compression_params(cut, stage)
         return total + self.embedding_flops * (stage == 0) + self.head_flops * (stage == len(cut) - 1)
 
     def stage_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
@@ -260,6 +355,7 @@ class Model(ABC):
         first, end = cut[stage]
         each = sum(self.kept_bytes(layer, size) for layer in range(first, end))
         each += self.embedding_kept_bytes(size) if stage == 0 else 0
+        each += self._compression_kept_bytes(cut, stage, size)
         return tokens * each + (self.head_bytes(tokens, size) if stage == len(cut) - 1 else 0)
 
     def largest_kept_bytes(self, cut: Cut, stage: int, tokens: int, size: int) -> float:
@@ -270,7 +366,14 @@ class Model(ABC):
     def borders_bytes(self, cut: Cut, stage: int, size: int) -> float:
         """Bytes that autograd saves per token if backward computes blocks again: the blocks' inputs."""
         first, end = cut[stage]
-        return size * self.width * (end - first + 1) + (self.embedding_kept_bytes(size) if stage == 0 else 0)
+        own = (self.embedding_kept_bytes(size) if stage == 0 else 0) + self._compression_kept_bytes(cut, stage, size)
+        return size * self.width * (end - first + 1) + own
+
+    def _compression_kept_bytes(self, cut: Cut, stage: int, size: int) -> int:
+        if self.compression is None:
+            return 0
+        kept = self.compression.kept_bytes(self.width, size)
+        return sum(n * each for n, each in zip(self._sides(cut, stage), kept, strict=True))
 
     def cut(self, stages: int, sizes: Sequence[int] | None = None) -> Cut:
         """The most even cut into ``stages`` by compute cost, or the cut into stages of ``sizes`` layers. Raises
@@ -299,4 +402,17 @@ class Model(ABC):
                 f"stage has"
             )
         costs = [self.flops_of(layer) for layer in range(self.layers)]
-        return partition(costs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
+        ends = [*range(1, self.layers + 1)]
+        if self.compression is not None and self.compression.after is not None:
+            ends = [*(layer + 1 for layer in self.compression.after), self.layers]
+        begins = [0, *ends[:-1]]
+        if stages > len(ends):
+            raise ConfigError(f"fleet.stages: {stages} stages, and the model's compression allows {len(ends)} at most")
+        runs = [sum(costs[a:b]) for a, b in zip(begins, ends, strict=True)]
+        found = partition(runs, stages, first_extra=self.embedding_flops, last_extra=self.head_flops)
+        return tuple((begins[a], ends[b - 1]) for a, b in found)
+
+
+def _ends(cut: Cut) -> tuple[int, ...]:
+    """The last layer of each stage but the last."""
+    return tuple(end - 1 for _, end in cut[:-1])

@@ -34,6 +34,7 @@ def make_model(config: ModelConfig) -> Model:
 
 def make_stage(model: Model, index: int | None, cut: Cut) -> StageModule:
     """Stage ``index`` of ``model``, or (None) the whole model, without storage."""
+    model = model.placed(cut)
     if isinstance(model, TracedModel):
         return model.stage(index, cut)
     assert isinstance(model, ModelSpec)
@@ -74,7 +75,8 @@ def load_model(model: Model, state: Mapping[str, Tensor]) -> StageModule:
         one_each = tuple((layer, layer + 1) for layer in range(model.layers))
         return Stage(model, None, one_each).bind(expand_shared(state, model))
     assert isinstance(model, TracedModel)
-    whole = make_stage(model, None, model.cut(1)) if model.own_loss else Whole(model, build(model.config))
+    as_traced = model.own_loss or model.borders
+    whole = make_stage(model, None, model.cut(1)) if as_traced else Whole(model, build(model.config))
     return whole.bind(state)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import TYPE_CHECKING, Any, Self
 
 from muletrain.errors import ConfigError
 from muletrain.model.chain import Model
 
 if TYPE_CHECKING:
     from muletrain.config.profile_file import Profile
+    from muletrain.model.chain import Compression
 
 
 def _of_inner(name: str) -> Any:
@@ -51,6 +53,12 @@ class MeasuredModel(Model):
     loss_tokens = _of_inner("loss_tokens")
     tables_bytes = _of_inner("tables_bytes")
     tied = _of_inner("tied")
+    compression = _of_inner("compression")
+
+    def compressed(self, compression: Compression | None) -> Self:
+        found = copy.copy(self)
+        found.inner = self.inner.compressed(compression)
+        return found
 
     def flops_of(self, layer: int, tokens: int | None = None) -> float:
         counted = self.inner.flops_of(layer)

@@ -25,12 +25,19 @@ class StageModule(nn.Module):
     """A new stage has no storage: ``bind`` sets the weights, which the owner may change in place. All stages' states
     together are the model's state."""
 
-    def __init__(self, spec: Model, *, first: bool, last: bool) -> None:
+    def __init__(self, spec: Model, layer: int = 0, *, first: bool, last: bool) -> None:
+        """``layer``: the first one."""
         super().__init__()
         self.spec = spec
+        self._layer = layer
         self.is_first, self.is_last = first, last
         self.by_block = False
         """Autograd keeps only the inputs of each block, and backward computes one block again at a time."""
+
+    @property
+    def input_width(self) -> int:
+        """Numbers of the input for each token, if that are activations."""
+        return self.spec.passed if self._layer - 1 in self.spec.borders else self.spec.width
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter, in a fixed order."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from muletrain.errors import ConfigError
-from muletrain.model.chain import LOSS_BYTES, Model, TiedParameter
+from muletrain.model.chain import LOSS_BYTES, Compression, Model, TiedParameter
 from muletrain.model.presets import preset_fields
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ModelSpec(Model):
     share_layers: bool
     tie: bool = False
     """The embedding is also the output matrix."""
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context"):
@@ -49,6 +50,8 @@ class ModelSpec(Model):
             )
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide model.heads = {self.heads}")
+        if self.compression is not None:
+            self.compression.check(self.width)
         if self.activation not in ("gelu", "silu"):
             raise ConfigError(f"model.activation: {self.activation!r}; use 'gelu' or 'silu'")
 
@@ -59,6 +62,7 @@ class ModelSpec(Model):
         Raises ConfigError for an unknown preset and for sizes that do not fit together.
         """
         fields: dict[str, Any] = config.model_dump(include=set(cls.__dataclass_fields__))
+        fields["compression"] = Compression.from_config(config)
         if config.preset is not None:
             preset = preset_fields(config.preset)
             fields.update({name: value for name, value in preset.items() if name not in config.model_fields_set})
@@ -73,7 +77,8 @@ class ModelSpec(Model):
     def from_json(cls, text: str) -> ModelSpec:
         """The inverse of ``to_json``. Raises ConfigError when fields are missing or unknown."""
         try:
-            return cls(**json.loads(text))
+            fields = json.loads(text)
+            return cls(**{**fields, "compression": Compression.of(fields.get("compression"))})
         except (TypeError, ValueError) as e:
             raise ConfigError(f"not a model spec: {e}") from e
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muletrain.model.compression import Borders
 from muletrain.model.dropout import Masks, dropout
 from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
@@ -183,9 +184,9 @@ class Stage(StageModule):
     """
 
     def __init__(self, spec: ModelSpec, index: int | None, cut: Cut) -> None:
-        super().__init__(spec, first=index in (None, 0), last=index in (None, len(cut) - 1))
-        self.spec: ModelSpec = spec
         runs = cut if index is None else (cut[index],)
+        super().__init__(spec, runs[0][0], first=index in (None, 0), last=index in (None, len(cut) - 1))
+        self.spec: ModelSpec = spec
         self._owners = {
             layer: first if spec.share_layers else layer for first, end in runs for layer in range(first, end)
         }
@@ -193,6 +194,7 @@ class Stage(StageModule):
             self.model = _Body(spec, sorted(set(self._owners.values())), first=self.is_first, last=self.is_last)
             if self.is_last and not spec.tie:
                 self.lm_head = Linear(spec.width, spec.vocab, bias=False)
+            self.compression = Borders(spec, runs[0][0], runs[-1][1])
 
     def caches(self) -> dict[int, KeyValues]:
         """Keys and values, by layer."""
@@ -223,8 +225,9 @@ class Stage(StageModule):
         cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
         rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
         for layer, owner in self._owners.items():
-            block = self.model.layers[str(owner)]
+            block, x = self.model.layers[str(owner)], self.compression.enter(x, layer)
             x = self._block(block, x, layer, rope, masks, caches[layer] if caches else None)
+            x = self.compression.leave(x, layer)
         return x
 
     def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:

@@ -31,12 +31,14 @@ from muletrain.data.samples import HeldoutSamples, SampleData, SampleSource, ope
 from muletrain.data.tokenizer import check_own
 from muletrain.data.tokens import TokenCache
 from muletrain.errors import CheckpointError, ConfigError, DataError
+from muletrain.model.compression import PREFIX
 from muletrain.model.finite import finite
 from muletrain.model.hf import import_hf, spec_in, stops_in
 from muletrain.model.hf_files import TOKENIZER
 from muletrain.model.hf_hub import local_folder
 from muletrain.model.make import make_model, make_stage, tied_between
 from muletrain.model.native import is_native
+from muletrain.model.stage import initial_weight
 from muletrain.model.traced.chain import TracedModel
 from muletrain.model.traced.factory import first_weights
 from muletrain.model.traced.folder import check_config, import_traced, load_traced, run_context, traced_in
@@ -77,7 +79,8 @@ class RunFacts:
     def of(cls, config: RunConfig, *, alone: bool = False) -> RunFacts:
         """Raises ConfigError when the model cannot be cut as asked."""
         spec = make_model(config.model)
-        return cls(config, spec, spec.cut(config.fleet.stages, config.fleet.layers), alone)
+        cut = spec.cut(config.fleet.stages, config.fleet.layers)
+        return cls(config, spec.placed(cut), cut, alone)
 
     def drawn(self) -> RunFacts:
         """The same facts with first weights from the seed, for a peer that loads its state later."""
@@ -109,7 +112,7 @@ class RunFacts:
             steps=t.steps,
             microbatches=c.microbatches,
             sequences=t.microbatch,
-            width=self.spec.width,
+            width=self.spec.passed,
             vocab=self.spec.vocab,
             inputs=self.spec.inputs,
             targets=self.spec.targets,
@@ -293,7 +296,16 @@ def initial_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | No
     """Loader of first weights by name; None: drawn from the seed. Raises CheckpointError; so does the loader for
     weights that are not finite."""
     load = _given_weights(facts, stage)
-    return None if load is None else finite(load, facts.config.model.given or "")
+    if load is None:
+        return None
+    shapes = make_stage(facts.spec, stage, facts.cut).shapes()
+
+    def first(name: str) -> Tensor:
+        if name.startswith(f"{PREFIX}."):  # no checkpoint to start from has these
+            return initial_weight(facts.spec, name, shapes[name], facts.config.train.seed)
+        return load(name)
+
+    return finite(first if facts.spec.borders else load, facts.config.model.given or "")
 
 
 def _given_weights(facts: RunFacts, stage: int) -> Callable[[str], Tensor] | None:

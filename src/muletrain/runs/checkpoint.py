@@ -249,6 +249,11 @@ class Checkpoint:
         if not self.spec.own_loss:
             return self.model()
         assert isinstance(self.spec, TracedModel)
+        if self.spec.borders:
+            raise ConfigError(
+                "model.compression: the module itself writes the text, and it lacks the layers that compress between stages; "
+                "'muletrain eval' measures the trained model"
+            )
         if self.spec.inputs.shape is not None:
             raise ConfigError(
                 f"model.factory: the module takes {self.spec.inputs}, not text, so it writes none; 'muletrain export' gives you "

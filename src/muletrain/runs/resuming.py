@@ -35,6 +35,7 @@ TABLE = (
         "a warm start: weights and moments stay, sequences have the new length, and the data go on after as many tokens",
     ),
     Rule("model.dropout", "from then on", "the share of activations that are dropped"),
+    Rule("model.compression_after", "no", "it follows from the first run's stages, which may become fewer"),
     Rule("model.*", "no", "it would be another model"),
     Rule("data.share", "yes", "who may fetch the tokens"),
     Rule("data.cache", "yes", "where tokens are kept"),
@@ -162,4 +163,5 @@ def continued(checkpoint: Checkpoint, config: RunConfig, data: Data, *, meant: b
         done = 0
     done = -(-done * checkpoint.spec.context // context)
     train = config.train.model_copy(update={"data_offset": done - step * config.train.batch})
-    return config.model_copy(update={"train": train}), lines
+    kept = config.model.model_copy(update={"compression_after": checkpoint.spec.borders or None})
+    return config.model_copy(update={"train": train, "model": kept}), lines

@@ -185,7 +185,7 @@ def run_cost(config: RunConfig, spec: Model, cut: Cut) -> RunCost:
         encoded_size(ids if kind.dtype == "int64" else Codec.FP32, kind.batch(sequences, tokens))
         for kind in (spec.inputs, spec.targets)
     )
-    boundary = encoded_size(config.wire.activations, (sequences, tokens, spec.width))
+    boundary = encoded_size(config.wire.activations, (sequences, tokens, spec.passed))
     stages = len(cut)
     costs = []
     for s in range(stages):

@@ -1,5 +1,9 @@
 """Tensor codecs: fp32, bf16, block-wise fp16 and 8-bit (SWARM app. J.1, "quantized activations"), token ids, raw bytes.
 
+Two 8-bit codecs differ in the spacing of their numbers. ``INT8`` is linear. ``DYNAMIC8`` is dynamic tree quantisation
+(Dettmers et al. 2021, sec. 1.3): 2 ** i numbers from 10 ** (i - 7) to 10 ** (i - 6) for i in 0 to 6, so small numbers
+beside a large one keep their relative precision, and the large ones have half of it (benchmarks/compression).
+
 In the block-wise codecs every ``BLOCK`` numbers have a scale, so a number's error is relative to the largest one in the
 block, at any order of magnitude that fp32 has.
 
@@ -10,6 +14,7 @@ the original changes.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -32,6 +37,8 @@ from muletrain.wire.encoded import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     Buffer = bytes | bytearray | memoryview
 
 __all__ = [
@@ -54,11 +61,11 @@ __all__ = [
 ]
 
 _FLOATS = {Codec.FP32: torch.float32, Codec.BF16: torch.bfloat16}
-_SCALED = {Codec.FP16: torch.float16, Codec.INT8: torch.int8}
+_SCALED = {Codec.FP16: torch.float16, Codec.INT8: torch.int8, Codec.DYNAMIC8: torch.uint8}
 _ROWS = 64
 """Blocks quantised at a time: the scratch memory stays in the cache, which halves the time."""
 _TINY = 1e-37
-"""Scales of int8 below count as zero, because the inverse would overflow."""
+"""Scales of 8 bits below count as zero, because the inverse would overflow."""
 _LEAST, _MOST, _BIAS = -126, 113, 127
 """Exponents of the scales of fp16: the least of a normal fp32 number, and of the largest ones; and the exponent bias of
 fp32."""
@@ -144,23 +151,24 @@ def _scaled(values: Tensor, codec: Codec) -> list[Buffer]:
     blocks, rest = values[:whole].view(-1, BLOCK), values[whole:]
     absmax = [_absmax(blocks)] if whole else []
     absmax += [_absmax(rest.view(1, -1))] if rest.numel() else []
-    scales, inverse = (_of_int8 if codec is Codec.INT8 else _of_fp16)(torch.cat(absmax) if absmax else values)
+    found = torch.cat(absmax) if absmax else values
+    scales, inverse = _of_fp16(found) if codec is Codec.FP16 else _of_8_bits(found, 127 if codec is Codec.INT8 else 1)
+    quantised = _QUANTISED[codec]
     packed = torch.empty(values.numel(), dtype=_SCALED[codec], device=values.device)
     scratch = torch.empty(min(_ROWS, len(blocks)), BLOCK, device=values.device)
     into = packed[:whole].view(-1, BLOCK)
     for i in range(0, len(blocks), _ROWS):
         rows = blocks[i : i + _ROWS]
         scaled = torch.mul(rows, inverse[i : i + len(rows), None], out=scratch[: len(rows)])
-        into[i : i + _ROWS] = scaled.round_() if codec is Codec.INT8 else scaled
+        into[i : i + _ROWS] = quantised(scaled)
     if rest.numel():
-        scaled = rest * inverse[-1]
-        packed[whole:] = scaled.round_() if codec is Codec.INT8 else scaled
+        packed[whole:] = quantised(rest * inverse[-1])
     return [_bytes(scales), _bytes(packed)]
 
 
-def _of_int8(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and inverses: scale = absmax / 127, and NaN for a block that is not finite."""
-    scales = absmax / 127
+def _of_8_bits(absmax: Tensor, largest: int) -> tuple[Tensor, Tensor]:
+    """Scales and inverses: scale = absmax / largest, and NaN for a block that is not finite."""
+    scales = absmax / largest
     scales = torch.where(torch.isfinite(scales), scales, torch.nan)
     return scales, torch.where(scales > _TINY, 1 / scales, 0.0)
 
@@ -175,6 +183,35 @@ def _of_fp16(absmax: Tensor) -> tuple[Tensor, Tensor]:
     return _power_of_two(exponent), _power_of_two(-exponent)
 
 
+@functools.cache
+def _numbers(device: torch.device) -> Tensor:
+    """fp32 [256], in order: the numbers of ``DYNAMIC8``, from -1 to 1."""
+    each = [10.0 ** (i - 6) * (0.1 + 0.9 * (k + 0.5) / 2**i) for i in range(7) for k in range(2**i)]
+    return torch.tensor(sorted([*each, *(-x for x in each), 0.0, 1.0]), device=device)
+
+
+@functools.cache
+def _nearest(device: torch.device) -> Tensor:
+    """uint8 [2**16]: for each fp16 number, by its bits, the place of the nearest of ``_numbers``. Rounding to fp16 first
+    costs a tenth of a spacing at most."""
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    numbers = _numbers(torch.device("cpu"))
+    return torch.bucketize(halves, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8).to(device)
+
+
+def _places(scaled: Tensor) -> Tensor:
+    bits = scaled.half().view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    return _nearest(scaled.device).index_select(0, bits.flatten()).view(scaled.shape)
+
+
+_QUANTISED: dict[Codec, Callable[[Tensor], Tensor]] = {
+    Codec.INT8: Tensor.round_,
+    Codec.FP16: lambda scaled: scaled,
+    Codec.DYNAMIC8: _places,
+}
+"""From numbers divided by their block's scale to values on the wire."""
+
+
 def _power_of_two(exponent: Tensor) -> Tensor:
     """[n] int32 -> fp32, exactly."""
     return ((exponent + _BIAS) << 23).to(torch.int32).view(torch.float32)
@@ -187,7 +224,8 @@ def _absmax(blocks: Tensor) -> Tensor:
 
 
 def _unscaled(scale_bytes: memoryview, value_bytes: memoryview, dtype: torch.dtype) -> Tensor:
-    scales, values = _tensor(scale_bytes, torch.float32), _tensor(value_bytes, dtype).float()
+    scales, values = _tensor(scale_bytes, torch.float32), _tensor(value_bytes, dtype)
+    values = _numbers(values.device).index_select(0, values.int()) if dtype == torch.uint8 else values.float()
     whole = values.numel() // BLOCK * BLOCK
     values[:whole].view(-1, BLOCK).mul_(scales[: whole // BLOCK, None])
     if whole < values.numel():

@@ -20,7 +20,7 @@ MAX_DIMENSIONS, MAX_ELEMENTS = 8, 1 << 31
 """Largest tensor that travels."""
 RAW = "raw"
 IDS = IDS16, IDS32 = "uint16", "int32"
-_SIZES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.INT8: 1, RAW: 1, IDS16: 2, IDS32: 4}
+_SIZES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.INT8: 1, Codec.DYNAMIC8: 1, RAW: 1, IDS16: 2, IDS32: 4}
 
 
 @dataclass(slots=True)
@@ -48,4 +48,4 @@ def encoded_size(codec: str, shape: tuple[int, ...]) -> int:
 
 def scale_bytes(codec: str, elements: int) -> int:
     """Bytes of the scales of a block-wise codec; else 0."""
-    return 4 * -(-elements // BLOCK) if codec in (Codec.FP16, Codec.INT8) else 0
+    return 4 * -(-elements // BLOCK) if codec in (Codec.FP16, Codec.INT8, Codec.DYNAMIC8) else 0

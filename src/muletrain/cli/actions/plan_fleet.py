@@ -18,6 +18,7 @@ from muletrain.config.load import located
 from muletrain.config.profile_file import read_profile
 from muletrain.errors import ConfigError
 from muletrain.model.measured import MeasuredModel, speed_of
+from muletrain.sim.fleet.advice import quality_of
 from muletrain.sim.fleet.calibration import same_device, with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, weather
 from muletrain.sim.plan.planner import confirmed, plan
@@ -100,11 +101,12 @@ def plan_fleet(
     json: bool,
     costs_file: Path | None = None,
     profiles: Sequence[Path] = (),
+    quality: Sequence[str] = (),
     confirm: bool = False,
 ) -> None:
     """Print the plan, and draw a picture to ``plot``. ``costs_file``: see ``config.costs``; ``profiles``: outputs of
-    ``muletrain profile``, one for each kind of device. Raises ConfigError and CapacityError with the place of the
-    cause."""
+    ``muletrain profile``, one for each kind of device; ``quality``: see ``advice.quality_of``. Raises ConfigError and
+    CapacityError with the place of the cause."""
     if plot is not None:
         need_matplotlib()
     measured = Costs() if costs_file is None else load_costs(costs_file)
@@ -116,7 +118,8 @@ def plan_fleet(
             question = replace(wish.question(fleet := with_speeds(fleet, measured), measured), spec=spec)
         else:
             question = wish.question(fleet := with_speeds(fleet, measured), measured)
-        question = replace(question, weather=weather(fleet.churn, Path(path or EXAMPLE).parent))
+        churn = weather(fleet.churn, Path(path or EXAMPLE).parent)
+        question = replace(question, weather=churn, quality=quality_of(quality))
         with doing("planning") as tell_of:
             found = plan(
                 question,

@@ -16,7 +16,6 @@ from muletrain.errors import ConfigError
 from muletrain.model.make import make_model
 from muletrain.model.presets import PRESETS
 from muletrain.planning.splits import title
-from muletrain.sim.fleet.advice import applied
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.fleet.planned import as_hub
 from muletrain.sim.plan import hub as plan_hub
@@ -67,7 +66,8 @@ class Scenario:
 
     def scene(self, change: Change | None = None) -> tuple[Setting, RunConfig]:
         """Raises MuletrainError for a change that is not possible."""
-        asked, run = self.question, self.run if change is None else applied(self.run, change)
+        asked = self.question if change is None else self.question.changed(change)
+        run = asked.run
         found = calibrated(setting(asked.fleet, run, asked.spec, whole=asked.whole), asked.costs)
         if change is not None and not strategy_of(run).pooled:
             run = once_mixed(found, run, seated(found))

@@ -22,7 +22,7 @@ from muletrain.config.fleet_file import Fleet, load_located_fleet
 from muletrain.config.load import located
 from muletrain.errors import ConfigError
 from muletrain.runs.asked import BY_SIGNAL, Asked
-from muletrain.sim.fleet.advice import suggestions, worth_of_swapping
+from muletrain.sim.fleet.advice import quality_of, suggestions, worth_of_swapping
 from muletrain.sim.fleet.calibration import with_speeds
 from muletrain.sim.fleet.simulation import EXAMPLE, simulate_fleet, weather
 from muletrain.strategies import strategy_of
@@ -62,13 +62,14 @@ def what_if(
     json: bool,
     fidelity: Fidelity | None = None,
     costs: Path | None = None,
+    quality: Sequence[str] = (),
     trace: Path | None = None,
     choice: str | None = None,
     plan: Path | None = None,
 ) -> int:
     """Print the report. Returns the exit code: 1 if peers gave up, 128 + the signal's number after a signal. ``costs``:
-    see ``config.costs``; ``choice``, ``plan``: see ``scenario``. Raises ConfigError, CapacityError and DataError with
-    the place of the cause."""
+    see ``config.costs``; ``quality``: see ``advice.quality_of``; ``choice``, ``plan``: see ``scenario``. Raises
+    ConfigError, CapacityError and DataError with the place of the cause."""
     if plot is not None:
         need_matplotlib()
     if trace is not None:
@@ -79,6 +80,7 @@ def what_if(
         given = [*overrides, *([f"model.preset={model}"] if model else [])]
         churn = weather(fleet.churn, Path(path or EXAMPLE).parent)
         asked = scenario(with_speeds(fleet, measured), churn, config, given, measured, plan=plan, choice=choice)
+        asked = dataclasses.replace(asked, question=dataclasses.replace(asked.question, quality=quality_of(quality)))
         (scene, run), planned = asked.scene(), asked.planned
         played = _fidelity(fidelity, pooled=planned is not None, traced=trace is not None)
         seen: list[Event] = []
@@ -147,7 +149,7 @@ def _advice(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, see
         return again.throughput * scene.cost.tokens
 
     able = outcome.throughput and not outcome.gave_up and not strategy_of(asked.run).pooled
-    return suggestions(asked.scene, churn, tokens_per_s) if able else []
+    return suggestions(asked.scene, churn, tokens_per_s, asked.question.quality) if able else []
 
 
 def _tell(asked: Scenario, outcome: Outcome, churn: Weather, hours: float, seed: int, written: list[Path]) -> None:
@@ -184,7 +186,7 @@ def _as_json(outcome: Outcome, scene: Setting, found: Sequence[Suggestion], hour
         {
             "set": s.change.text,
             "gain": s.gain,
-            "tokens_per_s": (1 + s.gain) * tokens_per_s,
+            "tokens_per_s": s.faster * tokens_per_s,
             "stages": s.stages,
             "training": s.change.training,
         }

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject
+from muletrain.cli.options import COSTS_HELP, MODEL_HELP, QUALITY_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject
 from muletrain.errors import ConfigError
 from muletrain.units import parse_bytes, parse_duration
 
@@ -39,6 +39,7 @@ Overrides = Annotated[
     ),
 ]
 Costs = Annotated[Path | None, typer.Option(metavar="COSTS.toml", help=COSTS_HELP, rich_help_panel=FLEETS)]
+Quality = Annotated[list[str] | None, typer.Option(metavar="KIND=TIMES", help=QUALITY_HELP, rich_help_panel=FLEETS)]
 Profiles = Annotated[
     list[Path] | None,
     typer.Option(
@@ -123,6 +124,7 @@ def plan(
     overrides: Overrides = None,
     costs: Costs = None,
     profiles: Profiles = None,
+    quality: Quality = None,
     plot: Plot = None,
     confirm: Confirm = False,
     network: Network = None,
@@ -167,12 +169,13 @@ def plan(
             json=json,
             costs_file=costs,
             profiles=profiles or (),
+            quality=quality or (),
             confirm=confirm,
         )
         return
     fleets: dict[str, object] = {"FLEET.toml": file, "--model": model, "--batch": batch, "--microbatch": microbatch}
     fleets |= {"--config": config, "--set": overrides, "--costs": costs, "--profile": profiles, "--plot": plot}
-    fleets |= {"--confirm": confirm}
+    fleets |= {"--confirm": confirm, "--quality": quality}
     if given := [name for name, value in fleets.items() if value]:
         raise ConfigError(f"{given[0]} needs a fleet file, but --network has links only; leave one of the two out")
     if stages is None or pipelines is None or activation_bytes is None or gradient_bytes is None:

@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from muletrain.cli.options import COSTS_HELP, MODEL_HELP, RUN_CONFIG_HELP, FleetFile, JsonObject, Simulated
+from muletrain.cli.options import (
+    COSTS_HELP,
+    MODEL_HELP,
+    QUALITY_HELP,
+    RUN_CONFIG_HELP,
+    FleetFile,
+    JsonObject,
+    Simulated,
+)
 
 
 class Fidelity(StrEnum):
@@ -70,6 +78,7 @@ def fleet(
     config: Annotated[Path | None, typer.Option(metavar="CONFIG.toml", help=RUN_CONFIG_HELP)] = None,
     overrides: Overrides = None,
     costs: Annotated[Path | None, typer.Option(metavar="COSTS.toml", help=COSTS_HELP)] = None,
+    quality: Annotated[list[str] | None, typer.Option(metavar="KIND=TIMES", help=QUALITY_HELP)] = None,
     plot: Plot = None,
     trace: Trace = None,
     seed: Annotated[
@@ -103,6 +112,7 @@ def fleet(
         choice=str(strategy) if strategy else None,
         plan=plan,
         costs=costs,
+        quality=quality or (),
         trace=trace,
     )
     raise typer.Exit(code)

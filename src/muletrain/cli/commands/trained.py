@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muletrain.cli.options import Factories, JsonObject, Model, Where
-from muletrain.errors import DataError, MuletrainError
+from muletrain.errors import CheckpointError, DataError, MuletrainError
 
 if TYPE_CHECKING:
     Weights = str
@@ -120,6 +120,11 @@ def export(
     trust(*(factory or ()))
     check_new(hf)
     checkpoint = Checkpoint.open(where)
+    if checkpoint.spec.borders:
+        raise CheckpointError(
+            "the model was trained with layers that compress between stages (model.compression), and no architecture of transformers has "
+            "them; 'muletrain eval', 'muletrain generate' and 'run --resume' take the checkpoint as it is"
+        )
     if checkpoint.spec.own_loss:
         file, remark = checkpoint.export_module(hf, dtype)
         written = f"wrote {file}: module.load_state_dict(safetensors.torch.load_file(...)) takes it"

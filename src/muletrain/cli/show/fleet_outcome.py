@@ -89,7 +89,7 @@ def say_advice(console: Console, scene: Setting, outcome: Outcome, found: Sequen
     table.add_column("effect on training", overflow="fold")
     for s in found:
         others = "" if s.stages == len(scene.cut) or s.change.field == "fleet.stages" else plural(s.stages, "stage")
-        tokens_per_s = (1 + s.gain) * outcome.throughput * scene.cost.tokens
+        tokens_per_s = s.faster * outcome.throughput * scene.cost.tokens
         table.add_row(
             f"--set {s.change.text}",
             format_count(tokens_per_s),

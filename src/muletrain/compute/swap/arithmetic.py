@@ -281,12 +281,13 @@ class SwappedArithmetic:
         return None if p.mb.heldout else self.setup.masks(self.setup.seed, p.mb.step, p.mb.index, p.mb.first)
 
     def _between(self, p: Passage, k: int) -> Tensor:
-        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D]."""
-        size = p.rows[0] * p.rows[1] * self._width
+        """The place of the input of sub-model ``k`` > 0, fp32 [B, T, D], or less than D if that is compressed."""
+        size, width = p.rows[0] * p.rows[1] * self._width, self.models[k].width
         if p.between is None:
             self.ferry.finish()  # no copy is under way where the new one may take memory from
             p.between = self._spare.take((len(self.models) - 1) * size, self._backing)
-        return p.between.values[(k - 1) * size : k * size].view(*p.rows, self._width)
+        begin = (k - 1) * size
+        return p.between.values[begin : begin + p.rows[0] * p.rows[1] * width].view(*p.rows, width)
 
     def free(self, p: Passage) -> None:
         """The backward is done, or no longer wanted."""

@@ -66,6 +66,11 @@ class SubModel:
         """S."""
         return self.layout.size
 
+    @property
+    def width(self) -> int:
+        """Numbers of the input for each token, if that are activations."""
+        return self.blocks[0].input_width
+
     def bind(self, weights: Tensor, exact: Mapping[str, Tensor]) -> list[Tensor]:
         """Compute with ``weights``, [S], and with ``exact`` in the place of some. Returns the trained parameters, in
         the order of ``layout``."""

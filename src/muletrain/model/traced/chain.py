@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from muletrain.config.model_sections import ModelConfig
 from muletrain.errors import ConfigError
-from muletrain.model.chain import LOSS_BYTES, TOKENS, TensorType, TiedParameter
+from muletrain.model.chain import LOSS_BYTES, TOKENS, Compression, TensorType, TiedParameter
 from muletrain.model.traced.making import (
     Described,
     computing,
@@ -41,6 +42,7 @@ class TracedModel(Described):
 
     architecture: str
     context: int
+    compression: Compression | None = None
     share_layers = False
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class TracedModel(Described):
         """The chain of a resolved configuration, built with this machine's software. Raises ConfigError if the chain
         differs from the run's."""
         assert config.architecture is not None
-        model = cls(config.architecture, config.context)
+        model = cls(config.architecture, config.context, Compression.from_config(config))
         if config.chain is not None and config.chain.partition(" ")[0] != model.chain_name.partition(" ")[0]:
             raise ConfigError(
                 f"model.chain: the run's blocks are {config.chain}, and this machine makes {model.chain_name}: install the "
@@ -93,7 +95,8 @@ class TracedModel(Described):
     def from_json(cls, text: str) -> TracedModel:
         """The inverse of ``to_json``. Raises ConfigError when fields are missing or unknown."""
         try:
-            return cls(**json.loads(text))
+            fields = json.loads(text)
+            return cls(**{**fields, "compression": Compression.of(fields.get("compression"))})
         except (TypeError, ValueError) as e:
             raise ConfigError(f"not a traced model: {e}") from e
 
@@ -107,10 +110,15 @@ class TracedModel(Described):
             from muletrain.model.traced.factory import version_of
 
             maker = version_of(self.factory)
-        return f"{digest_of(self)[:16]} ({maker}, torch {version('torch')})"
+        return f"{digest_of(self._plain)[:16]} ({maker}, torch {version('torch')})"
 
     def to_json(self) -> str:
-        return json.dumps({"architecture": self.architecture, "context": self.context}, sort_keys=True)
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @functools.cached_property
+    def _plain(self) -> TracedModel:
+        """The model without compression, which is traced."""
+        return self if self.compression is None else dataclasses.replace(self, compression=None)
 
     @property
     def factory(self) -> str | None:
@@ -145,11 +153,11 @@ class TracedModel(Described):
     @property
     def outline(self) -> Outline:
         """Parameters and costs of the chain, known without the graph."""
-        return outlined(self)
+        return outlined(self._plain)
 
     @property
     def _made(self) -> Made:
-        return made(self, "float32")
+        return made(self._plain, "float32")
 
     @property
     def _chain(self) -> Parts:
@@ -226,7 +234,7 @@ class TracedModel(Described):
         return TracedStage(self, self._tables_in, run, self.shapes)
 
     def _tables_in(self, dtype: torch.dtype) -> Tables:
-        return computing(self, str(dtype).removeprefix("torch."))
+        return computing(self._plain, str(dtype).removeprefix("torch."))
 
     def _run(self, stage: int, cut: Cut) -> tuple[int, int]:
         """The stage's parts."""
@@ -242,7 +250,7 @@ class TracedModel(Described):
         """A precision of 16 bits has a separate graph: some values stay in fp32."""
         if size == 4:
             return self.outline.parts[part].kept_bytes
-        return kept_in_16_bits(self)[part]
+        return kept_in_16_bits(self._plain)[part]
 
     @property
     def largest_tensor(self) -> int:
@@ -291,4 +299,4 @@ class TracedModel(Described):
         return super().loss_tokens if self._cost(-1).by_token and not self.own_loss else sys.maxsize
 
     def tables_bytes(self, sequences: int) -> int:
-        return tables_bytes_of(self, sequences)
+        return tables_bytes_of(self._plain, sequences)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from muletrain.errors import ConfigError
+from muletrain.model.compression import PREFIX, Borders
 from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
 from muletrain.model.traced.operators import Causal
@@ -97,12 +99,30 @@ class TracedStage(StageModule):
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         chain = tables(torch.float32).chain
-        super().__init__(spec, first=run[0] == 0, last=run[1] == len(chain.parts))
+        super().__init__(spec, max(0, run[0] - 1), first=run[0] == 0, last=run[1] == len(chain.parts))
         self._tables_in, self._run, self.tables = tables, run, tables(torch.float32)
         self._dtype = torch.float32
         names = dict.fromkeys(name for part in chain.parts[slice(*run)] for name in part.weights)
         for name in names:
             place(self, name, nn.Parameter(torch.empty(shapes[name], device="meta")))
+        if spec.borders:
+            self._compress(chain)
+
+    def _compress(self, chain: Parts) -> None:
+        """Add the layers at borders. Raises ConfigError for a border that more goes through than one value of a token."""
+        first, end = self._run
+        with torch.device("meta"):
+            borders = Borders(self.spec, max(0, first - 1), min(end, len(chain.parts) - 1) - 1)
+        for border in map(int, borders._modules):
+            vals = [node.meta["val"] for node in chain.passed[border + 1]]
+            if len(vals) != 1 or not vals[0].is_floating_point() or vals[0].shape[-1] != self.spec.width:
+                raise ConfigError(
+                    f"model.compression: from layer {border + 1} go {', '.join(str(list(val.shape[1:])) for val in vals)}, and only "
+                    f"one tensor of {self.spec.width} features can be compressed; leave it out, or cut elsewhere (fleet.layers)"
+                )
+        if PREFIX in self._modules:
+            raise ConfigError(f"model.compression: the model has a part named '{PREFIX}'; rename that")
+        self.compression = borders
 
     def bind(self, weights: Mapping[str, Tensor]) -> StageModule:
         """See ``StageModule.bind``. A part without parameters computes in the precision of the remaining
@@ -156,9 +176,11 @@ class TracedStage(StageModule):
         chain, weights = self.tables.chain, self._weights()
         tables = self.tables.of(sequences, length, inputs.device)
         first, last = self._run
-        env = (
-            {chain.inputs: self._cast(inputs)} if self.is_first else unpack(inputs, chain.passed[first - 1], chain.lead)
-        )
+        if self.is_first:
+            env = {chain.inputs: self._cast(inputs)}
+        else:
+            passed = self.compression.enter(self._cast(inputs), first - 1) if self.spec.borders else inputs
+            env = unpack(passed, chain.passed[first - 1], chain.lead)
         for number in range(first, last + end):
             part = chain.parts[number]
             if number == len(chain.parts) - 1 and chain.targets is not None:
@@ -173,6 +195,12 @@ class TracedStage(StageModule):
                 return [outputs[0]]
             made = {**env, **dict(zip(part.outputs, outputs, strict=True))}
             env = {node.name: made[node.name] for node in chain.passed[number]}
+            if number - 1 in self.spec.borders:
+                ((name, value),) = env.items()
+                value = self.compression.leave(value, number - 1)
+                if number == last - 1:
+                    return [pack([value], self.spec.passed, (sequences, length))]
+                env = {name: self.compression.enter(value, number)}
         if end:
             return [env[name] for name in chain.parts[-1].inputs]
         return [pack([env[node.name] for node in chain.passed[last - 1]], self.spec.width, (sequences, length))]

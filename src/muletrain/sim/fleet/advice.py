@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from muletrain.config.schema import Codec
-from muletrain.errors import MuletrainError
+from muletrain.errors import ConfigError, MuletrainError
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.fleet.simulation import by_rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from muletrain.config.schema import RunConfig
     from muletrain.sim.setting import Setting
@@ -28,7 +28,26 @@ SEEDS, MANY = 3, 100
 """Number of churn seeds to average; a fleet of more than ``MANY`` machines needs only one play."""
 COUNTLESS = 1000
 """Above this many machines churn is ignored: a play would take minutes, and no stage loses its last peer."""
-BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8}
+QUALITY = {"bottleneck": 1.26, "maxout": 1.28}
+"""Times as many steps that a kind of ``model.compression`` takes to the same loss, at a factor of 2 between two stages
+(SWARM, table 7)."""
+BITS = {Codec.FP32: 32, Codec.FP16: 16, Codec.BF16: 16, Codec.INT8: 8, Codec.DYNAMIC8: 8}
+
+
+def quality_of(given: Sequence[str]) -> dict[str, float]:
+    """``QUALITY``, with KIND=TIMES instead of some. Raises ConfigError."""
+    found = dict(QUALITY)
+    for text in given:
+        kind, _, times = text.partition("=")
+        try:
+            found[kind] = float(times)
+        except ValueError:
+            kind = ""
+        if kind not in QUALITY or not 0 < found[kind] < math.inf:
+            raise ConfigError(
+                f"--quality {text}: write {' or '.join(QUALITY)}, '=' and a number above 0, e.g. maxout=1.3"
+            )
+    return found
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,8 @@ class Change:
     field: str
     value: str
     training: str = ""
+    longer: float = 1.0
+    """Times as many steps to the same loss."""
 
     @property
     def text(self) -> str:
@@ -49,27 +70,34 @@ NO_SWAPPING = Change("swap.backing", "off")
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change worth making. ``gain``: 0.2 for 20 % more tokens/s; ``stages``: of the changed run."""
+    """A change worth making. ``gain``: 0.2 for 20 % less time to the same loss; ``stages``: of the changed run."""
 
     change: Change
     gain: float
     stages: int
+
+    @property
+    def faster(self) -> float:
+        """Times as many tokens/s."""
+        return (1 + self.gain) * self.change.longer
 
 
 def suggestions(
     changed: Callable[[Change | None], tuple[Setting, RunConfig]],
     weather: Weather,
     played: Callable[[Setting, RunConfig], float],
+    quality: Mapping[str, float] = QUALITY,
 ) -> list[Suggestion]:
     """Return the best changes, at most one for each field. ``changed`` applies a change (None: no change); raises
     MuletrainError for an impossible change, such as more stages than machines. ``played``: tokens/s of a play as
-    thorough as the run's."""
+    thorough as the run's. ``quality``: see ``QUALITY``."""
     setting, run = changed(None)
     before, best = _tokens_per_s(setting, run, weather), dict[str, Suggestion]()
-    for change in changes(run, paced=any(kind.declared for kind in setting.kinds)):
+    for change in changes(run, paced=any(kind.declared for kind in setting.kinds), quality=quality):
         try:
             other = changed(change)
-            found = Suggestion(change, _tokens_per_s(*other, weather) / before - 1, len(other[0].cut))
+            gain = _tokens_per_s(*other, weather) / (change.longer * before) - 1
+            found = Suggestion(change, gain, len(other[0].cut))
         except MuletrainError:
             continue
         if change.field not in best or found.gain > best[change.field].gain:
@@ -78,7 +106,7 @@ def suggestions(
     as_it_is, kept = played(setting, run) if promising else 0.0, list[Suggestion]()
     for s in promising:
         if as_it_is and len(kept) < MOST:
-            gain = played(*changed(s.change)) / as_it_is - 1
+            gain = played(*changed(s.change)) / (s.change.longer * as_it_is) - 1
             kept += [replace(s, gain=gain)] if gain >= WORTH else []
     return sorted(kept, key=lambda s: -s.gain)
 
@@ -96,9 +124,9 @@ def worth_of_swapping(changed: Callable[[Change | None], tuple[Setting, RunConfi
     return _tokens_per_s(setting, run, weather) / without if without else math.inf
 
 
-def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
+def changes(run: RunConfig, *, paced: bool, quality: Mapping[str, float] = QUALITY) -> Iterator[Change]:
     """List the changes to try, some impossible. ``paced``: the fleet file declares stage times for any stage size, so
-    other sizes cannot be predicted."""
+    other sizes cannot be predicted. ``quality``: see ``QUALITY``."""
     batch, microbatch, stages = run.train.batch, run.train.microbatch, run.fleet.stages
     yield Change("train.batch", str(2 * batch), f"each step has {2 * batch} sequences instead of {batch}")
     if not run.optimizer.delayed:
@@ -110,6 +138,13 @@ def changes(run: RunConfig, *, paced: bool) -> Iterator[Change]:
         for smaller in (Codec.FP16, Codec.INT8):
             if BITS[smaller] < BITS[codec]:
                 yield Change(field, smaller.value, f"{what} are rounded to {BITS[smaller]} bits")
+    if run.model.given is None:  # new layers amid trained ones would undo the training
+        before = quality.get(run.model.compression, 1.0)
+        for kind in ("none", *quality):
+            longer = quality.get(kind, 1.0) / before
+            steps = f"about {longer:.2f} times as many steps to the same loss, counted in the gain"
+            if kind != run.model.compression:
+                yield Change("model.compression", kind, f"{steps}; {'no' if kind != 'none' else 'an'} export", longer)
     if run.swap.backing != "off":
         yield NO_SWAPPING
     if run.fleet.rebalance != "throughput":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muletrain.config.plan_file import Improvement
 from muletrain.errors import CapacityError, MuletrainError
-from muletrain.sim.fleet.advice import MOST, WORTH, applied, changes
+from muletrain.sim.fleet.advice import MOST, WORTH, changes
 from muletrain.sim.machine import AMPLE
 from muletrain.sim.plan import hub as plan_hub
 from muletrain.sim.plan import pipeline as plan_pipeline
@@ -132,13 +131,13 @@ def improvements(question: Question, chosen: Prediction, others: Sequence[Predic
     """List the changes with the largest gains on the layout of ``chosen`` or of ``others``, at most one for each field.
     The numbers of stages and microbatches are the planner's own choice."""
     best = dict[str, Improvement]()
-    for change in changes(question.run, paced=True):
+    for change in changes(question.run, paced=True, quality=question.quality):
         for layout in (chosen, *others):
             try:
                 tokens_per_s = _again(question, layout, change)
             except MuletrainError:
                 continue
-            gain = tokens_per_s / chosen.tokens_per_s - 1
+            gain = tokens_per_s / (change.longer * chosen.tokens_per_s) - 1
             if gain >= max(WORTH, best[change.field].gain if change.field in best else 0.0):
                 best[change.field] = Improvement(
                     change=change.text,
@@ -152,7 +151,7 @@ def improvements(question: Question, chosen: Prediction, others: Sequence[Predic
 
 def _again(question: Question, layout: Prediction, change: Change) -> float:
     """Tokens/s of a layout in the changed run. Raises MuletrainError for an impossible layout."""
-    changed = replace(question.without(layout.left_out), run=applied(question.run, change))
+    changed = question.without(layout.left_out).changed(change)
     cut = tuple(stage.layers for stage in layout.stages)
     if find(layout.strategy).pooled:
         return plan_hub.told(plan_hub.as_told(changed, changed.scene_of(layout), layout)).tokens_per_s

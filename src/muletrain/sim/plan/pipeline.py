@@ -206,7 +206,7 @@ def found(question: Question, scene: Scene, seed: int, time_limit_s: float) -> P
 def _memory(question: Question, placed: Placed, schedule: Schedule) -> tuple[Memory, ...]:
     setting, stages = placed.scene.setting, len(placed.assignment)
     needs, rows = question.needs(placed.scene), {}
-    boundary = 4.0 * setting.cost.tokens * question.spec.width
+    boundary = 4.0 * setting.cost.tokens * question.spec.passed
     for s, devices in enumerate(placed.assignment):
         owed = Counter[int]()
         for d, share in zip(devices, placed.shares, strict=True):

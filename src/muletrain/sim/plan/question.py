@@ -14,6 +14,8 @@ import numpy as np
 from muletrain.config.costs import Costs
 from muletrain.config.fleet_file import Fleet
 from muletrain.config.plan_file import Memory, Traffic
+from muletrain.model.chain import Compression
+from muletrain.sim.fleet.advice import QUALITY, applied
 from muletrain.sim.fleet.calibration import calibrated
 from muletrain.sim.fleet.flow import Weather
 from muletrain.sim.machine import AMPLE, flops_of, offer_of
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from muletrain.model.chain import Model
     from muletrain.planning.cost import RunCost
     from muletrain.planning.partition import Cut
+    from muletrain.sim.fleet.advice import Change
     from muletrain.sim.setting import Setting
     from muletrain.strategies import Listed
 
@@ -54,7 +57,7 @@ class Scene:
 @dataclass(frozen=True, eq=False)
 class Question:
     """A fleet, a run and its model. ``stages``, ``microbatch``: fixed if given. ``whole``: the full fleet if ``fleet``
-    is a subset (``subsets``). ``weather``: of the whole fleet."""
+    is a subset (``subsets``). ``weather``: of the whole fleet. ``quality``: see ``advice.QUALITY``."""
 
     fleet: Fleet
     run: RunConfig
@@ -64,6 +67,7 @@ class Question:
     costs: Costs = field(default_factory=Costs)
     whole: Fleet | None = None
     weather: Weather = field(default_factory=Weather)
+    quality: Mapping[str, float] = field(default_factory=lambda: QUALITY)
     _cuts: dict[int, Cut] = field(default_factory=dict)
     churned: dict[object, float] = field(default_factory=dict)
     """Remaining speed of played layouts under churn (``churn``)."""
@@ -108,6 +112,14 @@ class Question:
         return (
             self.of_first({m: sum(n not in gone for n in names) for m, names in self.names.items()}) if gone else self
         )
+
+    def changed(self, change: Change) -> Question:
+        """The same question about a changed run. Raises MuletrainError if the configuration rejects the change."""
+        run = applied(self.run, change)
+        spec = self.spec.compressed(Compression.from_config(run.model))
+        if spec.compression is not None:
+            spec.compression.check(spec.width)
+        return replace(self, run=run, spec=spec)
 
     def stage_counts(self) -> list[int]:
         """Numbers of stages worth a look: the fewest for each size of the largest stage. With paced machines there
