@@ -113,7 +113,7 @@ def gradients() -> dict[str, torch.Tensor]:
     return {p: torch.randn(SIZE, generator=torch.Generator().manual_seed(k)) for k, p in enumerate(IDS)}
 
 
-@pytest.mark.parametrize("codec", [Codec.FP32, Codec.FP16, Codec.INT8])
+@pytest.mark.parametrize("codec", [Codec.FP32, Codec.FP16, Codec.INT8, Codec.DYNAMIC8])
 def test_every_member_states_the_same_and_serves_what_it_states(codec: Codec) -> None:
     async def scenario() -> None:
         group, own = members(MemoryHub(), codec), gradients()

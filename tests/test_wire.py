@@ -19,6 +19,8 @@ from muletrain.wire.codec import BLOCK, Encoded, decode, decode_raw, encode, enc
 from muletrain.wire.frame import MAX_HEADER, MAX_TENSORS, PREFIX, Frame, pack, read_frame, reread
 
 TOLERANCE = {Codec.FP32: 0.0, Codec.FP16: 2.0**-11, Codec.BF16: 2.0**-8}
+STEPS = {Codec.INT8: 1 / 127, Codec.DYNAMIC8: 0.0155}
+"""Largest distance of two neighbouring numbers, of the largest number in a block."""
 SHAPES = [(), (0,), (1,), (3, 0, 2), (BLOCK,), (BLOCK - 1,), (BLOCK + 1,), (3, BLOCK), (7, 5, 11), (130, BLOCK + 3)]
 
 
@@ -31,8 +33,8 @@ def test_a_tensor_survives_each_codec(codec: Codec, shape: tuple[int, ...]) -> N
     decoded = decode(encoded)
     assert decoded.shape == values.shape
     assert decoded.dtype == torch.float32
-    if codec is Codec.INT8:
-        bounds = [block.abs().max() / 127 / 2 * 1.01 for block in values.reshape(-1).split(BLOCK) if len(block)]
+    if codec in STEPS:
+        bounds = [block.abs().max() * STEPS[codec] / 2 * 1.01 for block in values.reshape(-1).split(BLOCK) if len(block)]
         errors = [e.abs().max() for e in (decoded - values).reshape(-1).split(BLOCK) if len(e)]
         assert all(e <= b for e, b in zip(errors, bounds, strict=True))
     else:
@@ -44,7 +46,7 @@ def test_a_tensor_survives_each_codec(codec: Codec, shape: tuple[int, ...]) -> N
 def test_other_float_types_and_strides_are_taken(codec: Codec, dtype: torch.dtype) -> None:
     values = torch.randn(40, 30).to(dtype).t()
     decoded = decode(encode(values, codec))
-    assert torch.allclose(decoded, values.float(), atol=0.03)
+    assert torch.allclose(decoded, values.float(), atol=0.04)
 
 
 def test_int8_is_as_exact_on_gaussian_data_as_it_was_measured() -> None:
@@ -65,7 +67,7 @@ def test_what_is_not_finite_arrives_not_finite(codec: Codec, bad: float, positio
 
 
 @pytest.mark.parametrize("magnitude", [10.0**k for k in range(-33, 38, 5)])
-@pytest.mark.parametrize(("codec", "off"), [(Codec.FP16, 2.0**-11), (Codec.INT8, 0.01)])
+@pytest.mark.parametrize(("codec", "off"), [(Codec.FP16, 2.0**-11), (Codec.INT8, 0.01), (Codec.DYNAMIC8, 0.012)])
 def test_a_scaled_codec_is_as_exact_at_any_magnitude(codec: Codec, off: float, magnitude: float) -> None:
     """A gradient of a loss of 1e-8 fell below fp16, and one of 1e6 was not finite in it."""
     values = torch.rand(3 * BLOCK + 5, generator=torch.Generator().manual_seed(2)).sub(0.5) * magnitude
@@ -79,13 +81,14 @@ def test_a_scaled_codec_is_as_exact_at_any_magnitude(codec: Codec, off: float, m
 @given(
     seed=st.integers(0, 2**31), low=st.integers(-140, 120), spread=st.integers(0, 60), size=st.integers(1, BLOCK + 9)
 )
-def test_what_fp16_decoded_encodes_to_the_same_bits(seed: int, low: int, spread: int, size: int) -> None:
+@pytest.mark.parametrize("codec", [Codec.FP16, Codec.DYNAMIC8])
+def test_what_was_decoded_encodes_to_the_same_bits(codec: Codec, seed: int, low: int, spread: int, size: int) -> None:
     """Holders of a mean gradient have decoded values, and prove these by encoding them again."""
     draw = torch.Generator().manual_seed(seed)
     exponents = torch.randint(low, min(128, low + spread + 1), (size,), generator=draw)
     values = torch.ldexp(torch.rand(size, generator=draw).sub(0.5).mul(2), exponents).float()
-    first = encode(values, Codec.FP16)
-    again = encode(decode(first), Codec.FP16)
+    first = encode(values, codec)
+    again = encode(decode(first), codec)
     assert [bytes(b) for b in again.buffers] == [bytes(b) for b in first.buffers]
 
 
@@ -94,10 +97,21 @@ def test_in_fp16_single_numbers_are_not_finite() -> None:
     assert torch.isfinite(decode(encode(values, Codec.FP16))).tolist() == [True, False, True, False]
 
 
+def test_dynamic8_keeps_small_numbers_beside_a_large_one() -> None:
+    values = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
+    values[7] = 1000.0
+    small = torch.arange(BLOCK) != 7
+    off = {c: (decode(encode(values, c)) - values)[small].norm() / values[small].norm() for c in STEPS}
+    assert off[Codec.INT8] > 0.9
+    assert off[Codec.DYNAMIC8] < 0.12
+    assert float(decode(encode(-values, Codec.DYNAMIC8))[7]) == -1000.0
+
+
+@pytest.mark.parametrize("codec", STEPS)
 @pytest.mark.parametrize("size", [BLOCK, 5])
-def test_int8_of_zeros_and_of_the_tiniest_numbers_is_zero(size: int) -> None:
+def test_8_bits_of_zeros_and_of_the_tiniest_numbers_are_zero(size: int, codec: Codec) -> None:
     for value in (0.0, 1e-45, 1e-39, -1e-36):
-        decoded = decode(encode(torch.full((size,), value), Codec.INT8))
+        decoded = decode(encode(torch.full((size,), value), codec))
         assert torch.allclose(decoded, torch.full((size,), value), atol=1.3e-35)
 
 

@@ -72,8 +72,10 @@ def _documents(data: TokenCache) -> dict[str, int]:
 
 
 def _named(facts: RunFacts) -> str:
-    spec = facts.spec
+    spec, sent = facts.spec, ""
+    if spec.borders and spec.compression is not None:
+        sent = f", of which {spec.passed} are sent between stages ({spec.compression.kind})"
     if not isinstance(spec, TracedModel):
-        return f"decoder of {spec.layers} layers, width {spec.width}"
+        return f"decoder of {spec.layers} layers, width {spec.width}{sent}"
     kind = spec.factory or str(spec.config.get("model_type"))
-    return f"{kind}, {spec.layers} blocks, width {spec.width}"
+    return f"{kind}, {spec.layers} blocks, width {spec.width}{sent}"

@@ -185,9 +185,11 @@ def _of_fp16(absmax: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _numbers(device: torch.device) -> Tensor:
-    """fp32 [256], in order: the numbers of ``DYNAMIC8``, from -1 to 1."""
-    each = [10.0 ** (i - 6) * (0.1 + 0.9 * (k + 0.5) / 2**i) for i in range(7) for k in range(2**i)]
-    return torch.tensor(sorted([*each, *(-x for x in each), 0.0, 1.0]), device=device)
+    """fp32 [255], in order: the numbers of ``DYNAMIC8``. The largest are -1 and 1, so that decoded numbers encode to the
+    same bits."""
+    parts = ((i, (k + (1 if i == 6 else 0.5)) / 2**i) for i in range(7) for k in range(2**i))
+    each = [10.0 ** (i - 6) * (0.1 + 0.9 * part) for i, part in parts]
+    return torch.tensor(sorted([*each, 0.0, *(-x for x in each)]), device=device)
 
 
 @functools.cache

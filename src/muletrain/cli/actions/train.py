@@ -24,6 +24,7 @@ from muletrain.runs.alone import Alone
 from muletrain.runs.asked import cleaned_up
 from muletrain.runs.assemble import RunFacts
 from muletrain.runs.chaos import Injector
+from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.fleet import LocalFleet, threads_per_peer
 from muletrain.runs.folder import held, new_run_folder
 from muletrain.runs.join.ticket import Ticket
@@ -277,11 +278,15 @@ def report(session: Session) -> None:
         return
     if evaluation is not None and evaluation.before is not None:
         session.say(f"\n{improvement(evaluation)}")
-    if evaluation is not None and evaluation.own_loss:
+    compressed = Checkpoint.open(session.checkpoint).spec.compression is not None
+    own_loss = evaluation is not None and evaluation.own_loss
+    commands = [] if own_loss else [f'muletrain generate {folder} "The "   # more text from this model']
+    if own_loss and not compressed:
         named = " ".join(f"--factory {name}" for name in trusted())
-        session.say(f"\nmuletrain export {folder} --hf my-model {named}   # its state_dict")
-    else:
-        session.say(f'\nmuletrain generate {folder} "The "   # more text from this model')
-        session.say(f"muletrain export {folder} --hf my-model   # for Hugging Face transformers")
+        commands.append(f"muletrain export {folder} --hf my-model {named}   # its state_dict")
+    elif not compressed:
+        commands.append(f"muletrain export {folder} --hf my-model   # for Hugging Face transformers")
+    if commands:
+        session.say("\n" + "\n".join(commands))
     if how := session.go_on():
         session.say(how)
