@@ -148,7 +148,9 @@ def main() -> None:
                 left = (case for case in some if (case.way, case.stages, case.factor) not in done)
                 wanted += [(case, seed, given.steps, best[0] if best else None) for case in left]
             begin = time.monotonic()
-            for row in track(pool.imap_unordered(_star, wanted), "training", len(wanted), Console(stderr=True)):
+            for row in track(
+                pool.imap_unordered(_star, wanted), "training", total=len(wanted), console=Console(stderr=True)
+            ):
                 found.append(row)
                 TRAINING.write_text("[\n" + ",\n".join(json.dumps(r) for r in sorted(found, key=_order)) + "\n]\n")
             print(f"{len(wanted)} trainings in {time.monotonic() - begin:.0f} s", file=sys.stderr)
