@@ -22,7 +22,6 @@ from muletrain.model.stage import initial_weight
 from muletrain.model.traced.chain import TracedModel
 from muletrain.runs.assemble import RunFacts
 from muletrain.sim.setting import run_cost
-
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from proofs.verdict import readable

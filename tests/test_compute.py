@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,14 @@ import pytest
 import torch
 
 from muletrain.clock import LoopClock
+from muletrain.compute.arithmetic import StageArithmetic, StageSetup
 from muletrain.compute.base import Microbatch, Update
-from muletrain.compute.estimate import stash_bytes
+from muletrain.compute.estimate import client_memory, stash_bytes
 from muletrain.compute.paced import PacedCompute
-from muletrain.config.schema import Precision
+from muletrain.config.model_sections import ModelConfig
+from muletrain.config.schema import OptimizerConfig, Precision
+from muletrain.model.make import make_model, make_stage
+from muletrain.model.traced.chain import TracedModel
 from tests.small_stages import (
     MB,
     MICROBATCHES,
@@ -30,6 +35,7 @@ from tests.small_stages import (
     train,
     weights,
 )
+from tests.traced_models import CONTEXT, config_of
 
 if TYPE_CHECKING:
     from muletrain.compute.base import Compute
@@ -197,3 +203,31 @@ def test_a_cancelled_paced_call_leaves_nothing(fleet: Fleet) -> None:
 
     run(cancelled())
     assert run(part.gradient(0)).norm() == 0
+
+
+@pytest.mark.parametrize("kind", ["native", "traced"])
+def test_a_client_in_16_bits_holds_no_masters_and_computes_the_same_bits(kind: str) -> None:
+    """HYBRID, sec. 4.4: a client's weights are those that a server computes with, and its accumulator is as exact."""
+    if kind == "native":
+        model = make_model(ModelConfig(layers=2, width=32, heads=2, vocab=64, context=16, dropout=0.1))
+    else:
+        architecture = json.dumps(config_of("gpt2", n_layer=2), sort_keys=True)
+        model = TracedModel(architecture, CONTEXT)
+    cut, mb = model.cut(1), Microbatch(0, 0)
+    setup = StageSetup(OptimizerConfig(), 10, seed=1, sequences=2, precision=Precision.BF16, inline=True)
+    module = make_stage(model, 0, cut)
+    server = StageArithmetic(0, [make_stage(model, 0, cut)], setup, None)
+    client = StageArithmetic(
+        0, [module], replace(setup, updates=False), lambda name: torch.zeros(module.shapes()[name])
+    )
+    assert client.masters.dtype == torch.bfloat16
+    client.load_weights(server.copied_weights(), ())
+    inputs, targets = torch.randint(0, 64, (2, 2, 16))
+    found = [a.loss_backward(mb, inputs, targets, accumulate=True)[:2] for a in (server, client)]
+    for (loss, gradients), arithmetic in zip(found, (server, client), strict=True):
+        assert loss == found[0][0]
+        arithmetic.accumulate(gradients, 0)
+    assert server.accumulator(0).norm() > 0
+    assert torch.equal(server.accumulator(0), client.accumulator(0))
+    held = sum(t.numel() * t.element_size() for t in {id(t): t for t in (client.masters, *client._working)}.values())
+    assert held == client_memory(model, cut, 0, tokens=32, precision=Precision.BF16).weights

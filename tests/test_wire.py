@@ -34,7 +34,9 @@ def test_a_tensor_survives_each_codec(codec: Codec, shape: tuple[int, ...]) -> N
     assert decoded.shape == values.shape
     assert decoded.dtype == torch.float32
     if codec in STEPS:
-        bounds = [block.abs().max() * STEPS[codec] / 2 * 1.01 for block in values.reshape(-1).split(BLOCK) if len(block)]
+        bounds = [
+            block.abs().max() * STEPS[codec] / 2 * 1.01 for block in values.reshape(-1).split(BLOCK) if len(block)
+        ]
         errors = [e.abs().max() for e in (decoded - values).reshape(-1).split(BLOCK) if len(e)]
         assert all(e <= b for e, b in zip(errors, bounds, strict=True))
     else:

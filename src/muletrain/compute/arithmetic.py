@@ -82,7 +82,8 @@ class StageArithmetic:
     One thread computes. Another may read the weights (``digest``, ``state``) or update the weights meanwhile: a lock
     serializes both. There is one version, or two under delayed updates. Step t uses version t mod their number, and a
     separate accumulator. With two, the update by step t makes the weights of step t + 2, while t + 1 computes with the
-    older version. In fp32, with the state on the device, the newest working buffer is the masters.
+    older version. In fp32, with the state on the device, the newest working buffer is the masters. A client, which does
+    not update, has no masters: its newest working buffer, in the working precision, has this place.
     """
 
     def __init__(
@@ -99,18 +100,21 @@ class StageArithmetic:
         self.layout = layout = versions[0].layout()
         self._trainable = layout.trainable()
         state_device = torch.device("cpu") if setup.optimizer.state_device == "cpu" else device
-        self.masters = torch.empty(layout.size, device=state_device)
-        masters = layout.views(self.masters)
-        for name, view in masters.items():
+        state = (state_device, torch.float32) if setup.updates else (device, dtype)
+        self.masters = torch.empty(layout.size, device=state[0], dtype=state[1])
+        for name, view in layout.views(self.masters).items():
             _copy(view, first(name), name)
-        self._direct = dtype == torch.float32 and state_device == device
+        self._direct = state == (device, dtype)
         newest = self.masters if self._direct else self.masters.to(device, dtype)
         self._working = [newest, *(newest.clone() for _ in versions[1:])]
-        self._exact = {} if self._direct else {name: masters[name].to(device) for name in versions[0].exact(dtype)}
+        exact = () if self._direct and dtype == torch.float32 else versions[0].exact(dtype)
+        self._exact = {name: first(name).to(device, torch.float32, copy=True) for name in exact}
         self._parameters = [self._bound(*pair) for pair in zip(versions, self._working, strict=True)]
         if setup.updates:
             self.rule = make_rule(setup.optimizer, setup.total_steps, layout, state_device)
-        self._accumulators = [torch.zeros(layout.trained, device=device) for _ in versions]
+        # a client's device has room for little more than weights and one gradient (HYBRID, sec. 4.4)
+        self._held = device if setup.updates else torch.device("cpu")
+        self._accumulators = [torch.zeros(layout.trained, device=self._held) for _ in versions]
         learned = [a[: layout.learned] for a in self._accumulators]
         self._accumulator_views = [list(self._trainable.views(a).values()) for a in learned]
         self.next = 0
@@ -183,16 +187,16 @@ class StageArithmetic:
     def differentiate(
         self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
     ) -> tuple[Gradients, Tensor | None]:
-        """Gradients of the trained parameters (scaled; none unless ``accumulate``) and of the inputs (fp32; None at
-        stage 0)."""
+        """Gradients of the trained parameters (scaled; none unless ``accumulate``), where the accumulators are, and of the
+        inputs (fp32; None at stage 0)."""
         wanted = [leaf] if leaf.requires_grad else []
         wanted += self.parameters(mb.step) if accumulate else []
         if not wanted:
             return (), None
         gradients = torch.autograd.grad(output, wanted, seed)
-        if not leaf.requires_grad:
-            return gradients, None
-        return gradients[1:], gradients[0].div_(self.scale.of(mb.step)).contiguous()
+        passed = gradients[0].div_(self.scale.of(mb.step)).contiguous() if leaf.requires_grad else None
+        own = gradients if passed is None else gradients[1:]
+        return tuple(g.to(self._held) for g in own), passed
 
     def _leaf(self, inputs: Tensor) -> Tensor:
         """``inputs``, checked, on the device. The stage's backward ends at activations."""
@@ -224,7 +228,7 @@ class StageArithmetic:
 
     def add(self, gradient: Tensor, step: int) -> None:
         """Add ``gradient``, fp32 [G], to the accumulator of ``step``."""
-        self.accumulator(step)[: len(gradient)].add_(gradient.to(self.setup.device))
+        self.accumulator(step)[: len(gradient)].add_(gradient.to(self._held))
 
     def clear(self, step: int) -> None:
         """Empty the accumulator of ``step``."""
@@ -279,7 +283,7 @@ class StageArithmetic:
             for version in versions:
                 if self._working[version] is not self.masters:
                     self._working[version].copy_(self.masters)
-            self._copy_exact()
+            self._copy_exact(weights)
 
     def state(self) -> dict[str, Tensor]:
         """Copies on the CPU: 'model/NAME', and of trained parameters 'moment1/NAME', 'moment2/NAME', fp32, and the loss scale.
@@ -314,13 +318,13 @@ class StageArithmetic:
                 for name, value in sources[kind].items():
                     views[name].copy_(value)
             newest.copy_(self.masters)
-            self._copy_exact()
+            self._copy_exact(self.masters)
             self.scale.load_state(state, self.next)
 
-    def _copy_exact(self) -> None:
-        masters = self.layout.views(self.masters)
+    def _copy_exact(self, weights: Tensor) -> None:
+        views = self.layout.views(weights)
         for name, tensor in self._exact.items():
-            tensor.copy_(masters[name])
+            tensor.copy_(views[name])
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"model": self.masters, "moment1": self.rule.moment1, "moment2": self.rule.moment2}

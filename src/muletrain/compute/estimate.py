@@ -251,23 +251,22 @@ def client_memory(
     delayed: bool = False,
     checkpointing: Checkpointing = "always",
 ) -> StageMemory:
-    """Memory of a client of ``stage``, which keeps no moments, with microbatches of ``tokens`` (B * T) tokens.
+    """Memory of a client of ``stage``, which keeps neither moments nor fp32 masters, and accumulates in the machine's
+    memory, with microbatches of ``tokens`` (B * T) tokens.
     ``delayed``: with weights and accumulators of two steps."""
     params, trained = spec.stage_params(cut, stage), spec.trained_params(cut, stage)
     size = 4 if precision is Precision.FP32 else 2
-    older = params * size if delayed else 0
-    copy = older + (0 if precision is Precision.FP32 else params * size)
-    second = 4 * trained * delayed
-    masters, accumulator, parts = 4 * params, 4 * trained + second, PARTS * trained * size
+    older, second = params * size * delayed, 4 * trained * delayed
+    weights, accumulators, gradient = params * size + older, 4 * trained + second, trained * size
     coming, going = 4 * params, 4 * trained  # the next weights, and the accumulator on its way to the server
     need = StageMemory(
-        weights=masters + copy,
+        weights=weights,
         moments=0,
-        gradient=accumulator + parts,
+        gradient=accumulators + PARTS * gradient,
         activations=0,
         copies=coming + going,
-        on_device=masters + copy + accumulator + parts,
-        on_host=coming + going,
+        on_device=weights + gradient,
+        on_host=coming + going + accumulators + (PARTS - 1) * gradient,
         delayed=older + second,
     )
     return _with_graphs(need, (spec, cut, stage), tokens, precision, checkpointing)

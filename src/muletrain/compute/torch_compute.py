@@ -175,7 +175,7 @@ class TorchCompute(ThreadedCompute):
 
     async def _to_host(self, values: Tensor) -> Tensor:
         """Copies contiguous fp32 ``values`` in pieces, so that a result never waits for a whole gradient."""
-        if self._staging is None:
+        if self._staging is None or values.device.type == "cpu":
             return values
         flat, out = values.view(-1), torch.empty(values.numel())
         for begin in range(0, values.numel(), PIECE):
