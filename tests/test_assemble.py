@@ -17,10 +17,11 @@ from muletrain.config.load import load_config
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.data.samples import SampleData
 from muletrain.errors import CheckpointError, ConfigError
-from muletrain.model.chain import TensorType
+from muletrain.model.chain import Compression, TensorType
 from muletrain.model.hf import export_hf
+from muletrain.model.make import make_stage
 from muletrain.model.spec import ModelSpec
-from muletrain.runs.assemble import RunFacts, build_compute, resolve_start
+from muletrain.runs.assemble import RunFacts, build_compute, initial_weights, resolve_start
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.resuming import checked
@@ -53,6 +54,15 @@ def test_a_start_from_a_model_takes_its_sizes_and_keeps_the_rest(exported: Path)
     assert (model.layers, model.width, model.vocab, model.context, model.dropout) == (4, 32, 64, 8, 0.0)
     assert model.share_layers
     assert RunFacts.of(load_config(None, ["model.preset=gpt3-125m", "model.share_layers=true"])).spec.share_layers
+
+
+def test_a_start_from_a_model_keeps_the_asked_compression(exported: Path) -> None:
+    asked = load_config(None, [f"model.from={exported}", "model.compression=bottleneck", "fleet.stages=2"])
+    facts = RunFacts.of(resolve_start(asked))
+    assert facts.spec.compression == Compression("bottleneck", 2, (facts.cut[0][1] - 1,))
+    load, shapes = initial_weights(facts, 0), make_stage(facts.spec, 0, facts.cut).shapes()
+    assert load is not None
+    assert tuple(load("compression.1.down.matrix").shape) == shapes["compression.1.down.matrix"] == (16, 32)
 
 
 def test_what_a_start_from_a_model_became_is_found_again_on_resume(exported: Path, tmp_path: Path) -> None:

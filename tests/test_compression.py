@@ -4,6 +4,7 @@ stage."""
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,13 +21,16 @@ from muletrain.model.make import load_model, make_model, make_stage, model_from_
 from muletrain.model.module import StageModule
 from muletrain.model.stage import initial_weight
 from muletrain.model.traced.chain import TracedModel
-from muletrain.runs.assemble import RunFacts
+from muletrain.runs.assemble import RunFacts, initial_weights, resolve_start
 from muletrain.sim.setting import run_cost
 from proofs.play import play
 from proofs.scenario import Fault, Scenario
 from proofs.verdict import readable
 
-from .traced_models import CONTEXT, config_of
+from .traced_models import CONTEXT, config_of, new_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 KINDS = "bottleneck", "maxout"
 SEQUENCES, LAYERS, STAGES = 3, 4, 3
@@ -168,3 +172,16 @@ def test_a_fleet_that_loses_a_replica_trains_as_one_process(way: str, stages: tu
     outcome = play(Scenario(11, stages, 2, 20, 8, 0.01, (fault,), overrides=overrides, tolerance=1e-5))
     assert outcome.violations == [], "\n".join(readable(outcome))
     assert outcome.difference <= 1e-5
+
+
+def test_a_given_model_keeps_the_asked_compression(tmp_path: Path) -> None:
+    new_model("gpt2").save_pretrained(tmp_path)
+    asked = {"from": str(tmp_path), "compression": "maxout", "compression_factor": 4}
+    config = resolve_start(RunConfig.model_validate({"model": asked, "fleet": {"stages": 2}}), weights=False)
+    facts = RunFacts.of(config)
+    assert facts.spec.compression == Compression("maxout", 4, (facts.cut[0][1] - 1,))
+    for stage in range(2):
+        load, shapes = initial_weights(facts, stage), make_stage(facts.spec, stage, facts.cut).shapes()
+        assert load is not None
+        assert all(tuple(load(name).shape) == shape for name, shape in shapes.items())
+        assert any(name.startswith("compression.") for name in shapes)

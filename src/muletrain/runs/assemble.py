@@ -362,6 +362,7 @@ def resolve_start(
         check_own(folder, sizes["vocab"])
         data = data.model_copy(update={"tokenizer": str(folder.resolve())})
         sizes["stops"] = stops_in(folder)
+    sizes |= _compressing(config.model)
     check_given(given, sizes, "model.from, whose checkpoint")
     model = ModelConfig.model_validate({**sizes, "from": str(folder.resolve())})
     return RunConfig.model_validate({**dict(config), "model": model, "data": data})
@@ -376,12 +377,18 @@ def _resolve_factory(config: RunConfig) -> RunConfig:
         data = SampleData.build(config.data.factory, skips=config.data.on_error == "skip")
         kinds = (data.inputs, data.targets)
     model = TracedModel.by_factory(own, *kinds)
-    free = {"factory": own.factory, "arguments": own.arguments}
+    free = {"factory": own.factory, "arguments": own.arguments, **_compressing(own)}
     sizes = {name: getattr(model, name) for name in SIZES} | {"chain": model.chain_name}
     check_given(
         own.model_dump(include=own.model_fields_set, exclude_none=True), sizes | free, "model.factory, whose module"
     )
     return RunConfig.model_validate({**dict(config), "model": ModelConfig.model_validate({**sizes, **free})})
+
+
+def _compressing(config: ModelConfig) -> dict[str, Any]:
+    """The stated fields about compression, which no model that is given has."""
+    own = {"compression", "compression_factor", "compression_after"}
+    return config.model_dump(include=own & config.model_fields_set)
 
 
 def versions() -> dict[str, str]:
@@ -414,7 +421,9 @@ def sizes_in(folder: Path, given: dict[str, Any], *, weights: bool, note: Callab
             "share_layers": given.get("share_layers", False),
             "untie": untie,
         }
-        return {**json.loads(spec.to_json()), **own}
+        sizes: dict[str, Any] = json.loads(spec.to_json())
+        del sizes["compression"]
+        return {**sizes, **own}
     own = {name: given[name] for name in ("dropout", "untie") if name in given}
     model = traced_in(folder, context=context, **own)
     if weights:
