@@ -11,6 +11,7 @@ import torch
 
 from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.profile import _Live
+from muletrain.compute.swap.fit import blocks_of
 from muletrain.config.model_sections import ModelConfig
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
@@ -41,6 +42,7 @@ BOTTLENECK, MAXOUT = Compression("bottleneck", 4), Compression("maxout", 2)
 def model_of(kind: str, compression: Compression) -> Model:
     if kind in ("native", "shared"):
         asked = {"compression": compression.kind, "compression_factor": compression.factor}
+        asked["compression_after"] = compression.after
         return make_model(SIZES.model_copy(update={"share_layers": kind == "shared", **asked}))
     layers = "n_layer" if kind == "gpt2" else "num_hidden_layers"
     architecture = json.dumps(config_of(kind, **{layers: LAYERS}), sort_keys=True)
@@ -131,6 +133,10 @@ def test_a_cut_elsewhere_is_refused() -> None:
         ConfigError, match="compresses after layers 2, and stages can only meet there, not after layer 1"
     ):
         placed.cut(2, [1, 3])
+    with pytest.raises(ConfigError, match="no borders of 4 layers"):
+        model_of("native", Compression("maxout", 2, (2, 1)))
+    with pytest.raises(ConfigError, match="no borders of 4 layers"):
+        model_of("native", Compression("maxout", 2, (3,)))
     with pytest.raises(ConfigError, match="compression_factor: 3 does not divide"):
         make_model(SIZES.model_copy(update={"compression": "maxout", "compression_factor": 3}))
 
@@ -152,6 +158,17 @@ def test_the_maximum_is_of_neighbours_after_the_norm() -> None:
     assert torch.allclose(got[..., :16], again, atol=1e-5)
     assert not got[..., 16:].any()
     assert borders.leave(x, 0) is x
+
+
+def test_swapped_blocks_count_what_compresses() -> None:
+    plain, model = make_model(SIZES), model_of("native", BOTTLENECK)
+    cut = model.cut(STAGES)
+    for stage in range(STAGES):
+        found = [
+            sum(block.load_bytes for block in blocks_of(spec, cut, stage, 64, Precision.FP32, 1e9))
+            for spec in (plain, model)
+        ]
+        assert found[1] - found[0] == 4 * model.compression_params(cut, stage) > 0
 
 
 def test_a_run_places_the_borders_and_passes_less() -> None:

@@ -43,6 +43,18 @@ IDLE = (
         "take another schedule",
     ),
     Idle("model.arguments", lambda c: c.model.factory is None, "without model.factory", "set that"),
+    Idle(
+        "model.compression_factor model.compression_after",
+        lambda c: c.model.compression == "none",
+        "without model.compression",
+        "set that",
+    ),
+    Idle(
+        "model.compression",
+        lambda c: c.fleet.stages == 1 and c.model.compression_after is None,
+        "with fleet.stages = 1, since nothing goes from stage to stage",
+        "take more stages",
+    ),
     Idle("data.on_error", lambda c: c.data.factory is None, "without data.factory", "set that"),
     Idle(
         "data.path data.validation data.field data.tokenizer data.special_tokens data.end_token data.heldout data.deduplicate data.share",

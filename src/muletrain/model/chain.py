@@ -98,12 +98,19 @@ class Compression:
         if fields is None:
             return None
         after = fields["after"]
-        return cls(**{**fields, "after": None if after is None else tuple(after)})
+        return cls(**{**fields, "after": None if after is None else tuple(map(int, after))})
 
-    def check(self, width: int) -> None:
-        """Raises ConfigError for a width that the factor does not divide."""
-        if width % self.factor:
+    def check(self, width: int, layers: int) -> None:
+        """Raises ConfigError for a kind that does not exist, a width that the factor does not divide, and borders that are
+        not in order."""
+        if self.kind not in ("bottleneck", "maxout"):
+            raise ConfigError(f"model.compression: {self.kind!r}; use 'bottleneck' or 'maxout'")
+        if self.factor < 2 or width % self.factor:
             raise ConfigError(f"model.compression_factor: {self.factor} does not divide the model's width {width}")
+        if any(not a < b for a, b in itertools.pairwise((-1, *(self.after or ()), layers - 1))):
+            raise ConfigError(
+                f"model.compression_after: {list(self.after or ())} are no borders of {layers} layers; leave it out"
+            )
 
     def down_params(self, width: int) -> int:
         """Parameters before a border."""
@@ -276,7 +283,7 @@ class Model(ABC):
         """Raises ConfigError if more than two stages would share parameters, and for a border without the compression
         that this model has at its borders."""
         if self.compression is not None:
-            self.compression.check(self.width)
+            self.compression.check(self.width, self.layers)
             borders = _ends(cut) if self.compression.after is None else self.compression.after
             if extra := [end for _, end in cut[:-1] if end - 1 not in borders]:
                 raise ConfigError(

@@ -51,7 +51,7 @@ class ModelSpec(Model):
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads: {self.kv_heads} does not divide model.heads = {self.heads}")
         if self.compression is not None:
-            self.compression.check(self.width)
+            self.compression.check(self.width, self.layers)
         if self.activation not in ("gelu", "silu"):
             raise ConfigError(f"model.activation: {self.activation!r}; use 'gelu' or 'silu'")
 

@@ -54,7 +54,7 @@ NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision, flops: float) -> list[Layer]:
     """Times and memory of each block of the stage's chain, with microbatches of ``tokens`` (B * T) on a device of
     ``flops`` [FLOP/s]."""
-    size = 4 if precision is Precision.FP32 else 2
+    size, spec = 4 if precision is Precision.FP32 else 2, spec.placed(cut)
     goes_on = 4.0 * tokens * spec.width
     loss = stage == len(cut) - 1
 
@@ -64,10 +64,12 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
         again_s = forward_s if loss else 0.0
         return Layer(forward_s, BACKWARD * forward_s, float(size * params), works, goes_on, 4.0 * params, again_s)
 
-    def layers(first: int, end: int) -> Layer:
-        """One block of these layers; several layers share weights."""
+    def layers(index: int) -> Layer:
+        """One block; several layers share weights."""
+        first, end = runs[index]
         flops = sum(spec.flops_of(layer) for layer in range(first, end))
-        return block(spec.params_of(first), flops, tokens * sum(spec.kept_bytes(n, size) for n in range(first, end)))
+        params = spec.params_of(first) + spec.compression_params(runs, index)
+        return block(params, flops, tokens * sum(spec.kept_bytes(n, size) for n in range(first, end)))
 
     runs, own = chain_cut(spec, cut, stage)
     found = []
@@ -79,7 +81,7 @@ def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precisi
             params = spec.head_params + spec.copied_params(cut, stage)
             found.append(block(params, spec.head_flops, spec.head_bytes(tokens, size)))
         else:
-            found.append(layers(*runs[index]))
+            found.append(layers(index))
     return found
 
 

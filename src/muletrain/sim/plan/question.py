@@ -118,7 +118,7 @@ class Question:
         run = applied(self.run, change)
         spec = self.spec.compressed(Compression.from_config(run.model))
         if spec.compression is not None:
-            spec.compression.check(spec.width)
+            spec.compression.check(spec.width, spec.layers)
         return replace(self, run=run, spec=spec)
 
     def stage_counts(self) -> list[int]:
