@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from muletrain.compute import profile as measuring
 from muletrain.compute.profile import Conditions, alike, needed, now, profiled
+from muletrain.compute.swap.fit import blocks_of
 from muletrain.config.profile_file import BlockCost, Profile, read_profile
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.errors import CapacityError, ConfigError
@@ -325,3 +327,27 @@ def test_a_gpu_profiles_a_model_larger_than_what_it_may_use() -> None:
     assert [len(b.parts) for b in blocks] == [1, 24, 1]
     assert all(b.load_s > 0 and b.activation_bytes + b.workspace_bytes >= b.parameter_bytes for b in blocks[1:])
     assert torch.cuda.memory_allocated(at.device) - before < largest
+
+
+def test_part_times_measure_each_kind_once_and_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """ATOM, sec. III-D."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = make_model(ModelConfig(layers=3, width=64, heads=2, vocab=16384, context=64))
+    at, asked = Conditions(2, torch.device("cpu"), Precision.FP32), list[int]()
+    quick = measuring._quick
+
+    def watched(model: Model, part: int, at: Conditions, budget_s: float) -> measuring.BlockTimes:
+        asked.append(part)
+        return quick(model, part, at, 0.01)
+
+    monkeypatch.setattr(measuring, "_quick", watched)
+    first, again = measuring.part_times(model, at), measuring.part_times(model, at)
+    assert asked == [0, 1, 4], "the embedding, one block, the head"
+    assert first == again
+    assert first[1] == first[2] == first[3]
+    assert sum(first[4]) > sum(first[1]), "the head has twenty times a block's work"
+    blocks = blocks_of(model, ((0, 3),), 0, 128, Precision.FP32, 1.0, first)
+    assert [b.forward_s for b in blocks] == [128 * first[part][0] for part in range(5)]
+    assert [b.backward_s for b in blocks] == pytest.approx([128 * sum(first[part]) for part in range(5)])
+    measuring.part_times(model, replace(at, precision=Precision.BF16))
+    assert asked == [0, 1, 4, 0, 1, 4]

@@ -19,8 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muletrain.compute.probe import free_memory, precision_dtype
+from muletrain.compute.probe import chip, free_memory, precision_dtype
+from muletrain.config.cache import keep, kept
 from muletrain.config.profile_file import BlockCost
+from muletrain.config.section import Section
 from muletrain.errors import CapacityError
 from muletrain.model.dropout import Masks
 from muletrain.model.make import make_block
@@ -138,7 +140,7 @@ class Block:
 
     def once(self, sequences: int | None = None) -> tuple[float, float]:
         """Returns seconds of forward and of backward, with gradients of weights and inputs, as in training.
-        ``sequences``: fewer than the microbatch has, except for the last block."""
+        ``sequences``: fewer than the microbatch has."""
         inputs = self._inputs[:sequences].detach()
         wanted: list[Tensor] = [p for p in self._module.parameters() if p.requires_grad]
         if not self._module.is_first:
@@ -146,7 +148,7 @@ class Block:
         begin = now(self._device)
         masks, seed = Masks(0, 0, 0), None
         if self._last:
-            output = self._module.loss(inputs, self._targets, masks)
+            output = self._module.loss(inputs, self._targets[:sequences], masks)
         else:
             output = self._module(inputs, masks)
             seed = torch.ones_like(output)
@@ -262,19 +264,45 @@ class BlockTimes:
     tokens: int
 
 
+def _quick(model: Model, part: int, at: Conditions, budget_s: float) -> BlockTimes:
+    """Measure one block with as few sequences as the budget demands. Raises CapacityError if memory is too small."""
+    try:
+        block = Block(model, part, at, torch.randn(at.sequences, model.context, model.width).to(at.dtype))
+        block.load()
+        block.once(1)  # libraries load, and choose how to compute
+        count = max(1, min(at.sequences, int(budget_s / QUICK_PASSES / sum(block.once(1)))))
+        return BlockTimes(*block.median_s(1, budget_s, count), count, model.context)
+    except RuntimeError as e:  # torch's lack of memory is one
+        problem = " ".join(str(e).split())[:200]
+        raise CapacityError(f"a block of the model could not be computed on {at.device}: {problem}") from e
+
+
+class KindTimes(Section):
+    """Entry of the cache: seconds of a forward and of a backward for each token, by kind of block (``alike``)."""
+
+    each: tuple[tuple[float, float], ...]
+
+
+def part_times(model: Model, at: Conditions) -> dict[int, tuple[float, float]]:
+    """Seconds of a forward and of a backward for each token, by part of the chain (0: before the first block). One block
+    of each kind is measured (ATOM, sec. III-D), unless the cache has this model on this kind of device. Raises
+    CapacityError if memory is too small."""
+    groups = alike(model)
+    about: dict[str, object] = {"model": model.to_json(), "device": chip(at.device), "sequences": at.sequences}
+    about |= {"precision": at.precision.value, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    known = kept("times", about, KindTimes)
+    if known is None or len(known.each) != len(groups):
+        found = (_quick(model, parts[0], at, QUICK_S / 2) for parts in groups)
+        tokens = ((times, times.sequences * times.tokens) for times in found)
+        known = KindTimes(each=tuple((times.forward_s / n, times.backward_s / n) for times, n in tokens))
+        keep("times", about, known)
+    return {part: times for parts, times in zip(groups, known.each, strict=True) for part in parts}
+
+
 def block_times(spec: Model, sequences: int, device: torch.device, precision: Precision) -> BlockTimes:
     """Measure the first block: dropout, residuals, norms, attention over the whole context. Uses fewer than
     ``sequences`` to save time. Raises CapacityError if memory is too small."""
-    at = Conditions(sequences, device, precision)
-    try:
-        block = Block(spec, 1, at, torch.randn(sequences, spec.context, spec.width).to(at.dtype))
-        block.load()
-        block.once(1)  # libraries load, and choose how to compute
-        count = max(1, min(sequences, int(QUICK_S / QUICK_PASSES / sum(block.once(1)))))
-        return BlockTimes(*block.median_s(1, QUICK_S, count), count, spec.context)
-    except RuntimeError as e:  # torch's lack of memory is one
-        problem = " ".join(str(e).split())[:200]
-        raise CapacityError(f"a block of the model could not be computed on {device}: {problem}") from e
+    return _quick(spec, 1, Conditions(sequences, device, precision), QUICK_S)
 
 
 def now(device: torch.device) -> float:

@@ -25,7 +25,7 @@ from muletrain.planning.swapping import Layer, crossing_bytes, cut_into, held_by
 from muletrain.strategies import strategy_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from muletrain.compute.estimate import Offer, StageMemory
     from muletrain.config.schema import RunConfig
@@ -51,35 +51,48 @@ NOMINAL_FLOPS, NOMINAL_BYTES_PER_S = 5e10, 1e9
 """Speeds of device and backing memory before measurements [FLOP/s, bytes/s]."""
 
 
-def blocks_of(spec: Model, cut: Cut, stage: int, tokens: int, precision: Precision, flops: float) -> list[Layer]:
-    """Times and memory of each block of the stage's chain, with microbatches of ``tokens`` (B * T) on a device of
-    ``flops`` [FLOP/s]."""
+def blocks_of(
+    spec: Model,
+    cut: Cut,
+    stage: int,
+    tokens: int,
+    precision: Precision,
+    flops: float,
+    times: Mapping[int, tuple[float, float]] | None = None,
+) -> list[Layer]:
+    """Times and memory of each block of the stage's chain, with microbatches of ``tokens`` (B * T). ``times``: as
+    measured (``profile.part_times``); None: of a device of ``flops`` [FLOP/s]."""
     size, spec = 4 if precision is Precision.FP32 else 2, spec.placed(cut)
     goes_on = 4.0 * tokens * spec.width
     loss = stage == len(cut) - 1
 
-    def block(params: int, forward_flops: float, graph: float) -> Layer:
+    def block(params: int, forward_flops: float, graph: float, parts: Sequence[int]) -> Layer:
         forward_s = forward_flops * tokens / flops
+        backward_s = BACKWARD * forward_s
+        if times is not None:
+            forward_s = tokens * sum(times[part][0] for part in parts)
+            backward_s = forward_s + tokens * sum(times[part][1] for part in parts)
         works = (4 + size) * params + graph
         again_s = forward_s if loss else 0.0
-        return Layer(forward_s, BACKWARD * forward_s, float(size * params), works, goes_on, 4.0 * params, again_s)
+        return Layer(forward_s, backward_s, float(size * params), works, goes_on, 4.0 * params, again_s)
 
     def layers(index: int) -> Layer:
         """One block; several layers share weights."""
         first, end = runs[index]
         flops = sum(spec.flops_of(layer) for layer in range(first, end))
         params = spec.params_of(first) + spec.compression_params(runs, index)
-        return block(params, flops, tokens * sum(spec.kept_bytes(n, size) for n in range(first, end)))
+        kept = tokens * sum(spec.kept_bytes(n, size) for n in range(first, end))
+        return block(params, flops, kept, range(first + 1, end + 1))
 
     runs, own = chain_cut(spec, cut, stage)
     found = []
     for index in own:
         if index == 0:
             kept = max(spec.width, spec.embedding_kept_bytes(size))
-            found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept))
+            found.append(block(spec.embedding_params, spec.embedding_flops, goes_on + tokens * kept, [0]))
         elif index == len(runs) - 1:
             params = spec.head_params + spec.copied_params(cut, stage)
-            found.append(block(params, spec.head_flops, spec.head_bytes(tokens, size)))
+            found.append(block(params, spec.head_flops, spec.head_bytes(tokens, size), [spec.layers + 1]))
         else:
             found.append(layers(index))
     return found

@@ -18,7 +18,7 @@ import torch
 
 from muletrain.compute import checks
 from muletrain.compute.probe import precision_dtype
-from muletrain.compute.profile import block_times
+from muletrain.compute.profile import Conditions, part_times
 from muletrain.compute.results import Result
 from muletrain.compute.slot import AT_ONCE, Turn
 from muletrain.compute.swap.arithmetic import Passage, SwappedArithmetic
@@ -268,8 +268,9 @@ class SwappedCompute(ThreadedCompute):
             spec, cut, stage, tokens, setup.precision, microbatches=swap.most, lamb=lamb, disk=disk, alone=swap.alone
         )
         self.lends = not memory.copies(swap.offer)
-        flops = NOMINAL_FLOPS if setup.inline else measured_flops(spec, setup)
-        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, flops)
+        at = Conditions(setup.sequences, setup.device, setup.precision)
+        times = None if setup.inline else part_times(spec, at)
+        blocks = blocks_of(spec, cut, stage, tokens, setup.precision, NOMINAL_FLOPS, times)
         fitted(blocks, memory, swap.offer, NOMINAL_BYTES_PER_S, 1)  # refuse before taking room on the disk
         chain, gpu = chain_of(spec, cut, stage), setup.device if setup.device.type == "cuda" else None
         self._backing: Backing = Disk(swap.folder) if swap.folder is not None else Memory(gpu)
@@ -528,12 +529,6 @@ class SwappedCompute(ThreadedCompute):
         self.arithmetic.close()
         self._kept.clear()
         self._backing.close()
-
-
-def measured_flops(spec: Model, setup: StageSetup) -> float:
-    """Speed of the device at a block's forward [FLOP/s]."""
-    found = block_times(spec, setup.sequences, setup.device, setup.precision)
-    return spec.layer_flops() * found.sequences * found.tokens / found.forward_s
 
 
 def measured_rate(model: Region, setup: StageSetup) -> float:
