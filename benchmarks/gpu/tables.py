@@ -1,0 +1,83 @@
+"""Tables of README.md, and of the console, from the JSON beside it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Found = dict[str, Any]
+GIB = 2**30
+HEAD = "part|what|parameters|tokens/s|of the compiled loop|aim|seconds of the part"
+MEMORY = "what|device at most|estimate|of the estimate"
+PARTS = {
+    "loop-small": ("plain loop", None, None),
+    "compiled-small": ("plain loop, compiled", None, None),
+    "peer-small": ("one peer", "compiled-small", 0.9),
+    "loop-large": ("plain loop", None, None),
+    "compiled-large": ("plain loop, compiled", None, None),
+    "peer-large": ("one peer", "compiled-large", 0.9),
+    "pipeline": ("two stages, two peers each: processes on the one card", "compiled-small", 0.85),
+    "memory": ("device memory, below", None, None),
+    "swap": ("swapped through 8 GiB, one step", "compiled-large", None),
+    "hub": ("two servers, two clients: processes on the one card", "compiled-small", None),
+    "tests": ("tests marked 'cuda'", None, None),
+    "one": ("one peer, a process with data and step records", "compiled-small", 0.9),
+}
+"""Part: what it is, the part it is compared with, and the share of that which is asked."""
+NONE = "not measured"
+
+
+def load(name: str) -> Found:
+    """A file beside this one; empty if there is none yet."""
+    path = Path(__file__).with_name(name)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def parts(found: Found) -> list[list[str]]:
+    rows = []
+    for name, (what, base, aim) in PARTS.items():
+        part = found.get(name)
+        params = f"{part['params'] / 1e6:,.1f} M" if part and "params" in part else ""
+        took = f"{part['seconds']:.0f}" if part and "seconds" in part else ""
+        rows.append([name, what, params, figure(part), share(found, part, base), f"{aim:.2f}" if aim else "", took])
+    return rows
+
+
+def figure(part: Found | None) -> str:
+    """Tokens/s, or what the part says instead."""
+    if part is None:
+        return NONE
+    if "counts" in part:
+        return ", ".join(f"{n} {what}" for what, n in part["counts"].items())
+    if "error" in part:
+        return "failed: " + part["error"].replace("|", "/")[:160]
+    if "left out" in part:
+        return "left out: " + part["left out"]
+    return f"{part['tokens_per_s']:,.0f}" if "tokens_per_s" in part else "done"
+
+
+def share(found: Found, part: Found | None, base: str | None) -> str:
+    """Of the compiled loop's tokens/s; where that failed, of the plain one's."""
+    if base is None or part is None or "tokens_per_s" not in part:
+        return ""
+    for name in (base, base.replace("compiled", "loop")):
+        if "tokens_per_s" in found.get(name, {}):
+            ratio = f"{part['tokens_per_s'] / found[name]['tokens_per_s']:.2f}"
+            return ratio if name == base else f"{ratio} (not compiled)"
+    return "no loop"
+
+
+def memory(found: Found) -> list[list[str]]:
+    """Peaks of the allocator; a CPU has none."""
+    rows = [
+        [f"stage {row['stage']} of 2, checkpointing '{row['checkpointing']}', graphs {row['graphs']}", *gib(row)]
+        for row in found.get("memory", {}).get("rows", ())
+    ]
+    for name, what in (("peer-small", "one peer, small"), ("peer-large", "one peer, large"), ("swap", "swapped; its budget")):
+        rows.append([what, *gib(found.get(name, {}))])
+    return rows
+
+
+def gib(part: Found) -> tuple[str, str, str]:
+    most, expected = part.get("peak_bytes"), part.get("estimate_bytes")
+    texts = [NONE if n is None else f"{n / GIB:.2f} GiB" if n > GIB / 4 else f"{n / 2**20:.1f} MiB" for n in (most, expected)]
+    return texts[0], texts[1], f"{most / expected:.2f}" if most and expected else ""
