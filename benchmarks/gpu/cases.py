@@ -18,10 +18,14 @@ Found = dict[str, object]
 """What a part prints, as JSON."""
 
 SIZES = {
-    "small": Row(ModelConfig(layers=24, width=1024, heads=16, vocab=32000, context=2048, dropout=0.0), 8, 0, (), 1 << 18, ""),
+    "small": Row(
+        ModelConfig(layers=24, width=1024, heads=16, vocab=32000, context=2048, dropout=0.0), 8, 0, (), 1 << 18, ""
+    ),
     "large": Row(ROWS["1.3B"].model, 4, 8, (), 1 << 18, ""),
     "tiny-small": Row(ModelConfig(layers=3, width=64, heads=4, vocab=512, context=64, dropout=0.0), 2, 0, (), 1024, ""),
-    "tiny-large": Row(ModelConfig(layers=4, width=128, heads=4, vocab=512, context=64, dropout=0.0), 2, 0, (), 1024, ""),
+    "tiny-large": Row(
+        ModelConfig(layers=4, width=128, heads=4, vocab=512, context=64, dropout=0.0), 2, 0, (), 1024, ""
+    ),
 }
 """'small' has 0.37 B parameters, 'large' 1.35 B; the other two are for ``--tiny``."""
 
@@ -61,7 +65,13 @@ def timed(case: Case, step: Callable[[int, int], float], seconds: float) -> Foun
         step(steps, count)
         case.sync()
     step_s = (time.perf_counter() - begin) / steps
-    return {"tokens_per_s": case.row.step / step_s, "step_s": step_s, "steps": steps, "warm_s": warm_s, "first_loss": first}
+    return {
+        "tokens_per_s": case.row.step / step_s,
+        "step_s": step_s,
+        "steps": steps,
+        "warm_s": warm_s,
+        "first_loss": first,
+    }
 
 
 def peak(device: torch.device) -> int | None:

@@ -6,6 +6,7 @@ The processes are killed after the last step that counts: a checkpoint of the mo
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -63,17 +64,19 @@ def measured(case: Case, kind: str, steps: int, timeout_s: float, batches: int) 
     def each(name: str) -> dict[str, object]:
         return {"sharing": count, "host_memory": host}
 
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            run_fleet(
-                config, Path(folder), threads=threads_per_peer(None, count), timeout_s=timeout_s, watch=watch, each=each
-            )
-        except Enough:
-            pass
+    with tempfile.TemporaryDirectory() as folder, suppress(Enough):
+        threads = threads_per_peer(None, count)
+        run_fleet(config, Path(folder), threads=threads, timeout_s=timeout_s, watch=watch, each=each)
     ends = sorted(event.t for event in done.values())
     step_s = (ends[-1] - ends[WARM - 1]) / steps
     tokens = config.train.batch * case.spec.context
-    return {"tokens_per_s": tokens / step_s, "step_s": step_s, "steps": steps, "processes": count, "step_tokens": tokens}
+    return {
+        "tokens_per_s": tokens / step_s,
+        "step_s": step_s,
+        "steps": steps,
+        "processes": count,
+        "step_tokens": tokens,
+    }
 
 
 def main() -> None:

@@ -59,7 +59,13 @@ def measured(case: Case, stage: int, way: Any) -> Found:
     case.sync()
     compute.close()
     most = torch.cuda.max_memory_allocated() - before if case.gpu else None
-    return {"stage": stage, "checkpointing": way, "graphs": graphs, "peak_bytes": most, "estimate_bytes": need.on_device}
+    return {
+        "stage": stage,
+        "checkpointing": way,
+        "graphs": graphs,
+        "peak_bytes": most,
+        "estimate_bytes": need.on_device,
+    }
 
 
 def main() -> None:

@@ -26,10 +26,20 @@ PARTS = {
 NONE = "not measured"
 
 
-def load(name: str) -> Found:
-    """A file beside this one; empty if there is none yet."""
-    path = Path(__file__).with_name(name)
+def on_gpu() -> Found:
+    """The figures of a GPU; empty if there are none yet."""
+    path = Path(__file__).with_name("results.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def ran_on() -> str:
+    """Where the figures of a GPU come from."""
+    found = {(p["device"], p["torch"], p["date"]) for p in on_gpu().values() if "device" in p}
+    if not found:
+        return "Nothing of this page has run on a GPU: there are no such figures yet"
+    return "The figures of a GPU: " + "; ".join(
+        f"{device}, torch {torch}, {date}" for device, torch, date in sorted(found)
+    )
 
 
 def parts(found: Found) -> list[list[str]]:
@@ -56,14 +66,14 @@ def figure(part: Found | None) -> str:
 
 
 def share(found: Found, part: Found | None, base: str | None) -> str:
-    """Of the compiled loop's tokens/s; where that failed, of the plain one's."""
+    """Of the compiled loop's tokens/s with the same model; where that failed, of the plain one's."""
     if base is None or part is None or "tokens_per_s" not in part:
         return ""
     for name in (base, base.replace("compiled", "loop")):
-        if "tokens_per_s" in found.get(name, {}):
+        if found.get(name, {}).get("params") == part["params"]:
             ratio = f"{part['tokens_per_s'] / found[name]['tokens_per_s']:.2f}"
             return ratio if name == base else f"{ratio} (not compiled)"
-    return "no loop"
+    return ""
 
 
 def memory(found: Found) -> list[list[str]]:
@@ -72,12 +82,18 @@ def memory(found: Found) -> list[list[str]]:
         [f"stage {row['stage']} of 2, checkpointing '{row['checkpointing']}', graphs {row['graphs']}", *gib(row)]
         for row in found.get("memory", {}).get("rows", ())
     ]
-    for name, what in (("peer-small", "one peer, small"), ("peer-large", "one peer, large"), ("swap", "swapped; its budget")):
+    for name, what in (
+        ("peer-small", "one peer, small"),
+        ("peer-large", "one peer, large"),
+        ("swap", "swapped; its budget"),
+    ):
         rows.append([what, *gib(found.get(name, {}))])
     return rows
 
 
 def gib(part: Found) -> tuple[str, str, str]:
     most, expected = part.get("peak_bytes"), part.get("estimate_bytes")
-    texts = [NONE if n is None else f"{n / GIB:.2f} GiB" if n > GIB / 4 else f"{n / 2**20:.1f} MiB" for n in (most, expected)]
+    texts = [
+        NONE if n is None else f"{n / GIB:.2f} GiB" if n > GIB / 4 else f"{n / 2**20:.1f} MiB" for n in (most, expected)
+    ]
     return texts[0], texts[1], f"{most / expected:.2f}" if most and expected else ""

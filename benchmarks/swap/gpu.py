@@ -149,14 +149,15 @@ class Case:
 
     async def streamed(self, compute: SwappedCompute, count: int) -> dict[str, float]:
         """Forward and backward of one round, with its gradient in backing memory."""
-        took, waits = [], compute.traffic.wait_s
+        took, traffic = [], compute.arithmetic.loader.traffic
+        waits = traffic.wait_s
         for n in range(self.row.repeats + 1):
             begin = time.perf_counter()
             await asyncio.gather(*(self.one(compute, Microbatch(n, i)) for i in range(count)))
             await compute.gradient(n)
             took.append(time.perf_counter() - begin)
             compute.clear(n)
-        return {"s": median(took[1:]), "wait_s": (compute.traffic.wait_s - waits) / (self.row.repeats + 1)}
+        return {"s": median(took[1:]), "wait_s": (traffic.wait_s - waits) / (self.row.repeats + 1)}
 
     async def stepped(self, compute: SwappedCompute, count: int) -> dict[str, object]:
         """Whole steps: all microbatches, the norm for clipping, the update. The last one is traced."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+import muletrain
 from muletrain.cgroups import cpus
 from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
@@ -388,7 +389,8 @@ def versions() -> dict[str, str]:
     """Versions that decide a run's numbers and speed, and the number of CPUs."""
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("muletrain", "torch", "hivemind")} | {"cpus": str(cpus())}
+    found = {"muletrain": muletrain.__version__}  # perhaps not installed: a source tree on PYTHONPATH
+    return found | {name: version(name) for name in ("torch", "hivemind")} | {"cpus": str(cpus())}
 
 
 _NOT_TIED = (
