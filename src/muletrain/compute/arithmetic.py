@@ -71,6 +71,8 @@ class StageSetup:
     """Compute in the caller's thread (virtual event loops)."""
     updates: bool = True
     """The optimizer's moments are kept here. False: this machine only computes gradients."""
+    compiled: bool = False
+    """Blocks go through ``torch.compile`` (``compute.compiled``)."""
     masks: type[Masks] = Masks
     """Makes the dropout masks of a microbatch from (seed, step, index)."""
 

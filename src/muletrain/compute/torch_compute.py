@@ -19,6 +19,7 @@ from torch import Tensor
 
 from muletrain.compute import checks
 from muletrain.compute.arithmetic import StageArithmetic, Stash
+from muletrain.compute.compiled import Compiling, compile_blocks
 from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
@@ -62,6 +63,11 @@ class TorchCompute(ThreadedCompute):
         self._spec, self._sequences = spec, setup.sequences
         self._stash = Stash(setup.checkpointing, setup.stash_budget, token_bytes)
         self._slot, self._staging = Slot(), staging_for(setup.device)
+        self.compiling: Compiling | None = None
+        """What came of compiling the blocks; None: not asked for."""
+        if setup.compiled:  # on the thread that computes: what is compiled depends on the thread's settings
+            asked = versions, setup.sequences, setup.device
+            self.compiling = self.threads.submit(self.threads.compute, compile_blocks, *asked).result()
         self._changed: Future[None] | None = None
         """The last change of the accumulator."""
         self._uncounted: dict[Microbatch, Gradients] = {}

@@ -239,6 +239,7 @@ def build_compute(
         checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",
         stash_budget=_stash_budget(need, machine),
         updates=updates,
+        compiled=config.compute.compile == "on" or (config.compute.compile == "auto" and machine.device.type == "cuda"),
     )
     source = initial_weights(facts, stage) if part is None else _weights_in(part)
     if source is not None:
