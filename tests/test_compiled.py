@@ -37,9 +37,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def compiled(fleet: Fleet, **changes: Any) -> list[TorchCompute]:
-    """Two stages, whose blocks are compiled."""
-    stages = fleet(2, compiled=True, **changes)
+def compiled(fleet: Fleet, count: int = 2, **changes: Any) -> list[TorchCompute]:
+    """Stages whose blocks are compiled."""
+    stages = fleet(count, compiled=True, **changes)
     for stage in stages:
         assert stage.compiling is not None
         assert stage.compiling.error == ""
@@ -48,9 +48,9 @@ def compiled(fleet: Fleet, **changes: Any) -> list[TorchCompute]:
     return stages
 
 
-def assert_equal(fleet: Fleet, stages: list[TorchCompute], **changes: Any) -> None:
+def assert_equal(fleet: Fleet, stages: list[TorchCompute], count: int = 2, **changes: Any) -> None:
     """The losses and weights of a few steps are those of stages that are not compiled."""
-    plain = fleet(2, **changes)
+    plain = fleet(count, **changes)
     assert run(train(stages, 2)) == pytest.approx(run(train(plain, 2)), rel=1e-5)
     ours, others = run(weights(stages)), run(weights(plain))
     for name in others:
@@ -65,9 +65,9 @@ def test_compiled_blocks_train_the_same(fleet: Fleet, checkpointing: str) -> Non
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 def test_the_code_that_torch_writes_trains_the_same(fleet: Fleet) -> None:
-    """In full: inductor's C++."""
+    """In full: inductor's C++, which takes a minute."""
     torch._dynamo.reset()
-    assert_equal(fleet, compiled(fleet))
+    assert_equal(fleet, compiled(fleet, 1), 1)
 
 
 @pytest.mark.parametrize("masks", [None, Masks(9, 3, 4), Masks(9, 3, 4, first=1)])

@@ -154,7 +154,8 @@ class Block(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), rope)
         x = x + (attended if keeps is None else attended * keeps[0] * scale)
         fed = self.mlp(self.post_attention_layernorm(x))
-        return x + (fed if keeps is None else fed * keeps[1] * scale)
+        out: Tensor = x + (fed if keeps is None else fed * keeps[1] * scale)
+        return out
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
@@ -240,7 +241,7 @@ class Stage(StageModule):
         cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
         rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
         for layer, owner in self._owners.items():
-            block, x = self.model.layers[str(owner)], self.compression.enter(x, layer)
+            block, x = self._block_of(owner), self.compression.enter(x, layer)
             if caches is None and self._is_fast(x, masks):
                 assert self.fast is not None
                 x = self._block(self.fast.compute, block, x, rope, block.keeps(x, layer, masks))
@@ -249,13 +250,19 @@ class Stage(StageModule):
             x = self.compression.leave(x, layer)
         return x
 
+    def _block_of(self, owner: int) -> Block:
+        """The block that is named by this layer."""
+        block = self.model.layers[str(owner)]
+        assert isinstance(block, Block)
+        return block
+
     def _is_fast(self, x: Tensor, masks: Masks | None) -> bool:
         """Is there a compiled block for this? It was compiled with dropout if the model has that."""
         in_training = masks is not None or drop_threshold(self.spec.dropout) == 0
         return self.fast is not None and in_training and tuple(x.shape) == self.fast.shape
 
     def sample_block(self, sequences: int, device: torch.device) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        spec, block = self.spec, self.model.layers[str(next(iter(self._owners.values())))]
+        spec, block = self.spec, self._block_of(next(iter(self._owners.values())))
         dtype = block.self_attn.q_proj.weight.dtype
         draws = torch.Generator().manual_seed(0)
         x = torch.randn(sequences, spec.context, spec.width, generator=draws).to(device, dtype)
