@@ -12,7 +12,7 @@ import pytest
 from benchmarks.gpu import run, tables
 
 FINE = 'print("words"); print(\'{"tokens_per_s": 90.0, "params": 1000}\')'
-SCRIPTS = {
+SCRIPTS = {  # by module
     "peer": FINE,
     "loop": FINE.replace("90.0", "100.0"),
     "memory": "import no_such_module",
@@ -30,6 +30,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     parts = tuple(run.Part(p.name, 2 if p.module == "fleets" else 60, p.module) for p in run.PARTS)
     monkeypatch.setattr(run, "command", command)
     monkeypatch.setattr(run, "PARTS", parts)
+    monkeypatch.setattr(run, "PATIENCE", 1)
     return tmp_path / "found.json"
 
 

@@ -1,5 +1,6 @@
 """One peer of production code, with the whole model: microbatches, the norm for clipping, the update, through
-``TorchCompute`` as a run calls it. ``python -m benchmarks.gpu.peer --size small``."""
+``TorchCompute`` as a run calls it. ``python -m benchmarks.gpu.peer --size small``; ``--eager``: with
+``compute.compile = "off"``."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from muletrain.optim.norms import square_norm
 class Peer:
     """The only stage of the model of ``case``."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, compiled: bool) -> None:
         cut = case.spec.cut(1)
         shapes, first = make_stage(case.spec, 0, cut).shapes(), weights(case)
-        setup = replace(case.setup, checkpointing="never")
+        setup = replace(case.setup, checkpointing="never", compiled=compiled)
         self.case = case
         self.compute = TorchCompute(case.spec, cut, 0, setup, lambda name: first(name, shapes[name]))
         self.estimate = stage_memory(
@@ -52,12 +53,16 @@ class Peer:
 
 
 def main() -> None:
-    given = parser(__doc__).parse_args()
+    options = parser(__doc__)
+    options.add_argument("--eager", action="store_true")
+    given = options.parse_args()
     case = Case(SIZES[given.size], torch.device(given.device))
-    peer = Peer(case)
+    peer = Peer(case, compiled=case.gpu and not given.eager)  # as 'auto' decides
     found = timed(case, peer.step, given.seconds)
     peer.compute.close()
     found |= {"ending_s": peer.ending_s, "peak_bytes": peak(case.device), "estimate_bytes": peer.estimate.on_device}
+    if (compiling := peer.compute.compiling) is not None:
+        found |= {"compile_s": compiling.seconds, "compile_error": compiling.error}
     tell(case, found)
 
 

@@ -6,8 +6,11 @@ from typing import Any
 
 Found = dict[str, Any]
 GIB = 2**30
-HEAD = "part|what|parameters|tokens/s|of the compiled loop|aim|seconds of the part"
-MEMORY = "what|device at most|estimate|of the estimate"
+HEADS = {
+    "parts": "part|what|parameters|tokens/s|of the compiled loop|aim|seconds of the part",
+    "memory": "what|device at most|estimate|of the estimate",
+    "norms": "RMSNorm, forward and backward|ours, ms|torch's in fp32, ours / it|torch's, ours / it|numbers differ by",
+}
 PARTS = {
     "loop-small": ("plain loop", None, None),
     "compiled-small": ("plain loop, compiled", None, None),
@@ -20,7 +23,10 @@ PARTS = {
     "swap": ("swapped through 8 GiB, one step", "compiled-large", None),
     "hub": ("two servers, two clients: processes on the one card", "compiled-small", None),
     "tests": ("tests marked 'cuda'", None, None),
+    "norms": ("RMSNorm, below", None, None),
+    "eager-small": ("one peer, blocks not compiled", "compiled-small", None),
     "one": ("one peer, a process with data and step records", "compiled-small", 0.9),
+    "eager-large": ("one peer, blocks not compiled", "compiled-large", None),
 }
 """Part: what it is, the part it is compared with, and the share of that which is asked."""
 NONE = "not measured"
@@ -89,6 +95,16 @@ def memory(found: Found) -> list[list[str]]:
     ):
         rows.append([what, *gib(found.get(name, {}))])
     return rows
+
+
+def norms(found: Found) -> list[list[str]]:
+    rows = []
+    for row in found.get("norms", {}).get("norms", ()):
+        took, apart = row["s"], row["apart"]
+        ratios = [f"{took['ours'] / took[way]:.2f}" for way in ("unit", "whole")]
+        differ = f"{apart['unit']:.0e} and {apart['whole']:.0e}"
+        rows.append([row["dtype"], f"{1000 * took['ours']:.3f}", *ratios, differ])
+    return rows or [[NONE] * 5]
 
 
 def gib(part: Found) -> tuple[str, str, str]:
