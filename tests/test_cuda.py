@@ -122,3 +122,29 @@ def test_results_leave_beside_the_next_microbatch_and_are_whole(fleet: Fleet) ->
 
     for a, b in zip(run(chain("cuda")), run(chain("cpu")), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_compiled_blocks_follow_the_cpu(fleet: Fleet, precision: Precision) -> None:
+    parts = fleet(2, device=GPU, precision=precision, compiled=True)
+    for part in parts:
+        assert part.compiling is not None
+        assert part.compiling.error == ""
+    losses, _ = reference()
+    assert run(train(parts)) == pytest.approx(losses, rel=CLOSENESS[precision])
+
+
+def test_inputs_and_gradients_come_ahead(fleet: Fleet) -> None:
+    """Two stages' microbatches under way at once, and the same bits as one by one."""
+    ahead, single = fleet(2, device=GPU, checkpointing="never"), fleet(2, device=GPU, checkpointing="never")
+
+    async def together() -> None:
+        await asyncio.gather(*(through(ahead, Microbatch(0, k)) for k in range(6)))
+
+    run(together())
+    for k in range(6):
+        run(through(single, Microbatch(0, k)))
+    for one, other in zip(ahead, single, strict=True):
+        assert one._arrivals is not None
+        a, b = run(one.gradient(0)), run(other.gradient(0))
+        assert float((a - b).norm() / b.norm()) < 1e-5, "the sum's order may differ"

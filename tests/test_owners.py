@@ -138,7 +138,11 @@ ATTACKS: dict[str, list[str]] = {
     "`data.field`": ["data.field=../../etc/passwd"],
     "`data.share`": ["data.share=true"],
     "`fleet`": ["fleet.profile={trap}/fleet.toml", "fleet.rebalance_period=1"],
-    "`compute.precision`, `compute.checkpointing`": ["compute.precision=fp32", "compute.checkpointing=always"],
+    "`compute.precision`, `compute.checkpointing`, `compute.compile`": [
+        "compute.precision=fp32",
+        "compute.checkpointing=always",
+        "compute.compile=off",
+    ],
     "`compute.device`, `compute.threads`, `compute.memory`": [
         "compute.device=cuda:7",
         "compute.threads=4096",

@@ -149,14 +149,15 @@ class Case:
 
     async def streamed(self, compute: SwappedCompute, count: int) -> dict[str, float]:
         """Forward and backward of one round, with its gradient in backing memory."""
-        took, waits = [], compute.traffic.wait_s
+        took, traffic = [], compute.arithmetic.loader.traffic
+        waits = traffic.wait_s
         for n in range(self.row.repeats + 1):
             begin = time.perf_counter()
             await asyncio.gather(*(self.one(compute, Microbatch(n, i)) for i in range(count)))
             await compute.gradient(n)
             took.append(time.perf_counter() - begin)
             compute.clear(n)
-        return {"s": median(took[1:]), "wait_s": (compute.traffic.wait_s - waits) / (self.row.repeats + 1)}
+        return {"s": median(took[1:]), "wait_s": (traffic.wait_s - waits) / (self.row.repeats + 1)}
 
     async def stepped(self, compute: SwappedCompute, count: int) -> dict[str, object]:
         """Whole steps: all microbatches, the norm for clipping, the update. The last one is traced."""
@@ -191,7 +192,7 @@ class Case:
         """Seconds of the passes and of the step's microbatches, resident, with the recomputation of the swapped one: of
         every part but the last. Without an update, and without waiting for the device after each part, as stages do that
         pass their results on."""
-        arithmetic.timed = lambda counters, counter, device: contextlib.nullcontext()  # type: ignore[assignment]
+        arithmetic.Timer = Untimed  # type: ignore[assignment,misc]
         layers = sorted({end - 1 for _, end in runs if 1 < end <= self.spec.layers})  # block 0 is the embedding
         cut = tuple(zip([0, *layers], [*layers, self.spec.layers], strict=True))
         parts = []
@@ -225,6 +226,19 @@ class Case:
             assert grad is not None
             gradients, grad = part.backward(mb, keep, grad, True)
             part.accumulate(gradients, mb.step)
+
+
+class Untimed:
+    """In place of ``arithmetic.Timer``: nothing waits for the device."""
+
+    def __init__(self, counters: object, device: torch.device) -> None:
+        pass
+
+    def __call__(self, counter: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        pass
 
 
 def rss() -> int:

@@ -27,7 +27,6 @@ from muletrain.optim.sketch import sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-    from contextlib import AbstractContextManager
 
     from muletrain.compute.base import Microbatch, Update
     from muletrain.config.schema import OptimizerConfig
@@ -71,6 +70,8 @@ class StageSetup:
     """Compute in the caller's thread (virtual event loops)."""
     updates: bool = True
     """The optimizer's moments are kept here. False: this machine only computes gradients."""
+    compiled: bool = False
+    """Blocks go through ``torch.compile`` (``compute.compiled``)."""
     masks: type[Masks] = Masks
     """Makes the dropout masks of a microbatch from (seed, step, index)."""
 
@@ -93,6 +94,8 @@ class StageArithmetic:
         gives wrong shapes."""
         self.stage, self.spec = stage, versions[0].spec
         self.setup, self.counters, self._versions = setup, Counters(), versions
+        self._timed = Timer(self.counters, setup.device)
+        """Of the compute thread. A call waits for the device once, at its end."""
         for version in versions:
             version.by_block = setup.checkpointing == "block"
         device, dtype, shapes = setup.device, precision_dtype(setup.precision), versions[0].shapes()
@@ -151,6 +154,7 @@ class StageArithmetic:
         with self._timed("forward_s"), torch.set_grad_enabled(stash):
             output = self._run(mb, leaf)
             result = output.detach().contiguous()
+        self._timed.finish()
         return Kept(leaf, output if stash else None, tuple(output.shape)), result
 
     def backward(self, mb: Microbatch, kept: Kept, grad: Tensor, accumulate: bool) -> tuple[Gradients, Tensor | None]:
@@ -163,26 +167,31 @@ class StageArithmetic:
                 kept.output = self._run(mb, kept.inputs)
         with self._timed("backward_s"):
             seed = grad.to(self.setup.device) * self.scale.of(mb.step)
-            return self.differentiate(mb, kept.output, kept.inputs, seed, accumulate)
+            found = self.differentiate(mb, kept.output, kept.inputs, seed, accumulate)
+        self._timed.finish()
+        return found
 
     def loss_backward(
         self, mb: Microbatch, inputs: Tensor, targets: Tensor, accumulate: bool
     ) -> tuple[float, Gradients, Tensor | None]:
         """Compute and differentiate ``mb``. Returns the mean loss [nats/token] (of a part: the share of the
         microbatch's), and the gradients of ``differentiate``."""
-        checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
-        leaf = self._leaf(inputs)
+        if targets.device.type == "cpu":  # others were checked on their way: here that would wait for the device
+            checks.check_sample_values("targets", targets, self.spec.vocab + mb.heldout)
+        leaf, targets = self._leaf(inputs), targets.to(self.setup.device)
         with self._timed("forward_s"), torch.set_grad_enabled(not mb.heldout):
             loss = self.module(mb.step).loss(leaf, targets, self._masks(mb), self.scale.of(mb.step))
             if mb.whole:
                 loss = loss * mb.share(inputs.shape[0])
             self.counters.recomputed += self.module(mb.step).by_block
-            nats = float(loss.detach())
         if mb.heldout:
-            return nats, (), None
+            self._timed.finish()
+            return float(loss.detach()), (), None
         with self._timed("backward_s"):
             seed = torch.full_like(loss, self.scale.of(mb.step))
-            return nats, *self.differentiate(mb, loss, leaf, seed, accumulate)
+            found = self.differentiate(mb, loss, leaf, seed, accumulate)
+        self._timed.finish()
+        return float(loss.detach()), *found
 
     def differentiate(
         self, mb: Microbatch, output: Tensor, leaf: Tensor, seed: Tensor, accumulate: bool
@@ -201,7 +210,8 @@ class StageArithmetic:
     def _leaf(self, inputs: Tensor) -> Tensor:
         """``inputs``, checked, on the device. The stage's backward ends at activations."""
         if self.stage == 0:
-            checks.check_sample_values("inputs", inputs, self.spec.vocab)
+            if inputs.device.type == "cpu":  # as for targets
+                checks.check_sample_values("inputs", inputs, self.spec.vocab)
             return inputs.to(self.setup.device)
         return inputs.detach().to(self.setup.device).requires_grad_()
 
@@ -237,7 +247,7 @@ class StageArithmetic:
     def apply(self, gradient: Tensor, update: Update) -> None:
         """Optimizer step with ``gradient``, fp32 [G], which is not changed. The newest weights replace the step's. Clears the
         step's accumulator."""
-        with self._timed("apply_s"), self._locked():
+        with timed(self.counters, "apply_s", self.setup.device), self._locked():
             step = update.step
             newest, accumulator = self._working[self._version(step)], self.accumulator(step)
             if self._direct and newest is not self.masters:
@@ -335,9 +345,6 @@ class StageArithmetic:
         with self._lock, torch.no_grad():
             yield
 
-    def _timed(self, counter: str) -> AbstractContextManager[None]:
-        return timed(self.counters, counter, self.setup.device)
-
 
 class Timer:
     """Adds the seconds of operations to ``counters``. On CUDA this is device time, and an operation's kernels may be
@@ -425,6 +432,10 @@ class Stash:
     def shape(self, mb: Microbatch) -> tuple[int, ...]:
         """Shape of the output. Raises KeyError when nothing is kept."""
         return self._kept[mb][0].shape
+
+    def holds(self, mb: Microbatch, grad: Tensor) -> bool:
+        """Is something kept that ``grad``, fp32 in the output's shape, can be the gradient of?"""
+        return mb in self._kept and grad.dtype == torch.float32 and self.shape(mb) == tuple(grad.shape)
 
     def pop(self, mb: Microbatch) -> tuple[Kept, int]:
         """The entry, and the bytes to ``release`` after use."""

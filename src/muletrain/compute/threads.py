@@ -47,6 +47,7 @@ class Threads:
         self.updates = thread("update") if delayed else self.compute
         self.aside = thread("offload")
         self.copies = thread("copy")
+        self.arrivals = thread("arrive")
 
     def submit(self, thread: Executor, fn: Callable[..., R], *args: object) -> Future[R]:
         """Queue ``fn`` on ``thread``."""
@@ -63,7 +64,7 @@ class Threads:
 
     def close(self) -> None:
         """Drop the jobs that wait. A job that runs ends by itself."""
-        for thread in (self.compute, self.updates, self.aside, self.copies):
+        for thread in (self.compute, self.updates, self.aside, self.copies, self.arrivals):
             thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -12,13 +12,16 @@ Shapes: B sequences, T tokens, D width, P parameters.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from muletrain.compute import checks
 from muletrain.compute.arithmetic import StageArithmetic, Stash
+from muletrain.compute.arrivals import Coming, arrivals_for, taken
+from muletrain.compute.compiled import Compiling, compile_blocks
 from muletrain.compute.estimate import stash_bytes
 from muletrain.compute.results import PIECE, Result, staging_for
 from muletrain.compute.slot import AT_ONCE, Slot, Turn
@@ -26,7 +29,7 @@ from muletrain.compute.threads import ThreadedCompute, Threads, passed
 from muletrain.model.make import make_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import AsyncIterator, Callable, Collection
     from concurrent.futures import Future
 
     from muletrain.compute.arithmetic import Counters, Gradients, StageSetup
@@ -62,6 +65,12 @@ class TorchCompute(ThreadedCompute):
         self._spec, self._sequences = spec, setup.sequences
         self._stash = Stash(setup.checkpointing, setup.stash_budget, token_bytes)
         self._slot, self._staging = Slot(), staging_for(setup.device)
+        self._arrivals = arrivals_for(setup.device, self.threads.arrivals)
+        self.compiling: Compiling | None = None
+        """What came of compiling the blocks; None: not asked for."""
+        if setup.compiled:  # on the thread that computes: what is compiled depends on the thread's settings
+            asked = versions, setup.sequences, setup.device
+            self.compiling = self.threads.submit(self.threads.compute, compile_blocks, *asked).result()
         self._changed: Future[None] | None = None
         """The last change of the accumulator."""
         self._uncounted: dict[Microbatch, Gradients] = {}
@@ -84,12 +93,12 @@ class TorchCompute(ThreadedCompute):
 
     async def forward(self, mb: Microbatch, inputs: Tensor, turn: Turn = AT_ONCE) -> Result:
         self._check_shape(inputs)
-        async with self._slot(turn):
+        async with self._bringing((inputs, self._check_inputs)) as (there,), self._slot(turn):
             samples = self.stage == 0 and self._spec.inputs.shape is not None
             length = 1 if samples else inputs.shape[1]
             reserved = 0 if mb.heldout else self._stash.reserve(inputs.shape[0] * length)
             try:
-                kept, output = await self._compute(self.arithmetic.forward, mb, inputs, reserved > 0)
+                kept, output = await self._compute(taken(self.arithmetic.forward), mb, there, reserved > 0)
             except BaseException:
                 self._stash.release(reserved)
                 raise
@@ -101,11 +110,13 @@ class TorchCompute(ThreadedCompute):
         """However the call ends, ``mb`` is no longer held once the turn has come, unless ``grad`` was refused
         (ProtocolError).
         """
-        async with self._slot(turn):
+        ahead = self._stash.holds(mb, grad)  # a tensor that will be refused takes no memory of the device
+        async with self._bringing((grad, None), ahead=ahead) as (there,), self._slot(turn):
             checks.check_gradient_shape(grad, self._stash.shape(mb))
             kept, reserved = self._stash.pop(mb)
             try:
-                gradients, inputs_gradient = await self._compute(self.arithmetic.backward, mb, kept, grad, accumulate)
+                work = self._compute(taken(self.arithmetic.backward), mb, kept, there, accumulate)
+                gradients, inputs_gradient = await work
             finally:
                 self._stash.release(reserved)
             self._commit(mb, gradients, accumulate)
@@ -116,8 +127,10 @@ class TorchCompute(ThreadedCompute):
     ) -> tuple[float, Result | None]:
         self._check_shape(inputs)
         checks.check_targets(targets, inputs, self._spec, self._sequences)
-        async with self._slot(turn):
-            work = self._compute(self.arithmetic.loss_backward, mb, inputs, targets, accumulate)
+        vocab = self._spec.vocab + mb.heldout
+        both = (inputs, self._check_inputs), (targets, lambda t: checks.check_sample_values("targets", t, vocab))
+        async with self._bringing(*both) as there, self._slot(turn):
+            work = self._compute(taken(self.arithmetic.loss_backward), mb, *there, accumulate)
             loss, gradients, inputs_gradient = await work
             self._commit(mb, gradients, accumulate)
         return loss, None if inputs_gradient is None else Result(inputs_gradient, self._to_host)
@@ -140,6 +153,26 @@ class TorchCompute(ThreadedCompute):
             checks.check_sample_shape("inputs", inputs, self._spec.inputs, self._spec, self._sequences)
         else:
             checks.check_activation_shape(inputs, self._spec, self._sequences)
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        if self.stage == 0:
+            checks.check_sample_values("inputs", inputs, self._spec.vocab)
+
+    @asynccontextmanager
+    async def _bringing(
+        self, *given: tuple[Tensor, Callable[[Tensor], None] | None], ahead: bool = True
+    ) -> AsyncIterator[list[Any]]:
+        """Tensors with checks of their values, on their way to an accelerator meanwhile if ``ahead``."""
+        if self._arrivals is None or not ahead:
+            yield [values for values, _ in given]
+            return
+        there = [self._arrivals.bring(values, check) for values, check in given]
+        try:
+            yield there
+        finally:
+            for coming in there:
+                if isinstance(coming, Coming):
+                    coming.drop()
 
     # The accumulator and the step -----------------------------------------------------------------------------------
 

@@ -185,6 +185,11 @@ class ComputeConfig(Section):
         description="compute activations again in backward: always (the whole stage at once), by block (one at a time), never; auto "
         "keeps activations where memory allows, and goes by block where a stage's do not fit at once",
     )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="compile the native decoder's blocks by torch.compile before training; auto: on CUDA devices; where that fails, or the "
+        "stage is swapped, blocks compute as they are",
+    )
 
 
 class CheckpointConfig(Section):

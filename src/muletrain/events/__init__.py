@@ -58,6 +58,7 @@ from muletrain.events.log import (
 )
 from muletrain.events.notices import (
     AveragingFailed,
+    BlocksCompiled,
     ClientEnlisted,
     ClientLate,
     ClientLost,
@@ -103,6 +104,7 @@ __all__ = [
     "TRAFFIC_CLASSES",
     "Admitted",
     "AveragingFailed",
+    "BlocksCompiled",
     "CheckpointFailed",
     "CheckpointWritten",
     "ClientBegan",

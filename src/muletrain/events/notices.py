@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from muletrain.events.event import Event
+from muletrain.events.event import Event, Number
 from muletrain.units import plural
 
 Level = Literal["info", "warning", "error"]
@@ -315,6 +315,22 @@ class ForkKept(Notice):
 
     TEXT = "this peer keeps its side's history for now: {reason}"
     reason: str
+
+
+class BlocksCompiled(Notice):
+    """A peer's blocks were compiled before training, or could not be. ``error``: why not; empty: they were."""
+
+    stage: int
+    seconds: Number
+    error: str = ""
+
+    def sentence(self) -> str:
+        if self.error:
+            return f"blocks of stage {self.stage} are not compiled (compute.compile): {self.error}"
+        return f"blocks of stage {self.stage} compiled in {self.seconds:.1f} s"
+
+    def is_warning(self) -> bool:
+        return bool(self.error)
 
 
 class DirectoryFailed(Notice):

@@ -63,12 +63,21 @@ def dropout(
     threshold = drop_threshold(probability)
     if masks is None or threshold == 0:
         return x
-    before = masks.first * (x[0].numel() if sequence_numbers is None else sequence_numbers)
-    keep = masks.keep(site, x.numel(), probability, x.device, before).view(x.shape)
     dropped: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
-        x, keep, 256 / (256 - threshold)
+        x, kept(x, masks, site, probability, sequence_numbers), scale_of(probability)
     )
     return dropped
+
+
+def kept(x: Tensor, masks: Masks, site: int, probability: float, sequence_numbers: int | None = None) -> Tensor:
+    """The mask of ``dropout``, uint8 in the shape of ``x``."""
+    before = masks.first * (x[0].numel() if sequence_numbers is None else sequence_numbers)
+    return masks.keep(site, x.numel(), probability, x.device, before).view(x.shape)
+
+
+def scale_of(probability: float) -> float:
+    """The factor of kept elements."""
+    return 256 / (256 - drop_threshold(probability))
 
 
 class _Dropout(torch.autograd.Function):

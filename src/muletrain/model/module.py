@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from muletrain.model.loss import Head
 
 
+class Fast(NamedTuple):
+    """A block's computation that is compiled (``compute.compiled``)."""
+
+    compute: Callable[..., Tensor]
+    """Takes what ``StageModule.sample_block`` gives."""
+    shape: tuple[int, ...]
+    """The only shape of activations that it computes."""
+
+
 class StageModule(nn.Module):
     """A new stage has no storage: ``bind`` sets the weights, which the owner may change in place. All stages' states
     together are the model's state."""
@@ -33,6 +42,8 @@ class StageModule(nn.Module):
         self.is_first, self.is_last = first, last
         self.by_block = False
         """Autograd keeps only the inputs of each block, and backward computes one block again at a time."""
+        self.fast: Fast | None = None
+        """For blocks in training; None: they compute as they are."""
 
     @property
     def input_width(self) -> int:
@@ -87,6 +98,13 @@ class StageModule(nn.Module):
         if not (self.by_block and torch.is_grad_enabled()):
             return compute(*given)
         return checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+
+    def sample_block(
+        self, sequences: int, device: torch.device
+    ) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
+        """The computation that all blocks share, and arguments for a microbatch: the first block, activations [B, T, D],
+        and more. None: blocks of this model are not compiled."""
+        return None
 
     @property
     def loss_tokens(self) -> int:

@@ -15,7 +15,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muletrain.model.compression import Borders
-from muletrain.model.dropout import Masks, dropout
+from muletrain.model.dropout import Masks, drop_threshold, dropout, kept, scale_of
 from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from muletrain.model.chain import Model
     from muletrain.model.spec import ModelSpec
@@ -141,6 +141,22 @@ class Block(nn.Module):
         fed = self.mlp(self.post_attention_layernorm(x))
         return x + dropout(fed, masks, 2 + 2 * layer, self._dropout)
 
+    def keeps(self, x: Tensor, layer: int, masks: Masks | None) -> tuple[Tensor, Tensor] | None:
+        """The two masks of ``forward`` for inputs like ``x``; None: no dropout."""
+        if masks is None or drop_threshold(self._dropout) == 0:
+            return None
+        first, second = (kept(x, masks, site + 2 * layer, self._dropout) for site in (1, 2))
+        return first, second
+
+    def masked(self, x: Tensor, rope: Rope, keeps: tuple[Tensor, Tensor] | None) -> Tensor:
+        """``forward`` in training, as a function of tensors alone: a compiler sees neither layer nor microbatch."""
+        scale = scale_of(self._dropout)
+        attended = self.self_attn(self.input_layernorm(x), rope)
+        x = x + (attended if keeps is None else attended * keeps[0] * scale)
+        fed = self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + (fed if keeps is None else fed * keeps[1] * scale)
+        return out
+
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotate feature pairs (e, e + E/2) of x [B, n, T, E] by the angles of the position; Llama's pairing."""
@@ -225,10 +241,33 @@ class Stage(StageModule):
         cos, sin = rope_table(self.spec.context, self.spec.head_width, self.spec.rope_theta, x.device, x.dtype)
         rope = (cos[seen : seen + x.shape[1]], sin[seen : seen + x.shape[1]])
         for layer, owner in self._owners.items():
-            block, x = self.model.layers[str(owner)], self.compression.enter(x, layer)
-            x = self._block(block, x, layer, rope, masks, caches[layer] if caches else None)
+            block, x = self._block_of(owner), self.compression.enter(x, layer)
+            if caches is None and self._is_fast(x, masks):
+                assert self.fast is not None
+                x = self._block(self.fast.compute, block, x, rope, block.keeps(x, layer, masks))
+            else:
+                x = self._block(block, x, layer, rope, masks, caches[layer] if caches else None)
             x = self.compression.leave(x, layer)
         return x
+
+    def _block_of(self, owner: int) -> Block:
+        """The block that is named by this layer."""
+        block = self.model.layers[str(owner)]
+        assert isinstance(block, Block)
+        return block
+
+    def _is_fast(self, x: Tensor, masks: Masks | None) -> bool:
+        """Is there a compiled block for this? It was compiled with dropout if the model has that."""
+        in_training = masks is not None or drop_threshold(self.spec.dropout) == 0
+        return self.fast is not None and in_training and tuple(x.shape) == self.fast.shape
+
+    def sample_block(self, sequences: int, device: torch.device) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        spec, block = self.spec, self._block_of(next(iter(self._owners.values())))
+        dtype = block.self_attn.q_proj.weight.dtype
+        draws = torch.Generator().manual_seed(0)
+        x = torch.randn(sequences, spec.context, spec.width, generator=draws).to(device, dtype)
+        rope = rope_table(spec.context, spec.head_width, spec.rope_theta, device, dtype)
+        return Block.masked, (block, x, rope, block.keeps(x, 0, Masks(0, 0, 0)))
 
     def _enter(self, inputs: Tensor, masks: Masks | None) -> Tensor:
         """[B, T, D] in the weights' dtype."""

@@ -87,7 +87,7 @@ class AdamW(_Moments):
             [moment1],
             [moment2],
             [],
-            [torch.tensor(float(step + 1), device=weights.device)],
+            [torch.full((), float(step + 1), device=weights.device)],  # made there: a copy would wait for the device
             lr=learning_rate(config, step, self._total_steps),
             beta1=config.betas[0],
             beta2=config.betas[1],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+import muletrain
 from muletrain.cgroups import cpus
 from muletrain.clock import LoopClock
 from muletrain.compute.arithmetic import StageSetup
@@ -238,6 +239,7 @@ def build_compute(
         checkpointing=config.compute.checkpointing if need.on(machine.offer) is need else "block",
         stash_budget=_stash_budget(need, machine),
         updates=updates,
+        compiled=config.compute.compile == "on" or (config.compute.compile == "auto" and machine.device.type == "cuda"),
     )
     source = initial_weights(facts, stage) if part is None else _weights_in(part)
     if source is not None:
@@ -395,7 +397,8 @@ def versions() -> dict[str, str]:
     """Versions that decide a run's numbers and speed, and the number of CPUs."""
     from importlib.metadata import version
 
-    return {name: version(name) for name in ("muletrain", "torch", "hivemind")} | {"cpus": str(cpus())}
+    found = {"muletrain": muletrain.__version__}  # perhaps not installed: a source tree on PYTHONPATH
+    return found | {name: version(name) for name in ("torch", "hivemind")} | {"cpus": str(cpus())}
 
 
 _NOT_TIED = (

@@ -11,9 +11,11 @@ import safetensors.torch
 
 import muletrain
 from muletrain.compute.scaling import SKIPPED
+from muletrain.compute.torch_compute import TorchCompute
 from muletrain.config.fleet_file import FleetPeer, Link, load_fleet
 from muletrain.config.schema import Precision, RunConfig
 from muletrain.errors import ConfigError
+from muletrain.events import BlocksCompiled
 from muletrain.network.shaped import ShapedNetwork
 from muletrain.policy.recent import Recent
 from muletrain.runs.assemble import build_compute
@@ -97,7 +99,9 @@ class Host:
         """Build a client's compute for ``stage``, with weights that servers replace. Raises CapacityError."""
         check_stage(facts, stage, machine.offer, client=True)
         index = self.spec.fleet_index
-        return await asyncio.to_thread(build_compute, facts.drawn(), stage, machine, index, updates=False)
+        compute = await asyncio.to_thread(build_compute, facts.drawn(), stage, machine, index, updates=False)
+        self._tell_compiling(compute)
+        return compute
 
     async def build(self, facts: RunFacts, stage: int, machine: Machine, part: Path | None) -> Compute:
         """Build the compute of ``stage``, with the state in the checkpoint ``part``, if given. Raises CapacityError if
@@ -106,11 +110,17 @@ class Host:
         folder = Path(self.spec.swap_folder or self.spec.folder)
         index = self.spec.fleet_index
         compute = await asyncio.to_thread(build_compute, facts, stage, machine, index, part, folder=folder)
+        self._tell_compiling(compute)
         if part is not None:
             state = await compute.offload(safetensors.torch.load_file, part)
             state.pop(SKIPPED, None)  # a resumed run may have other settings, and restarts the count
             await compute.load_state(state)
         return compute
+
+    def _tell_compiling(self, compute: Compute) -> None:
+        """Report how long ``compute`` took to compile, if it did."""
+        if isinstance(compute, TorchCompute) and (found := compute.compiling) is not None:
+            self.log.emit(BlocksCompiled(stage=compute.stage, seconds=found.seconds, error=found.error))
 
     def prober(self, facts: RunFacts, network: Network, founder: PeerId, machine: Machine) -> Prober:
         """Make the ``Prober`` that measures at the request of ``founder``."""
