@@ -160,6 +160,20 @@ def test_the_maximum_is_of_neighbours_after_the_norm() -> None:
     assert borders.leave(x, 0) is x
 
 
+@pytest.mark.parametrize("compression", [BOTTLENECK, MAXOUT], ids=lambda c: c.kind)
+def test_at_first_the_way_back_is_the_transpose_of_the_way_there(compression: Compression) -> None:
+    spec = model_of("native", compression).placed(((0, 2), (2, 4)))
+    borders, draws = Borders(spec, 0, 4), torch.Generator().manual_seed(0)
+    shapes = {name: tuple(p.shape) for name, p in borders.named_parameters()}
+    first = {name: initial_weight(spec, f"compression.{name}", shape, 3) for name, shape in shapes.items()}
+    borders.load_state_dict(first, assign=True)
+    x = torch.randn(200, 32, generator=draws)
+    back = borders.enter(borders.leave(x, 1), 2)
+    assert 0.7 < float(back.std()) < 1.3
+    alike = torch.nn.functional.cosine_similarity(back, x).mean()
+    assert alike > 0.75 * compression.factor**-0.5, "what is left of the features"
+
+
 def test_swapped_blocks_count_what_compresses() -> None:
     plain, model = make_model(SIZES), model_of("native", BOTTLENECK)
     cut = model.cut(STAGES)

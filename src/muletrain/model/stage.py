@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muletrain.model.compression import Borders
+from muletrain.model.compression import PREFIX, Borders
 from muletrain.model.dropout import Masks, drop_threshold, dropout, kept, scale_of
 from muletrain.model.loss import Head
 from muletrain.model.module import StageModule
@@ -280,11 +280,26 @@ def initial_weight(spec: Model, name: str, shape: tuple[int, ...], seed: int) ->
     """fp32: ones for norms, else N(0, 0.02), projections onto the residual stream divided by sqrt(2 layers) (GPT-2).
 
     Drawn by numpy's Philox keyed by (seed, name): unlike with torch's CPU generator, the bits do not depend on vector
-    instructions.
+    instructions. The way back from a compressed border begins as the transpose of the way there, so that the features
+    keep what they mean: with a random one, four stages of ``maxout`` learn half as fast (benchmarks/compression).
     """
     if len(shape) == 1:
         return torch.ones(shape)
+    if name.startswith(f"{PREFIX}.") and name.endswith(".up.matrix"):
+        return _transposed(spec, name, shape, seed)
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
     std = INIT_STD / math.sqrt(2 * spec.layers) if name.endswith(_RESIDUAL) else INIT_STD
     draws = np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, dtype=np.float32)
     return torch.from_numpy(draws).mul_(std)
+
+
+def _transposed(spec: Model, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """[D, C]: numbers of about unit size from numbers of unit size."""
+    assert spec.compression is not None
+    (features, passed), factor = shape, spec.compression.factor
+    if spec.compression.kind == "bottleneck":
+        down = initial_weight(spec, name.replace(".up.", ".down."), (passed, features), seed)
+        return down.t().contiguous().div_(INIT_STD * math.sqrt(passed))
+    found, rows = torch.zeros(shape), torch.arange(features)
+    found[rows, rows // factor] = 1.0
+    return found
