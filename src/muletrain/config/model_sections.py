@@ -43,6 +43,8 @@ class ModelConfig(Section):
             "share_layers",
             "tie",
             "untie",
+            "compression",
+            "compression_factor",
         ]
     )
     preset: str | None = Field(
