@@ -208,7 +208,7 @@ class TorchCompute(ThreadedCompute):
 
     async def _to_host(self, values: Tensor) -> Tensor:
         """Copies contiguous fp32 ``values`` in pieces, so that a result never waits for a whole gradient."""
-        if self._staging is None or values.device.type == "cpu":
+        if self._staging is None or values.device.type != self.arithmetic.setup.device.type:
             return values
         flat, out = values.view(-1), torch.empty(values.numel())
         for begin in range(0, values.numel(), PIECE):
