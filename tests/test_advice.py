@@ -84,7 +84,7 @@ def test_a_fleet_that_loses_nothing_is_told_nothing(tmp_path: Path) -> None:
 
 def test_stages_that_lose_their_last_peer_every_now_and_then_are_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """13 stages do more than 10 of more machines each, but only as nobody leaves."""
-    monkeypatch.setattr(advice, "changes", lambda run, *, paced: [Change("fleet.stages", "13")])
+    monkeypatch.setattr(advice, "changes", lambda run, *, paced, quality: [Change("fleet.stages", "13")])
     fleet = load_fleet(EXAMPLE)
 
     def changed(change: Change | None) -> tuple[Setting, RunConfig]:

@@ -87,6 +87,12 @@ def trainings(rows: list[dict[str, Any]]) -> list[list[str]]:
     return cells
 
 
+def seeds(rows: list[dict[str, Any]]) -> str:
+    """How many seeds the cases have."""
+    counts = sorted({len(own) for own in cases(rows).values()})
+    return " or ".join(map(str, counts))
+
+
 def order(rows: list[dict[str, Any]]) -> float:
     """Rank correlation (Kendall) of our perplexities with table 8, over the cases that both have."""
     found = {key: mean(perplexities(own)) for key, own in cases(rows).items() if key in PUBLISHED}
