@@ -112,3 +112,18 @@ def test_a_peer_that_computes_blocks_again_says_so() -> None:
         joined.sentence()
         == "peer-0 serves stage 0 (cpu, fp32, 1k parameters, computes blocks again to save memory, trainer)"
     )
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_swarms_model_with_gpt2s_vocabulary_fits_a_t4(delayed: bool) -> None:
+    """SWARM, sec. 4.3 and app. G: three stages of 16 shared layers, 1.01 B parameters, on T4 of 15 GiB."""
+    sizes = {"layers": 48, "width": 4096, "ffn": 16384, "heads": 32, "context": 2048, "vocab": 50257}
+    model = make_model(ModelConfig(**sizes, share_layers=True, tie=True))
+    cut = model.cut(3)
+    assert model.cut_params(cut) == pytest.approx(1.01e9, rel=0.01)
+    for stage in range(3):
+        need = stage_memory(
+            model, cut, stage, tokens=2048, precision=Precision.FP16, delayed=delayed, checkpointing="auto"
+        )
+        assert need.blockwise is not None
+        assert need.blockwise.on_device < (12.5 if delayed else 10) * 2**30
