@@ -116,7 +116,9 @@ def links(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> list[lis
         by[row["way"], row["factor"], row["codec"]][row["mbps"]] = row
     int8, cells = by["int8", 2, "int8"], []
     for (way, factor, codec), own in by.items():
-        steps = [x for x in longer(found[way, 2, factor], found["none", 1, 1]) if x] if (way, 2, factor) in found else [1.0]
+        steps = (
+            [x for x in longer(found[way, 2, factor], found["none", 1, 1]) if x] if (way, 2, factor) in found else [1.0]
+        )
         times_ = mean(steps) if steps and way in ("bottleneck", "maxout") else 1.0
         first = own[min(own)]
         passed = (first["bytes"].get("activation", 0) + first["bytes"].get("gradient", 0)) / 1e6
@@ -124,5 +126,15 @@ def links(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> list[lis
         known = "?" if not steps else ", ".join(f"{x:.2f}" for x in over)
         seconds = ", ".join(f"{own[m]['step_s']:.2f}" for m in sorted(own))
         name = "none" if way == codec else way
-        cells.append([name, str(factor if name != "none" else 1), codec, f"{first['kernel_bytes'] / 1e6:.2f}", f"{passed:.2f}", seconds, known])
+        cells.append(
+            [
+                name,
+                str(factor if name != "none" else 1),
+                codec,
+                f"{first['kernel_bytes'] / 1e6:.2f}",
+                f"{passed:.2f}",
+                seconds,
+                known,
+            ]
+        )
     return cells

@@ -153,7 +153,7 @@ RUN_CONFIG_HELP = "Configuration of the run, as for 'muletrain run'."
 COSTS_HELP = "Times and speeds that 'muletrain simulate calibrate' measured."
 QUALITY_HELP = (
     "How many times as many steps your model takes to the same loss with a kind of model.compression, e.g. bottleneck=1.3. Default: as "
-    "in SWARM's table 7. Repeatable."
+    "measured (docs/swarm.md). Repeatable."
 )
 
 # Output ---------------------------------------------------------------------------------------------------------------
