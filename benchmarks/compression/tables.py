@@ -106,7 +106,10 @@ def order(rows: list[dict[str, Any]]) -> float:
     return agree / pairs
 
 
-LINKS = "between stages|factor|sent as|MB a step by the kernel's count|activations and gradients, MB|step [s] on 10, 50, 500 Mb/s|time to the loss, over int8"
+LINKS = (
+    "between stages|factor|sent as|MB a step by the kernel's count|activations and gradients, MB|step [s] on 10, 50, 500 Mb/s|"
+    "time to the loss, over int8"
+)
 
 
 def links(rows: list[dict[str, Any]], trained: list[dict[str, Any]]) -> list[list[str]]:
