@@ -146,18 +146,17 @@ def _traced(s: Scenario, rng: random.Random) -> Scenario | None:
     return _with(f"model.architecture={json.dumps(architecture)}", "optimizer.eps=0.1")(s, rng)  # as with shared layers
 
 
-def _compression(s: Scenario, rng: random.Random) -> Scenario | None:
-    """Learned compression between stages. A layer norm of almost equal numbers, and a maximum of two, enlarge rounding."""
-    if len(s.stages) == 1:
-        return None
+def _model_layers(s: Scenario, rng: random.Random) -> Scenario | None:
+    """Learned compression between stages, backward by block with the loss in chunks of a few tokens, or both. A layer norm
+    of almost equal numbers, and a maximum of two, enlarge rounding."""
     kind, factor = rng.choice(["bottleneck", "maxout"]), rng.choice([2, 4])
+    what = rng.choice(["compressed", "in pieces", "both"]) if len(s.stages) > 1 else "in pieces"
+    if what != "compressed" and (found := _with("compute.checkpointing=block")(s, rng)) is not None:
+        s = found
+    if what == "in pieces":
+        return s
     overrides = (f"model.compression={kind}", f"model.compression_factor={factor}", "optimizer.eps=0.1")
     return _with(*overrides, tolerance=FINE)(s, rng)
-
-
-def _in_pieces(s: Scenario, rng: random.Random) -> Scenario | None:
-    """Backward by block, and the loss in chunks of a few tokens."""
-    return _with("compute.checkpointing=block")(s, rng)
 
 
 KINDS: dict[str, Kind] = {
@@ -172,6 +171,5 @@ KINDS: dict[str, Kind] = {
     "swap": _swap,
     "alone": _alone,
     "traced": _traced,
-    "compression": _compression,
-    "in pieces": _in_pieces,
+    "layers": _model_layers,
 }

@@ -17,7 +17,7 @@ from muletrain.cli.show.final_report import final_report, improvement
 from muletrain.config.model_sections import DataConfig
 from muletrain.config.trusted import trusted
 from muletrain.data.corpus import Corpus, absolute
-from muletrain.errors import ConfigError, DataError
+from muletrain.errors import ConfigError, DataError, MuletrainError
 from muletrain.events import EventTail
 from muletrain.policy.chaos import Bounds, draw, parse
 from muletrain.runs.alone import Alone
@@ -278,7 +278,7 @@ def report(session: Session) -> None:
         return
     if evaluation is not None and evaluation.before is not None:
         session.say(f"\n{improvement(evaluation)}")
-    compressed = Checkpoint.open(session.checkpoint).spec.compression is not None
+    compressed = _is_compressed(session.checkpoint)
     own_loss = evaluation is not None and evaluation.own_loss
     commands = [] if own_loss else [f'muletrain generate {folder} "The "   # more text from this model']
     if own_loss and not compressed:
@@ -290,3 +290,11 @@ def report(session: Session) -> None:
         session.say("\n" + "\n".join(commands))
     if how := session.go_on():
         session.say(how)
+
+
+def _is_compressed(checkpoint: Path) -> bool:
+    """Does the model have layers that no export has? Of a checkpoint that cannot be read: as far as known, no."""
+    try:
+        return Checkpoint.open(checkpoint).spec.compression is not None
+    except MuletrainError:
+        return False
