@@ -22,6 +22,7 @@ from muletrain.compute.swap.fit import blocks_of
 from muletrain.config.profile_file import BlockCost, Profile, read_profile
 from muletrain.config.schema import ModelConfig, Precision
 from muletrain.errors import CapacityError, ConfigError
+from muletrain.model.chain import Compression
 from muletrain.model.dropout import Masks
 from muletrain.model.hf import spec_in
 from muletrain.model.make import make_model, make_stage
@@ -351,3 +352,15 @@ def test_part_times_measure_each_kind_once_and_are_kept(monkeypatch: pytest.Monk
     assert [b.backward_s for b in blocks] == pytest.approx([128 * sum(first[part]) for part in range(5)])
     measuring.part_times(model, replace(at, precision=Precision.BF16))
     assert asked == [0, 1, 4, 0, 1, 4]
+
+
+def test_blocks_are_measured_without_the_compression_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second kind of block comes after a border: its input would be narrower."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measuring, "QUICK_S", 0.01)
+    window, full = "sliding_attention", "full_attention"
+    plain = traced(tmp_path, "gemma3", layer_types=[window, full, window])
+    placed = plain.compressed(Compression("bottleneck", 2)).placed(((0, 1), (1, 3)))
+    assert digest_of(placed) == digest_of(plain)
+    assert measuring.part_times(placed, CPU).keys() == set(range(5))
+    assert [b.parts for b in profiled(placed, CPU)] == [b.parts for b in profiled(plain, CPU)]

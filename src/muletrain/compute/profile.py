@@ -120,7 +120,8 @@ class Block:
 
     def __init__(self, model: Model, part: int, at: Conditions, hidden: Tensor) -> None:
         runs = ((0, 0), *((layer, layer + 1) for layer in range(model.layers)), (model.layers, model.layers))
-        self._module: StageModule = make_block(model, part, runs)
+        # where stages meet differs from run to run, and what compresses there is small beside a block
+        self._module: StageModule = make_block(model.compressed(None), part, runs)
         self._device, self._last = at.device, part == model.layers + 1
         self._host = {name: _drawn(shape, at) for name, shape in self._module.shapes().items()}
         self._inputs = _samples(model.inputs, model, at) if part == 0 else hidden.to(at.device)
@@ -288,7 +289,11 @@ def part_times(model: Model, at: Conditions) -> dict[int, tuple[float, float]]:
     of each kind is measured (ATOM, sec. III-D), unless the cache has this model on this kind of device. Raises
     CapacityError if memory is too small."""
     groups = alike(model)
-    about: dict[str, object] = {"model": model.to_json(), "device": chip(at.device), "sequences": at.sequences}
+    about: dict[str, object] = {
+        "model": model.compressed(None).to_json(),
+        "device": chip(at.device),
+        "sequences": at.sequences,
+    }
     about |= {"precision": at.precision.value, "threads": torch.get_num_threads(), "torch": torch.__version__}
     known = kept("times", about, KindTimes)
     if known is None or len(known.each) != len(groups):

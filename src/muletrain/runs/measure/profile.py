@@ -66,7 +66,7 @@ def model_named(name: str, *, context: int | None, untie: bool) -> Model:
 def digest_of(model: Model) -> str:
     """Digest of all facts that decide the costs of a model's blocks."""
     chain = model.chain_name if isinstance(model, TracedModel) else ""
-    return hashlib.sha256(json.dumps([model.to_json(), chain]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([model.compressed(None).to_json(), chain]).encode()).hexdigest()[:32]
 
 
 def measured_profile(
