@@ -83,7 +83,7 @@ def test_a_scaled_codec_is_as_exact_at_any_magnitude(codec: Codec, off: float, m
 @given(
     seed=st.integers(0, 2**31), low=st.integers(-140, 120), spread=st.integers(0, 60), size=st.integers(1, BLOCK + 9)
 )
-@pytest.mark.parametrize("codec", [Codec.FP16, Codec.DYNAMIC8])
+@pytest.mark.parametrize("codec", [Codec.FP16, Codec.INT8, Codec.DYNAMIC8])
 def test_what_was_decoded_encodes_to_the_same_bits(codec: Codec, seed: int, low: int, spread: int, size: int) -> None:
     """Holders of a mean gradient have decoded values, and prove these by encoding them again."""
     draw = torch.Generator().manual_seed(seed)
@@ -107,6 +107,14 @@ def test_dynamic8_keeps_small_numbers_beside_a_large_one() -> None:
     assert off[Codec.INT8] > 0.9
     assert off[Codec.DYNAMIC8] < 0.12
     assert float(decode(encode(-values, Codec.DYNAMIC8))[7]) == -1000.0
+
+
+def test_each_byte_of_dynamic8_is_a_number_or_not_finite() -> None:
+    encoded = encode(torch.ones(256), Codec.DYNAMIC8)
+    decoded = decode(Encoded(encoded.codec, encoded.shape, [encoded.buffers[0], bytes(range(256))]))
+    assert torch.isfinite(decoded[:255]).all()
+    assert len(set(decoded[:255].tolist())) == 255
+    assert decoded[255].isnan()
 
 
 @pytest.mark.parametrize("codec", STEPS)

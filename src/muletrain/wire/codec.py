@@ -170,7 +170,8 @@ def _of_8_bits(absmax: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Scales and inverses: scale = absmax / largest, and NaN for a block that is not finite."""
     scales = absmax / largest
     scales = torch.where(torch.isfinite(scales), scales, torch.nan)
-    return scales, torch.where(scales > _TINY, 1 / scales, 0.0)
+    scales = torch.where(scales > _TINY, scales, 0 * scales)  # 0, or NaN
+    return scales, torch.where(scales > 0, 1 / scales, 0.0)
 
 
 def _of_fp16(absmax: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,11 +186,11 @@ def _of_fp16(absmax: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _numbers(device: torch.device) -> Tensor:
-    """fp32 [255], in order: the numbers of ``DYNAMIC8``. The largest are -1 and 1, so that decoded numbers encode to the
-    same bits."""
+    """fp32 [256]: the numbers of ``DYNAMIC8`` in order, and NaN for the byte that no sender writes. The largest are -1 and 1,
+    so that decoded numbers encode to the same bits."""
     parts = ((i, (k + (1 if i == 6 else 0.5)) / 2**i) for i in range(7) for k in range(2**i))
     each = [10.0 ** (i - 6) * (0.1 + 0.9 * part) for i, part in parts]
-    return torch.tensor(sorted([*each, 0.0, *(-x for x in each)]), device=device)
+    return torch.tensor([*sorted([*each, 0.0, *(-x for x in each)]), math.nan], device=device)
 
 
 @functools.cache
@@ -197,7 +198,7 @@ def _nearest(device: torch.device) -> Tensor:
     """uint8 [2**16]: for each fp16 number, by its bits, the place of the nearest of ``_numbers``. Rounding to fp16 first
     costs a tenth of a spacing at most."""
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    numbers = _numbers(torch.device("cpu"))
+    numbers = _numbers(torch.device("cpu"))[:-1]
     return torch.bucketize(halves, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8).to(device)
 
 
