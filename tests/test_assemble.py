@@ -25,6 +25,7 @@ from muletrain.runs.assemble import RunFacts, build_compute, initial_weights, re
 from muletrain.runs.checkpoint import Checkpoint
 from muletrain.runs.measure.machine import Machine
 from muletrain.runs.resuming import checked
+from muletrain.runs.summary import _start
 from tests.whole_model import build_full
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def test_a_start_from_a_model_keeps_the_asked_compression(exported: Path) -> Non
     assert facts.spec.compression == Compression("bottleneck", 2, (facts.cut[0][1] - 1,))
     load, shapes = initial_weights(facts, 0), make_stage(facts.spec, 0, facts.cut).shapes()
     assert load is not None
+    assert (
+        _start(facts)
+        == f"{facts.config.model.from_}; 1.07k of model.compression by seed 0, so the model begins worse than that"
+    )
     assert tuple(load("compression.1.down.matrix").shape) == shapes["compression.1.down.matrix"] == (16, 32)
 
 

@@ -1,12 +1,14 @@
 """What does compression between stages cost in quality? See README.md. ``python run.py [--steps 240] [--seeds 3] [--jobs 2]``.
 
 Every training is written to training.json when it ends, and is left out the next time; ``--again`` begins anew.
+``--random``: instead, how far four stages come whose way back begins with a random matrix (random.json).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import sys
 import sysconfig
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from muletrain.model.module import StageModule
 
 HERE = Path(__file__).parent
-TRAINING = HERE / "training.json"
+TRAINING, RANDOM = HERE / "training.json", HERE / "random.json"
 CONFIG = [
     "model.layers=4",
     "model.width=128",
@@ -99,8 +101,9 @@ def loss_of(stages: list[StageModule], codec: Codec | None, inputs: Any, targets
     return stages[-1].loss(x, torch.from_numpy(targets))
 
 
-def trained(case: Case, seed: int, steps: int, target: float | None) -> dict[str, Any]:
-    """Held-out loss [nats/token] each ``EVERY`` steps: for ``steps``, and on until ``target``, if that is not reached."""
+def trained(case: Case, seed: int, steps: int, target: float | None, *, random: bool = False) -> dict[str, Any]:
+    """Held-out loss [nats/token] each ``EVERY`` steps: for ``steps``, and on until ``target``, if that is not reached.
+    ``random``: the way back does not begin as the transpose of the way there."""
     torch.set_num_threads(1)
     facts = RunFacts.of(load_config(None, [*case.settings, f"train.seed={seed}", f"train.steps={10 * steps}"]))
     cache = TokenCache.build(facts.config.data, facts.spec.vocab)
@@ -108,7 +111,8 @@ def trained(case: Case, seed: int, steps: int, target: float | None) -> dict[str
     held = HeldoutSource(spread(cache.heldout, HELDOUT + 1), facts.spec.context, 16, facts.spec.vocab)
     stages = [make_stage(facts.spec, s, facts.cut) for s in range(case.stages)]
     for stage in stages:
-        stage.bind({n: initial_weight(facts.spec, n, shape, seed) for n, shape in stage.shapes().items()})
+        names = {n: n.replace("compression.", "drawn.") if random else n for n in stage.shapes()}
+        stage.bind({n: initial_weight(facts.spec, names[n], shape, seed) for n, shape in stage.shapes().items()})
     parameters = [p for stage in stages for p in stage.parameters()]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -138,7 +142,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--random", action="store_true")
     given = parser.parse_args()
+    if given.random:
+        rows = [trained(Case(kind, 4, 2), 0, given.steps, math.inf, random=True) for kind in ("bottleneck", "maxout")]
+        RANDOM.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        return
     found: list[dict[str, Any]] = [] if given.again or not TRAINING.exists() else json.loads(TRAINING.read_text())
     found = [row for row in found if row["steps"] == given.steps]
     with multiprocessing.get_context("spawn").Pool(given.jobs) as pool:

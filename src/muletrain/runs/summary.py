@@ -9,6 +9,7 @@ from muletrain.data.samples import SampleData
 from muletrain.events import RunPrepared
 from muletrain.model.traced.chain import TracedModel
 from muletrain.strategies import listed_of
+from muletrain.units import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +39,7 @@ def summary_of(facts: RunFacts, data: Data, devices: Sequence[str], first_step: 
         taken=t.steps * t.batch if own else tokens,
         epochs=(t.steps * t.batch if own else tokens) / size,
         model=_named(facts),
-        start=config.model.from_ or config.model.factory or f"seed {t.seed}",
+        start=_start(facts),
         params=params,
         trained_params=params - spec.frozen_params(whole, 0),
         batch=t.batch,
@@ -69,6 +70,16 @@ def _documents(data: TokenCache) -> dict[str, int]:
     stats = data.stats
     names = ("documents", "heldout_documents", "ends", "duplicates", "empty", "replaced", "unknown", "special")
     return {name: getattr(stats, name) for name in names}
+
+
+def _start(facts: RunFacts) -> str:
+    """Where the first weights come from."""
+    config, spec = facts.config, facts.spec
+    given = config.model.from_ or config.model.factory
+    if given is None or not spec.borders:
+        return given or f"seed {config.train.seed}"
+    drawn = sum(spec.compression_params(facts.cut, s) for s in range(len(facts.cut)))
+    return f"{given}; {format_count(drawn)} of model.compression by seed {config.train.seed}, so the model begins worse than that"
 
 
 def _named(facts: RunFacts) -> str:
